@@ -1,0 +1,550 @@
+"""From text to rows of tokens: the corpus on your machine, a byte-level BPE, and packed memory-mapped shards.
+
+    python data.py prepare --data PATH|hf:NAME[:CONFIG]|docs --vocab-size 32768 --uncased --out DIR
+
+A prepared folder holds `tokenizer.json` (the `tokenizers` format, which transformers reads too), `meta.json`, and
+shards `train-00000.npy`, `val-00000.npy`, ...: NumPy arrays (rows, seq_len) of uint16, or of uint32 where the
+vocabulary needs it, memory-mapped when read. A row is `[CLS]` and seq_len - 1 tokens of documents that are
+joined by `[SEP]`. A document is in validation if the hash of its text says so: no text is in both parts.
+"""
+import argparse
+import ast
+import gzip
+import hashlib
+import importlib.util
+import itertools
+import json
+import lzma
+import os
+import re
+import sys
+import sysconfig
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import tokenizers
+from tqdm import tqdm
+
+from maelm import CLS, NUM_SPECIAL, SEP
+
+SPECIALS = ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]  # ids 0 to 3
+SHARD_TOKENS = 1 << 27  # a shard of uint16 is 256 MB
+BLOCK_CHARACTERS = 1 << 20  # text that is encoded at a time
+
+
+class UserError(ValueError):
+    """Something that the user can put right; the message names the file or field, the value and the fix."""
+
+
+@contextmanager
+def clear_errors(program: str) -> Iterator[None]:
+    """Turn UserError and OSError into one line on stderr and exit code 2."""
+    try:
+        yield
+    except (UserError, OSError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, then fsync and rename it to `path`: a reader finds a whole file or none. Makes the
+    folder. Failure to write is a UserError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}; free some space or choose another "
+                        "folder") from error
+    finally:
+        if temporary.exists():
+            temporary.unlink()
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` as JSON, atomically."""
+    with atomic(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1) + "\n")
+
+
+# ---- 1. Tokenizer -------------------------------------------------------------------------------------------
+PIECES = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"  # no merge crosses the border of a piece
+
+
+def byte_letters() -> dict[int, str]:
+    """The byte-level alphabet of GPT-2 (Radford et al., 2019): a printable letter for each of the 256 bytes."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+class Tokenizer:
+    """Byte-level BPE, trained and stored by `tokenizers`, run by `tiktoken`. Specials, 256 bytes, merges."""
+
+    def __init__(self, model: tokenizers.Tokenizer):
+        self.model = model
+        self.uncased = model.normalizer is not None
+        byte = {letter: b for b, letter in byte_letters().items()}
+        ranks = {bytes(byte[letter] for letter in token): i
+                 for token, i in model.get_vocab().items() if token not in SPECIALS}
+        self.tiktoken = tiktoken.Encoding("maelm", pat_str=PIECES, mergeable_ranks=ranks,
+                                          special_tokens={name: i for i, name in enumerate(SPECIALS)})
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int, uncased: bool) -> "Tokenizer":
+        """Learn merges until `vocab_size` rows are used, special tokens and bytes included (fewer if the text
+        has no more pairs). Ties between equally frequent pairs go to the lower ids."""
+        letters = byte_letters()
+        learner = tokenizers.Tokenizer(tokenizers.models.BPE())
+        dress(learner, uncased)
+        learner.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_size - NUM_SPECIAL, initial_alphabet=list(letters.values()), show_progress=False))
+        merges = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
+        tokens = dict.fromkeys([*SPECIALS, *(letters[b] for b in range(256)), *(a + b for a, b in merges)])
+        vocabulary = {token: i for i, token in enumerate(tokens)}
+        model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
+        dress(model, uncased)
+        model.add_special_tokens(SPECIALS)
+        return cls(model)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read `folder`/tokenizer.json; UserError if it is missing or not such a file."""
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; a run folder or a folder made by data.py prepare has one")
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # tokenizers raises bare Exceptions
+            raise UserError(f"{path}: not a byte-level BPE in the format of tokenizers ({error})") from error
+
+    def save(self, folder: Path) -> None:
+        """Write `folder`/tokenizer.json, atomically."""
+        with atomic(Path(folder) / "tokenizer.json") as temporary:
+            temporary.write_text(self.model.to_str())
+
+    def __len__(self) -> int:
+        return self.tiktoken.n_vocab
+
+    def encode(self, text: str, special: bool = False) -> np.ndarray:
+        """Token ids (length,) uint32. `[MASK]` and its like are plain text unless `special`."""
+        text = text if not self.uncased else text.lower() if not special else lower_around_specials(text)
+        return self.tiktoken.encode_to_numpy(text, allowed_special="all" if special else set(), disallowed_special=())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; bytes that are no UTF-8 become U+FFFD, rows that no token uses become nothing."""
+        return self.tiktoken.decode([int(i) for i in ids if i < len(self)])
+
+
+def dress(model: tokenizers.Tokenizer, uncased: bool) -> None:
+    """Give a `tokenizers` model the lower-casing and the splitting that `Tokenizer.encode` has."""
+    if uncased:
+        model.normalizer = tokenizers.normalizers.Lowercase()
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        tokenizers.pre_tokenizers.Split(tokenizers.Regex(PIECES), "isolated"),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    model.decoder = tokenizers.decoders.ByteLevel()
+
+
+def lower_around_specials(text: str) -> str:
+    """Lower-case `text`, but not the names of special tokens in it."""
+    pieces = re.split("(" + "|".join(map(re.escape, SPECIALS)) + ")", text)
+    return "".join(piece if piece in SPECIALS else piece.lower() for piece in pieces)
+
+
+# ---- 2. Documents -------------------------------------------------------------------------------------------
+DOCS_PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib",
+                 "pyarrow", "fsspec", "jinja2", "mpmath", "tiktoken", "tokenizers", "tqdm")  # requirements install them
+TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
+READERS = {"": open, ".gz": gzip.open, ".xz": lzma.open}
+
+
+def docs_files() -> list[tuple[str, Path]]:
+    """(library, file) of all Python files of the standard library and of DOCS_PACKAGES, in a fixed order."""
+    roots = [("python", Path(sysconfig.get_path("stdlib")))]
+    for name in DOCS_PACKAGES:
+        spec = importlib.util.find_spec(name)  # finds, does not import
+        roots += [(name, Path(place)) for place in (spec.submodule_search_locations if spec else None) or []]
+    return [(library, path) for library, root in roots for path in sorted(root.rglob("*.py"))
+            if not TEST_FOLDERS & set(path.relative_to(root).parts)]
+
+
+def docstrings(path: Path) -> list[str]:
+    """All documentation strings of a Python file: docstrings, `add_docstr(f, "...")` and help topics."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # templates and files of other Python versions
+        return []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.append(ast.get_docstring(node) or "")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("add_docstr", "add_newdoc")):
+            strings = [s.value for s in ast.walk(node) if isinstance(s, ast.Constant) and isinstance(s.value, str)]
+            found.append(max(strings, key=len, default=""))
+        elif isinstance(node, ast.Dict) and path.parent.name == "pydoc_data":
+            found += [s.value for s in node.values if isinstance(s, ast.Constant)]
+    return [text.strip() for text in found if len(text.split()) > 3]
+
+
+def read_docs(progress: bool = False) -> Iterator[tuple[str, str]]:
+    """(library, text) of every distinct documentation string on this machine: English that needs no download."""
+    files = docs_files()
+    seen = set()
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        results = pool.map(docstrings, [path for _, path in files], chunksize=64)
+        for (library, _), texts in zip(files, tqdm(results, "reading documentation", len(files), unit="file",
+                                                   leave=False, disable=not progress)):
+            for text in texts:
+                if text not in seen:
+                    seen.add(text)
+                    yield library, text
+
+
+def lines(path: Path) -> Iterator[str]:
+    """Lines of a text file, .gz and .xz unpacked; UserError names the file and offset of undecodable bytes."""
+    offset = 0
+    try:
+        with READERS.get(path.suffix, open)(path, "rb") as file:
+            for line in file:
+                yield line.decode("utf-8-sig" if offset == 0 else "utf-8")
+                offset += len(line)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: byte {offset + error.start} is not UTF-8 (0x{error.object[error.start]:02x}); "
+                        "convert the file, for example with iconv") from error
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
+        raise UserError(f"{path}: damaged {path.suffix} file: {error}") from error
+
+
+def read_text(path: Path) -> Iterator[str]:
+    """Documents of a .txt file: separated by blank lines."""
+    for blank, group in itertools.groupby(lines(path), key=str.isspace):
+        if not blank:
+            yield "".join(group).strip()
+
+
+def read_jsonl(path: Path) -> Iterator[str]:
+    """Documents of a .jsonl file: the field `text` of each line."""
+    for number, line in enumerate(lines(path), start=1):
+        try:
+            record = json.loads(line) if line.strip() else {"text": ""}
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}, line {number}: not JSON: {error}") from error
+        yield text_field(record, f"{path}, line {number}")
+
+
+def text_field(record: object, where: str) -> str:
+    """`record["text"]`, or a UserError that lists the columns that are there."""
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        columns = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
+        raise UserError(f"{where}: no text column `text`; found: {columns}")
+    return record["text"]
+
+
+def read_parquet(path: Path) -> Iterator[str]:
+    """Documents of a .parquet file: its column `text`."""
+    import pyarrow
+    import pyarrow.parquet
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{path}: not a Parquet file: {error}") from error
+    text_field({name: "" for name in file.schema_arrow.names}, str(path))
+    for batch in file.iter_batches(columns=["text"], batch_size=1024):
+        yield from (text for text in batch.column(0).to_pylist() if text)
+
+
+def read_hub(name: str) -> Iterator[str]:
+    """Documents of a data set of the Hugging Face Hub, or of a local folder that `datasets` loads; streamed."""
+    import datasets
+    path, _, config = name.partition(":")
+    try:
+        stream = datasets.load_dataset(path, config or None, split="train", streaming=True)
+        for record in stream:
+            yield text_field(record, f"hf:{name}")
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"hf:{name}: cannot be loaded ({reason}). Is the name right, and the network there? "
+                        "--data docs needs neither") from error
+
+
+FORMATS = {".txt": read_text, ".jsonl": read_jsonl, ".parquet": read_parquet}
+
+
+def parts(source: str) -> list[tuple[str, str]]:
+    """Split --data at `+` and folders into (kind, name) parts, in a fixed order: kind is docs, hf or a suffix."""
+    found = []
+    for name in source.split("+"):
+        kind, path = name.partition(":")[0], Path(name).expanduser()
+        if kind in ("docs", "hf"):
+            found.append((kind, name.partition(":")[2]))
+            continue
+        if not path.exists():
+            raise UserError(f"--data {name}: no such file or folder; give one, hf:NAME, or docs")
+        files = sorted(p for p in path.rglob("*") if text_format(p)) if path.is_dir() else [path]
+        if not files or not text_format(files[0]):
+            raise UserError(f"--data {name}: holds no text; use {', '.join(FORMATS)}, also .gz or .xz")
+        found += [(text_format(p), str(p)) for p in files]
+    return found
+
+
+def text_format(path: Path) -> str | None:
+    """The suffix in FORMATS that `path` has, under .gz or .xz too; None if it has none."""
+    suffixes = [s for s in path.suffixes if s not in READERS]
+    return suffixes[-1] if suffixes and suffixes[-1] in FORMATS and path.is_file() else None
+
+
+def documents(part: tuple[str, str]) -> Iterator[str]:
+    """The texts of one part of a source, empty ones left out."""
+    kind, name = part
+    if kind == "docs":
+        texts = (text for _, text in read_docs(progress=sys.stderr.isatty()))
+    elif kind == "hf":
+        texts = read_hub(name)
+    else:
+        texts = FORMATS[kind](Path(name))
+    return (text for text in texts if text and not text.isspace())
+
+
+def fingerprint(part: tuple[str, str]) -> str:
+    """A hash of what a part contains: of the files' bytes, or of the name of a Hub data set."""
+    kind, name = part
+    digest = hashlib.blake2b(f"{kind}:{name if kind == 'hf' else ''}".encode(), digest_size=16)
+    files = [path for _, path in docs_files()] if kind == "docs" else [] if kind == "hf" else [Path(name)]
+    for path in files:
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()
+
+
+# ---- 3. Packed shards ---------------------------------------------------------------------------------------
+def in_validation(text: str, share: float) -> bool:
+    """Whether a document belongs to the validation part: a function of its text alone."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) < share * 2 ** 32
+
+
+def pack(stream: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut a stream of tokens (length,) into rows `[CLS]` + n - 1 tokens; returns them (rows, n) and the rest."""
+    count = len(stream) // (n - 1)
+    body = stream[:count * (n - 1)].reshape(count, n - 1)
+    return np.insert(body, 0, CLS, axis=1), stream[count * (n - 1):]
+
+
+class ShardWriter:
+    """Packs documents of one part ("train" or "val") into shards of at most SHARD_TOKENS tokens."""
+
+    def __init__(self, folder: Path, part: str, n: int, dtype: np.dtype):
+        self.folder, self.part, self.n, self.dtype = folder, part, n, dtype
+        self.rest = np.empty(0, dtype)
+        self.rows, self.shards, self.min_real = [], [], n
+
+    def add(self, documents: Iterable[np.ndarray]) -> None:
+        """Append encoded documents, each followed by `[SEP]`; writes a shard whenever one is full."""
+        pieces = [piece for ids in documents for piece in (ids.astype(self.dtype), np.array([SEP], self.dtype))]
+        rows, self.rest = pack(np.concatenate([self.rest, *pieces]), self.n)
+        real = (rows >= NUM_SPECIAL).sum(axis=1)
+        rows, real = rows[real >= self.n // 4], real[real >= self.n // 4]  # rows of separators teach nothing
+        self.min_real = min(self.min_real, int(real.min(initial=self.n)))
+        self.rows.append(rows)
+        if sum(map(len, self.rows)) * self.n >= SHARD_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the rows collected so far as the next shard, if there are any."""
+        rows = np.concatenate([np.empty((0, self.n), self.dtype), *self.rows])
+        if len(rows):
+            path = self.folder / f"{self.part}-{len(self.shards):05d}.npy"
+            with atomic(path) as temporary, open(temporary, "wb") as file:
+                np.save(file, rows)
+            self.shards.append([path.name, len(rows)])
+        self.rows = []
+
+
+def encode_blocks(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[list[str], list[np.ndarray]]]:
+    """Group texts into blocks of about BLOCK_CHARACTERS and encode them, in order, on all cores (tiktoken frees
+    Python's lock); at most two blocks a core are held."""
+    waiting: deque = deque()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for block in blocks(texts):
+            waiting.append((block, pool.submit(lambda block=block: [tokenizer.encode(text) for text in block])))
+            if len(waiting) > 2 * (os.cpu_count() or 1):
+                block, encoded = waiting.popleft()
+                yield block, encoded.result()
+        for block, encoded in waiting:
+            yield block, encoded.result()
+
+
+def blocks(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Group texts, in order, into lists of at least BLOCK_CHARACTERS characters."""
+    block, size = [], 0
+    for text in texts:
+        block.append(text)
+        size += len(text)
+        if size >= BLOCK_CHARACTERS:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
+def prepare(source: str, out: Path, vocab_size: int, seq_len: int, uncased: bool, val_share: float,
+            sample_mb: int = 500) -> Path:
+    """Train a tokenizer on the first `sample_mb` million characters of the training documents, the same share
+    from each file, and write shards to `out`. Returns `out`; UserError for bad, missing or too little text."""
+    found = parts(source)
+    single = list(documents(found[0])) if found == [("docs", "")] else None  # small, and slow to read twice
+
+    def texts(limit: float) -> Iterator[str]:
+        for part in found:
+            size = 0
+            for text in single or documents(part):
+                yield text
+                size += len(text)
+                if size >= limit:
+                    break
+
+    tokenizer = Tokenizer.train((t for t in texts(sample_mb * 1e6 / len(found)) if not in_validation(t, val_share)),
+                                vocab_size, uncased)
+    dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+    writers = {part: ShardWriter(out, part, seq_len, dtype) for part in ("train", "val")}
+    with tqdm(desc="tokenizing", unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False) as bar:
+        for block, encoded in encode_blocks(texts(float("inf")), tokenizer):
+            held_out = [in_validation(text, val_share) for text in block]
+            for part, wanted in (("train", False), ("val", True)):
+                writers[part].add(ids for ids, val in zip(encoded, held_out) if val == wanted)
+            bar.update(sum(map(len, block)))
+    for writer in writers.values():
+        writer.flush()
+        if not writer.shards:
+            raise UserError(f"--data {source}: its {writer.part} part is too small for one row of seq_len={seq_len} "
+                            "tokens; use more text, a smaller --seq-len, or another --val-share")
+    tokenizer.save(out)
+    write_json(out / "meta.json", {
+        "source": source, "seq_len": seq_len, "vocab_size": vocab_size, "uncased": uncased, "val_share": val_share,
+        "dtype": dtype.name, "min_real": min(writer.min_real for writer in writers.values()),
+        **{part: writer.shards for part, writer in writers.items()}})
+    return out
+
+
+def corpus(source: str, cache: Path, vocab_size: int, seq_len: int, uncased: bool, val_share: float) -> Path:
+    """The folder of shards for `source`: itself if data.py prepare made it, else prepared once below `cache`
+    and found again by the hash of its content and of these arguments."""
+    if (Path(source).expanduser() / "meta.json").is_file():
+        return Path(source).expanduser()
+    key = [[fingerprint(part) for part in parts(source)], vocab_size, seq_len, uncased, val_share, 1]
+    folder = cache.expanduser() / hashlib.blake2b(json.dumps(key).encode(), digest_size=8).hexdigest()
+    if not (folder / "meta.json").is_file():
+        prepare(source, folder, vocab_size, seq_len, uncased, val_share)
+    return folder
+
+
+# ---- 4. Rows of a step --------------------------------------------------------------------------------------
+class Rows:
+    """All rows of one part ("train", "val") of a prepared folder, memory-mapped; UserError for a bad shard."""
+
+    def __init__(self, folder: Path, part: str, vocab_size: int, seq_len: int):
+        meta = json.loads((folder / "meta.json").read_text())
+        for field, value in (("seq_len", seq_len), ("vocab_size", vocab_size)):
+            if meta[field] != value:
+                raise UserError(f"{folder}: prepared with {field}={meta[field]}, this run has {value}: pass "
+                                f"--{field.replace('_', '-')} {meta[field]} or prepare it again")
+        self.min_real, self.vocab_size = meta["min_real"], vocab_size
+        self.shards = [self.open(folder / name, (count, seq_len), meta["dtype"]) for name, count in meta[part]]
+        self.ends = np.cumsum([len(shard) for shard in self.shards])
+
+    @staticmethod
+    def open(path: Path, shape: tuple[int, int], dtype: str) -> np.ndarray:
+        """Memory-map a shard and check its header against meta.json."""
+        try:
+            shard = np.load(path, mmap_mode="r")
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"{path}: not a readable shard ({error}); prepare the data again") from error
+        if shard.shape != shape or shard.dtype != dtype:
+            raise UserError(f"{path}: bad header: {shard.dtype} {shard.shape}, meta.json says {dtype} {shape}; "
+                            "prepare the data again")
+        return shard
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        """Rows (B, seq_len) int64 at indices (B,); UserError if a token id is beyond the vocabulary."""
+        shard = np.searchsorted(self.ends, indices, side="right")
+        rows = np.stack([self.shards[s][i - self.ends[s]] for s, i in zip(shard, indices)]).astype(np.int64)
+        if rows.max() >= self.vocab_size:
+            bad = indices[(rows >= self.vocab_size).any(axis=1)][0]
+            raise UserError(f"row {bad} holds token id {rows.max()}, but vocab_size={self.vocab_size}: the shards "
+                            "are damaged or of another tokenizer; prepare the data again")
+        return rows
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """A hash of uint64 to uint64 of any shape (the finalizer of SplitMix64, Steele et al., 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def seed_of(*parts: int) -> int:
+    """One seed in [0, 2^63) from several whole numbers, such as (seed, step)."""
+    state = np.zeros(1, np.uint64)
+    for part in parts:
+        state = mix(state + np.uint64(0x9E3779B97F4A7C15) + np.array([part], np.int64).view(np.uint64))
+    return int(state[0] >> np.uint64(1))
+
+
+def rows_of_step(seed: int, step: int, batch_size: int, total: int) -> np.ndarray:
+    """Row numbers (batch_size,) int64 of a step: every epoch is a new permutation of all `total` rows, without
+    replacement, and a pure function of (seed, epoch). Nothing as large as the corpus is ever stored: the
+    permutation is a Feistel network over 2h bits, applied until the number falls below `total`."""
+    sample = step * batch_size + np.arange(batch_size)
+    epoch, x = sample // total, (sample % total).astype(np.uint64)
+    h = np.uint64(max(1, (total.bit_length() + 1) // 2))
+    low = np.uint64((1 << int(h)) - 1)
+    keys = mix(np.array([[seed_of(seed, r) for r in range(4)]], np.uint64) + epoch[:, None].astype(np.uint64))
+    outside = np.ones(batch_size, bool)
+    while outside.any():
+        left, right = x >> h, x & low
+        for key in keys.T:
+            left, right = right, left ^ (mix(right + key) & low)
+        x = np.where(outside, left << h | right, x)
+        outside = x >= total
+    return x.astype(np.int64)
+
+
+# ---- 5. Command line ----------------------------------------------------------------------------------------
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    command = parser.add_subparsers(dest="command", required=True).add_parser("prepare", allow_abbrev=False)
+    command.add_argument("--data", default="docs", help="docs, a file, a folder, hf:NAME[:CONFIG]; joined by +")
+    command.add_argument("--out", type=Path, required=True, help="folder for the tokenizer and the shards")
+    command.add_argument("--vocab-size", type=int, default=32768, help="special tokens, bytes and merges in all")
+    command.add_argument("--seq-len", type=int, default=512, help="tokens in a row")
+    command.add_argument("--uncased", action=argparse.BooleanOptionalAction, default=True)
+    command.add_argument("--val-share", type=float, default=0.01, help="share of documents held out")
+    arguments = vars(parser.parse_args(argv))
+    del arguments["command"]
+    source = arguments.pop("data")
+    with clear_errors("data.py"):
+        folder = prepare(source, **arguments)
+        meta = json.loads((folder / "meta.json").read_text())
+        rows = {part: sum(count for _, count in meta[part]) for part in ("train", "val")}
+        print(f"{folder}: {rows['train']:,} training and {rows['val']:,} validation rows of {meta['seq_len']} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,420 @@
+"""MAE-LM: masked autoencoders for language (Meng et al., "Representation Deficiency in Masked Language Modeling").
+
+A masked language model spends model dimensions on [MASK], a token that no downstream text contains, so the
+representations of real tokens are rank-deficient (section 2). MAE-LM takes the masked positions out of the
+encoder, lets a shallow decoder predict them, and keeps only the encoder (section 3).
+
+    x      the  cat  sat   on  the  mat         one row of n tokens, M = {2, 5} masked
+            |    |         |    |
+         [      encoder, L layers     ]         reads the kept tokens only, at their original positions
+            |    |         |    |
+           h_0  h_1 e_M   h_3  h_4  e_M         H-hat^0: e_[MASK] fills the gaps, then + p_i
+         [      decoder, 4 layers     ]         thrown away after pre-training
+                     |              |
+                    sat            mat          Eq. (1), at the masked positions only
+
+    paper           here                        shape
+    x, x-hat        tokens, Corruption.tokens   (B, n), (B, m) int64
+    M               Corruption.masked           (B, n) bool, exactly k = round(mask_rate * n) a row
+    i not in M      Corruption.kept             (B, m) int64, ascending
+    H^0 ... H^L     Encoder.forward             (B, m, d)
+    H-hat^0         MAELM.decoder_input         (B, n, d)
+    Attn, MHSA      attention, Attention        (B, heads, q, d_h), (B, q, d)
+    p(x_i | x-hat)  Head.forward                (B, k, V) logits
+    L_MLM           MAELM.forward               scalar, nats a masked token
+"""
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # the first token ids; bytes and merges follow
+
+
+# ---- 1. Configuration: section 4.1, Tables 2 and 4 ----------------------------------------------------------
+@dataclass(frozen=True)
+class Config:
+    """What is computed. The defaults are the paper's base setting; raises ValueError naming a bad field."""
+    vocab_size: int = 32768  # special tokens, bytes and merges in all
+    seq_len: int = 512  # n, tokens in a row
+    encoder_layers: int = 12  # L
+    encoder_dim: int = 768  # d
+    encoder_heads: int = 12  # N; the decoder's heads have the same size d / N
+    dropout: float = 0.1  # in the encoder; the decoder has none (App. C)
+    norm: str = "post"  # post | pre: LayerNorm after or before each sub-layer
+    init_std: float = 0.02  # standard deviation of all initial weights
+    position_init: str = "normal"  # normal | sinusoid: where learned absolute positions start
+    mask_rate: float = 0.15  # share of a row that is predicted
+    mask_in_encoder: float = 0.0  # delta of Figure 4: share of masked positions that the encoder reads
+    encoder_fill: str = "mask"  # mask | random: the token that it reads there
+    bert_trick: bool = False  # of those, 10 % random and 10 % unchanged (footnote 1)
+    decoder_reset: bool = False  # decoder reads e_[MASK], not h_i, at every masked position
+    aligned_positions: bool = True  # encoder positions skip the removed tokens
+    rel_pos_buckets: int = 32  # of the encoder's relative positions; 0 = none
+    rel_pos_max_distance: int = 128  # all distances from here on share a bucket
+    decoder_layers: int = 4  # 0 = none: the encoder predicts
+    decoder_dim: int = 0  # 0 = encoder_dim
+    decoder_self: str = "bi"  # bi | uni | none: the decoder's self-attention
+    decoder_cross: bool = False  # attention to the encoder's output
+
+    def __post_init__(self):
+        if self.decoder_dim == 0:
+            object.__setattr__(self, "decoder_dim", self.encoder_dim)
+        head = self.encoder_dim // max(1, self.encoder_heads)
+        uncrossed = "use bi, or with decoder_cross also uni or none"
+        for field, sound, fix in (
+            ("vocab_size", self.vocab_size > NUM_SPECIAL + 256, "special tokens and bytes alone are 260"),
+            ("seq_len", self.seq_len > 1, "use at least 2"),
+            ("encoder_layers", self.encoder_layers > 0, "use at least 1"),
+            ("encoder_heads", head > 0 and head * self.encoder_heads == self.encoder_dim, "it must divide encoder_dim"),
+            ("dropout", 0 <= self.dropout < 1, "use 0 <= dropout < 1"),
+            ("norm", self.norm in ("post", "pre"), "use post or pre"),
+            ("position_init", self.position_init in ("normal", "sinusoid"), "use normal or sinusoid"),
+            ("mask_rate", 0 < self.mask_rate < 1, "use 0 < mask_rate < 1"),
+            ("mask_in_encoder", 0 <= self.mask_in_encoder <= 1, "use 0 <= mask_in_encoder <= 1"),
+            ("encoder_fill", self.encoder_fill in ("mask", "random"), "use mask or random"),
+            ("rel_pos_buckets", self.rel_pos_buckets in (0, *range(4, 1 << 20, 2)), "use 0 or an even number from 4 on"),
+            ("rel_pos_max_distance", self.rel_pos_max_distance > self.rel_pos_buckets // 4, "use more than buckets / 4"),
+            ("decoder_layers", self.decoder_layers > 0 or self.decoder_layers == 0 and self.mask_in_encoder == 1,
+             "nothing predicts positions outside the encoder: set mask_in_encoder=1 or decoder_layers"),
+            ("decoder_dim", self.decoder_dim > 0 and self.decoder_dim % head == 0, "it must be whole heads of the encoder"),
+            ("decoder_self", self.decoder_self in ("bi", "uni", "none")[:3 if self.decoder_cross else 1], uncrossed),
+        ):
+            if not sound:
+                raise ValueError(f"{field}={getattr(self, field)!r}: {fix}")
+
+    def masks_per_row(self, n: int) -> int:
+        """k, the number of predicted positions in a row of n tokens: 77 of 512 at 15 % (App. C)."""
+        return round(self.mask_rate * n)
+
+
+PRESETS = {  # as differences from the defaults; section 4.1 and Table 4
+    "toy": dict(vocab_size=2048, seq_len=64, encoder_layers=3, encoder_dim=128, encoder_heads=2, dropout=0.0,
+                decoder_layers=1, norm="pre", init_std=0.06, position_init="sinusoid"),
+    "small": dict(vocab_size=8192, seq_len=128, encoder_layers=6, encoder_dim=384, encoder_heads=6,
+                  decoder_layers=2, norm="pre", init_std=0.03, position_init="sinusoid"),
+    "base": dict(),
+    "base++": dict(vocab_size=64000, rel_pos_buckets=64),
+    "large++": dict(vocab_size=64000, encoder_layers=24, encoder_dim=1024, encoder_heads=16,
+                    rel_pos_buckets=128, rel_pos_max_distance=256),
+}
+
+ABLATIONS = {  # Table 2, row by row, as differences from MAE-LM; Figure 4 is mask_in_encoder = 0, 0.25 ... 1
+    "mae-lm": dict(),
+    "mlm": dict(mask_in_encoder=1.0, decoder_layers=0),
+    "enc-mask": dict(mask_in_encoder=1.0),
+    "enc-mask-dec-resets": dict(mask_in_encoder=1.0, decoder_reset=True),
+    "random-replace": dict(mask_in_encoder=1.0, encoder_fill="random"),
+    "misaligned": dict(aligned_positions=False),
+    "no-relative": dict(rel_pos_buckets=0),
+    "bi+cross": dict(decoder_cross=True),
+    "uni+cross": dict(decoder_self="uni", decoder_cross=True),
+    "cross": dict(decoder_self="none", decoder_cross=True),
+    "dec-2": dict(decoder_layers=2),
+    "dec-6": dict(decoder_layers=6),
+    "dec-512": dict(decoder_dim=512),
+    "dec-1024": dict(decoder_dim=1024),
+}
+
+
+# ---- 2. Removing the masked positions: section 3, App. C ----------------------------------------------------
+class Corruption(NamedTuple):
+    """A masked batch. Removed positions are in neither `kept` nor `tokens`: the encoder cannot see them."""
+    masked: Tensor  # (B, n) bool, the set M
+    kept: Tensor  # (B, m) int64, original positions that the encoder reads, ascending
+    tokens: Tensor  # (B, m) int64, what it reads there
+
+
+def corrupt(tokens: Tensor, config: Config, generator: torch.Generator) -> Corruption:
+    """Draw exactly k masked positions a row, uniformly among its non-special tokens, and remove them.
+
+    tokens (B, n) int64 on the generator's device -> Corruption with m = n - k + round(delta * k). Pure: the
+    same generator state gives the same result. ValueError if a row has fewer than k real tokens. Section 3."""
+    B, n = tokens.shape
+    k = config.masks_per_row(n)
+    shown = round(config.mask_in_encoder * k)
+    special = tokens < NUM_SPECIAL
+    if not 0 < k <= n - int(special.sum(1).max()):
+        raise ValueError(f"mask_rate={config.mask_rate} masks {k} of {n} tokens a row: every row needs at least "
+                         "one mask and as many real tokens as masks")
+
+    def draw():
+        return torch.rand(B, n, generator=generator, device=tokens.device)
+
+    chosen = draw().masked_fill(special, 2.0).topk(k, largest=False).indices  # (B, k), in random order
+    masked = torch.zeros_like(special).scatter(1, chosen, True)
+    removed = torch.zeros_like(special).scatter(1, chosen[:, shown:], True)
+    kept = (~removed).nonzero()[:, 1].view(B, -1)
+    real = torch.randint(NUM_SPECIAL, config.vocab_size, (B, n), generator=generator, device=tokens.device)
+    random = 0.1 if config.bert_trick else float(config.encoder_fill == "random")
+    unchanged = 0.1 if config.bert_trick else 0.0
+    u = draw()
+    fill = torch.where(u < random, real, torch.where(u < random + unchanged, tokens, MASK))
+    return Corruption(masked, kept, torch.where(masked, fill, tokens).gather(1, kept))
+
+
+# ---- 3. Relative positions: section 4.1 (Raffel et al., 2019), App. C ---------------------------------------
+def relative_bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
+    """T5's bidirectional buckets of distance = key position - query position: int64 of any shape -> int64.
+
+    Half of them are for keys to the right; in each half, the first half are single distances and the rest grow
+    logarithmically up to max_distance."""
+    # Differs from the paper: its code has another formula, with one bucket unused; the text cites T5, as here.
+    half = num_buckets // 2
+    exact = half // 2
+    size = distance.abs()
+    scale = (half - exact) / torch.tensor(max_distance / exact, dtype=torch.float64).log()
+    log = exact + ((size.clamp(min=exact).double() / exact).log() * scale + 1e-9).long()
+    return half * (distance > 0) + torch.where(size < exact, size, log.clamp(max=half - 1))
+
+
+class RelativeBias(nn.Module):
+    """One learned number for each bucket and head, added to attention logits; one table for all layers."""
+    def __init__(self, config: Config):
+        super().__init__()
+        n = config.seq_len
+        self.table = nn.Embedding(config.rel_pos_buckets, config.encoder_heads)
+        bucket = relative_bucket(torch.arange(1 - n, n), config.rel_pos_buckets, config.rel_pos_max_distance)
+        self.register_buffer("bucket", bucket, persistent=False)  # (2n - 1,), of each possible distance
+
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Original positions (B, q) and (B, k) int64 -> (B, heads, q, k); removed tokens leave gaps."""
+        values = self.table(self.bucket).t()  # (heads, 2n - 1)
+        index = keys[:, None, :] - queries[:, :, None] + len(self.bucket) // 2  # (B, q, k)
+        flat = index.flatten(1)[:, None].expand(-1, len(values), -1)  # (B, heads, q * k)
+        bias = values.expand(len(index), -1, -1).gather(2, flat).unflatten(2, index.shape[1:])
+        return bias.to(compute_dtype(bias.device.type))  # cast once, for all layers
+
+
+def causal_bias(queries: Tensor, keys: Tensor) -> Tensor:
+    """Positions (B, q) and (B, k) int64 -> (B, 1, q, k): -inf where the key comes after the query."""
+    return torch.zeros((), device=keys.device).where(keys[:, None, None, :] <= queries[:, None, :, None], -torch.inf)
+
+
+def no_bias(queries: Tensor, keys: Tensor) -> None:
+    """Absolute positions alone: "no relative position encoding" of Table 2, and the paper's decoder."""
+
+
+# ---- 4. Transformer layers: section 2.1 ---------------------------------------------------------------------
+def compute_dtype(device_type: str) -> torch.dtype:
+    """The dtype of matrix products: autocast's where it is on, else float32."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
+
+
+def take(x: Tensor, at: Tensor | None) -> Tensor:
+    """The rows of x (B, n, d) at positions at (B, k) int64 -> (B, k, d); all of x for None."""
+    return x if at is None else x.gather(1, at[:, :, None].expand(-1, -1, x.shape[-1]))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+    """Attn(Q, K, V) = Softmax(Q K^T / sqrt(d_h) + bias) V, section 2.1.
+
+    q (B, heads, q, d_h), k and v (B, heads, k, d_h), bias broadcastable to (B, heads, q, k), -inf to hide a
+    key. On a GPU one fused kernel; on a CPU the formula as written, which was faster in every case measured."""
+    if q.is_cuda:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+    logits = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)
+    weights = (logits if bias is None else logits + bias).float().softmax(dim=-1).to(q.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
+class Attention(nn.Module):
+    """MHSA of section 2.1: head_h = Attn(X W_h^Q, Y W_h^K, Y W_h^V), Concat(head_1 ... head_N) W^O."""
+    def __init__(self, dim: int, heads: int, dropout: float):
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.query, self.key_value, self.output = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Queries from x (B, q, d), keys and values from y (B, k, d) -> (B, q, d)."""
+        q, k, v = (z.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, length, d_h)
+                   for z in (self.query(x), *self.key_value(y).chunk(2, dim=-1)))
+        z = attention(q, k, v, bias, self.dropout * self.training)
+        return self.output(z.transpose(1, 2).flatten(2))  # (B, q, d)
+
+
+class Residual(nn.Module):
+    """A sub-layer f with its skip connection: LayerNorm(x + f(x)) for post, x + f(LayerNorm(x)) for pre."""
+    def __init__(self, f: nn.Module, dim: int, norm: str, dropout: float):
+        super().__init__()
+        self.f, self.norm, self.dropout = f, nn.LayerNorm(dim), nn.Dropout(dropout)
+        self.pre = norm == "pre"
+
+    def forward(self, x: Tensor, *context, at: Tensor | None = None, itself: bool = False) -> Tensor:
+        """x (B, n, d) -> (B, n, d), or (B, k, d) at positions `at`; itself: x is the first context too."""
+        y = self.norm(x) if self.pre else x
+        if itself:
+            context = (y, *context)
+        x = take(x, at) + self.dropout(self.f(take(y, at), *context))
+        return x if self.pre else self.norm(x)
+
+
+class Block(nn.Module):
+    """A Transformer layer: self-attention and cross-attention where present, then the FFN with exact GELU."""
+    def __init__(self, config: Config, dim: int, dropout: float, self_attention: bool = True, cross: bool = False):
+        super().__init__()
+        heads = dim * config.encoder_heads // config.encoder_dim
+        ffn = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        rest = dim, config.norm, dropout
+        self.self_attention = Residual(Attention(dim, heads, dropout), *rest) if self_attention else None
+        self.cross_attention = Residual(Attention(dim, heads, dropout), *rest) if cross else None
+        self.ffn = Residual(ffn, *rest)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, memory: Tensor | None = None,
+                at: Tensor | None = None) -> Tensor:
+        """x (B, n, d), memory (B, m, d) -> (B, n, d). With `at` (B, k) only these positions are computed, as
+        the last layer may: keys and values still come from all n, so the result is exactly those rows."""
+        x = self.self_attention(x, bias, at=at, itself=True) if self.self_attention else take(x, at)
+        if self.cross_attention is not None:
+            x = self.cross_attention(x, memory)
+        return self.ffn(x)
+
+
+# ---- 5. Encoder: H^0 of section 3 to H^L --------------------------------------------------------------------
+class Encoder(nn.Module):
+    """The model that is kept. Reads real tokens at their original positions; section 3, App. C."""
+    def __init__(self, config: Config):
+        super().__init__()
+        d = config.encoder_dim
+        self.token_embedding = nn.Embedding(config.vocab_size, d)
+        self.position_embedding = nn.Embedding(config.seq_len, d)
+        self.norm = nn.LayerNorm(d)
+        self.dropout = nn.Dropout(config.dropout)
+        self.bias = RelativeBias(config) if config.rel_pos_buckets else no_bias
+        self.blocks = nn.ModuleList(Block(config, d, config.dropout) for _ in range(config.encoder_layers))
+        self.final_norm = nn.LayerNorm(d) if config.norm == "pre" else nn.Identity()
+
+    def forward(self, tokens: Tensor, positions: Tensor, padding: Tensor | None = None,
+                all_layers: bool = False, at: Tensor | None = None) -> Tensor | list[Tensor]:
+        """tokens (B, m) int64 at original positions (B, m) or (1, m) int64, padding (B, m) bool, True = ignore
+        -> H^L (B, m, d), at `at` (B, k) only if given; with all_layers the list H^0 ... H^L."""
+        h = self.token_embedding(tokens) + self.position_embedding(positions)  # h_i^0 = e_{x_i} + p_i
+        # Differs from the paper: its formula has no LayerNorm here; its code, like BERT, has.
+        states = [self.dropout(self.norm(h)).to(compute_dtype(h.device.type))]
+        bias = hide(self.bias(positions, positions), padding)
+        for block in self.blocks[:-1]:
+            states.append(block(states[-1], bias))
+        if at is not None:
+            bias = hide(self.bias(positions.expand(len(at), -1).gather(1, at), positions), padding)
+        states.append(self.final_norm(self.blocks[-1](states[-1], bias, at=at)))
+        return states if all_layers else states[-1]
+
+
+def hide(bias: Tensor | None, padding: Tensor | None) -> Tensor | None:
+    """Attention bias (B, heads, q, k) or None, with -inf at the padded keys (B, k) bool."""
+    if padding is None:
+        return bias
+    hidden = torch.zeros((), device=padding.device).where(~padding, -torch.inf)[:, None, None, :]
+    return hidden if bias is None else (bias + hidden).to(bias.dtype)
+
+
+# ---- 6. Decoder: section 3, "Decoder Configuration" ---------------------------------------------------------
+class Decoder(nn.Module):
+    """A shallow stack over all n positions, used in pre-training only; no dropout (App. C)."""
+    def __init__(self, config: Config):
+        super().__init__()
+        d = config.decoder_dim
+        resize = config.encoder_dim != d  # Table 2: "when the decoder's dimension is different ..."
+        self.project = nn.Linear(config.encoder_dim, d) if resize else nn.Identity()
+        # Differs from the paper: it writes one p_i; its code, and ours, learn a table of the decoder's own.
+        self.position_embedding = nn.Embedding(config.seq_len, d)
+        self.norm = nn.LayerNorm(d)
+        self.bias = causal_bias if config.decoder_self == "uni" else no_bias
+        self.blocks = nn.ModuleList(Block(config, d, 0.0, config.decoder_self != "none", config.decoder_cross)
+                                    for _ in range(config.decoder_layers))
+        self.final_norm = nn.LayerNorm(d) if config.norm == "pre" else nn.Identity()
+
+    def forward(self, x: Tensor, memory: Tensor, at: Tensor) -> Tensor:
+        """Unpositioned H-hat^0 (B, n, d), memory H^L (B, m, d), at (B, k) int64 -> (B, k, decoder_dim)."""
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        memory = self.project(memory)
+        x = self.norm(self.project(x) + self.position_embedding(positions)).to(compute_dtype(x.device.type))
+        bias = self.bias(positions, positions)
+        for block in self.blocks[:-1]:
+            x = block(x, bias, memory)
+        return self.final_norm(self.blocks[-1](x, self.bias(at, positions), memory, at))
+
+
+# ---- 7. The model and its loss: Eq. (1) ---------------------------------------------------------------------
+class Head(nn.Module):
+    """Logits e_x^T h over the vocabulary, with the encoder's token embeddings E tied; Eq. (1)."""
+    def __init__(self, config: Config, dim: int):
+        super().__init__()
+        # Differs from the paper: Eq. (1) has e_x^T h_i alone; its code, like BERT, transforms h_i first.
+        self.transform = nn.Sequential(nn.Linear(dim, config.encoder_dim), nn.GELU(), nn.LayerNorm(config.encoder_dim))
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(self, h: Tensor, embeddings: Tensor) -> Tensor:
+        """h (B, k, dim), E (V, d) -> logits (B, k, V)."""
+        return F.linear(self.transform(h), embeddings, self.bias)
+
+
+class MAELM(nn.Module):
+    """Encoder, decoder and head: the masked autoencoder, and by its Config every row of Table 2."""
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config)
+        self.decoder = Decoder(config) if config.decoder_layers else None
+        self.head = Head(config, config.decoder_dim if config.decoder_layers else config.encoder_dim)
+        self.apply(self.init_weights)
+        if config.position_init == "sinusoid":
+            # As large as what is added to them: embeddings of deviation init_std in the encoder, in the decoder
+            # H^L, which a LayerNorm has scaled to 1 and next to which N(0, init_std) would be lost.
+            for part, std in ((self.decoder or self.encoder, 1.0), (self.encoder, config.init_std)):
+                sinusoid_(part.position_embedding.weight, std)
+
+    def init_weights(self, module: nn.Module) -> None:
+        """N(0, init_std) for all weights and embeddings, 0 for biases; LayerNorm starts as the identity."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=self.config.init_std)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+
+    def decoder_input(self, h: Tensor, corruption: Corruption) -> Tensor:
+        """H-hat^0 of section 3 without p_i: h_i^L (B, m, d) back at the kept positions, e_[MASK] elsewhere,
+        and at all masked positions if decoder_reset -> (B, n, d)."""
+        masked, kept, _ = corruption
+        e_mask = self.encoder.token_embedding.weight[MASK].to(h.dtype)
+        full = e_mask.expand(*masked.shape, -1).scatter(1, kept[:, :, None].expand_as(h), h)
+        return torch.where((masked & self.config.decoder_reset)[:, :, None], e_mask, full)
+
+    def encode(self, corruption: Corruption, at: Tensor | None = None) -> Tensor:
+        """The encoder on what is kept -> H^L (B, m, d), or its rows `at` (B, k)."""
+        _, kept, tokens = corruption
+        consecutive = torch.arange(kept.shape[1], device=kept.device)[None]
+        removed = kept.shape[1] < corruption.masked.shape[1]
+        return self.encoder(tokens, kept if self.config.aligned_positions and removed else consecutive, at=at)
+
+    def logits(self, tokens: Tensor, corruption: Corruption, at: Tensor) -> Tensor:
+        """Predictions (B, k, V) at positions at (B, k) int64. `tokens` are read by the "uni" decoder only."""
+        if self.decoder is None:
+            return self.head(self.encode(corruption, at), self.encoder.token_embedding.weight)
+        h = self.encode(corruption)
+        x = self.decoder_input(h, corruption)
+        if self.config.decoder_self == "uni":  # as in BART: position i reads x_{i-1}, for h_i would tell x_i
+            x = self.encoder.token_embedding(torch.cat([tokens[:, :1], tokens[:, :-1]], dim=1))
+        return self.head(self.decoder(x, h, at), self.encoder.token_embedding.weight)
+
+    def predicted(self, masked: Tensor) -> Tensor:
+        """Positions (B, k) int64 of the loss: the k masked ones of each row; the whole sequence for "uni"."""
+        B, n = masked.shape
+        if self.config.decoder_self == "uni":
+            return torch.arange(1, n, device=masked.device).expand(B, -1)
+        return masked.int().topk(self.config.masks_per_row(n)).indices
+
+    def forward(self, tokens: Tensor, corruption: Corruption) -> Tensor:
+        """tokens (B, n) int64 -> mean of -log p(x_i | x-hat) over the masked positions, nats; Eq. (1)."""
+        at = self.predicted(corruption.masked)
+        logits = self.logits(tokens, corruption, at)
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens.gather(1, at).flatten())
+
+
+def sinusoid_(table: Tensor, std: float) -> None:
+    """Fill position embeddings (n, d) in place with sines and cosines (Vaswani et al., 2017) of deviation std."""
+    angle = torch.arange(len(table))[:, None] * 10000 ** -torch.linspace(0, 1, table.shape[1] // 2)
+    table.data.copy_(std * 2 ** 0.5 * torch.cat([angle.sin(), angle.cos()], dim=1))
