@@ -88,7 +88,7 @@ class TrainConfig:
 
 
 TRAIN_PRESETS = {  # as differences from the defaults; Table 4
-    "toy": dict(batch_size=64, micro_batch_size=64, max_steps=1750, optimizer="muon", learning_rate=6e-3,
+    "toy": dict(batch_size=64, micro_batch_size=64, max_steps=1900, optimizer="muon", learning_rate=6e-3,
                 muon_learning_rate=3e-2, warmup_steps=100, log_interval=20, eval_interval=100, eval_rows=512,
                 checkpoint_interval=500),
     "small": dict(batch_size=256, max_steps=20_000, optimizer="muon", learning_rate=2e-3, warmup_steps=1000,
@@ -450,9 +450,10 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows, count: int = 6) -> 
     """Pieces of held-out text in which one word is masked, with the model's best three words, for print."""
     found = ["held-out text, one word masked (the true word in brackets), and what the model expects there:"]
     model.eval()
-    for row in rows[np.linspace(0, len(rows) - 1, 4 * count).astype(np.int64)]:
-        words = [i for i in range(8, len(row) - 8) if word(tokenizer, row[i]).isalpha() and SEP not in row[i - 8:i + 9]
-                 and len(word(tokenizer, row[i])) > 2 and tokenizer.decode([row[i]]).startswith(" ")]
+    for row in rows[np.linspace(0, len(rows) - 1, 20 * count).astype(np.int64)]:
+        plain = np.array([word(tokenizer, i).isalpha() for i in row])
+        words = [i for i in range(8, len(row) - 8) if tokenizer.decode([row[i]])[:1] == " " and SEP not in row[i - 8:i + 9]
+                 and len(word(tokenizer, row[i])) > 2 and plain[i - 8:i + 9].sum() > 14]  # prose
         if not words or len(found) > count:
             continue
         at = words[len(words) // 2]
