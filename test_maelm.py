@@ -3,6 +3,7 @@ lists small mistakes in the source, and the last test of a section runs a claim 
 
     pytest                          # all of it, a few minutes on two cores
 """
+import csv
 import importlib.util
 import itertools
 import json
@@ -10,6 +11,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +29,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 
 import data  # noqa: E402
 import maelm  # noqa: E402
+import rank  # noqa: E402
 import train  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -299,6 +302,18 @@ def test_output_embeddings_are_the_input_embeddings():
     assert model.encoder.token_embedding.weight.grad[absent].abs().sum() > 0  # through the softmax alone
 
 
+def test_dropout_zeroes_a_share_p_independently_and_keeps_the_mean():
+    torch.manual_seed(0)
+    x = torch.ones(1000, 1001, requires_grad=True)
+    for p in (0.1, 0.5):
+        y = maelm.dropout(x, p)
+        zero = (y == 0).float()
+        assert abs(zero.mean() - p) < 0.002 and torch.allclose(y[y > 0], torch.tensor(1 / (1 - p)))
+        assert (zero.mean(0) - p).abs().max() < 0.1 and abs((zero[:, 1:] * zero[:, :-1]).mean() - p * p) < 0.002
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y.detach())
+    assert maelm.dropout(x, 0.0) is x
+
+
 def test_uni_decoder_cannot_see_the_future():
     model, tokens, corruption = model_and_batch(decoder_self="uni", decoder_cross=True)
     at = model.predicted(corruption.masked)
@@ -557,7 +572,6 @@ def test_a_hub_name_without_network_says_so(tmp_path, monkeypatch):
 
 
 def test_damaged_or_foreign_shards_are_refused(corpus, tmp_path):
-    import shutil
     folder = tmp_path / "shards"
     shutil.copytree(corpus[1], folder)
     shard = folder / "train-00000.npy"
@@ -654,7 +668,6 @@ def test_another_run_is_refused_with_the_fields_that_differ(corpus, finished, ca
 
 
 def test_a_damaged_checkpoint_is_passed_over(corpus, finished, tmp_path, capsys):
-    import shutil
     for i, damage in enumerate((lambda b: b[:len(b) // 2], lambda b: b[:9000] + bytes([b[9000] ^ 255]) + b[9001:])):
         out = tmp_path / str(i)
         shutil.copytree(finished[0], out)
@@ -813,6 +826,422 @@ def test_the_code_keeps_its_promises():
                 assert ast.get_docstring(node), f"{name}.{node.name} has no docstring"
 
 
+TAUS = (0.5, 0.8, 0.9, 0.95, 0.99)
+
+
+# ---- rank.py: effective rank ----------------------------------------------------------------------------------
+def built(kind, n=2000, d=48):
+    """(n, d) float32 with a known kind of spectrum, rotated, and in all but one case a mean row that is not small."""
+    random = np.random.default_rng(len(kind))
+    scale = {"geometric": 0.8 ** np.arange(d), "power": 1 / np.arange(1, d + 1), "two-step": np.where(np.arange(d) < 7, 9, 0.3),
+             "rogue": 0.9 ** np.arange(d)}[kind]
+    rotation = np.linalg.qr(random.standard_normal((d, d)))[0]
+    h = random.standard_normal((n, d)) * scale @ rotation + (kind != "power") * random.standard_normal(d)
+    if kind == "rogue":
+        h[:, 3] += 1000 * h[:, 3].std()
+    return h.astype(np.float32)
+
+
+def svd_ranks(h, centered):
+    """Ranks at TAUS by the paper's formula, from numpy's singular values in float64."""
+    h = h.astype(np.float64)
+    squares = np.linalg.svd(h - h.mean(0) * centered, compute_uv=False) ** 2
+    return [int(np.argmax(np.cumsum(squares) / squares.sum() >= tau)) + 1 for tau in TAUS], squares
+
+
+def moments_of(h, sizes):
+    moments = rank.Moments(h.shape[1])
+    for part in torch.from_numpy(h).split(sizes):
+        moments.add(part)
+    return moments
+
+
+def test_rank_is_exact_on_built_spectra():
+    for kind, centered in itertools.product(("geometric", "power", "two-step", "rogue"), (False, True)):
+        h = built(kind)
+        expected, squares = svd_ranks(h, centered)
+        x = h.astype(np.float64) - h.astype(np.float64).mean(0) * centered
+        assert [rank.effective_rank(x, tau) for tau in TAUS] == expected, kind
+        assert [rank.effective_rank(torch.from_numpy(x.T @ x), tau) for tau in TAUS] == expected, kind
+        for sizes in (2000, 64, [1, 999, 7, 993], [1500, 500]):
+            values = moments_of(h, sizes).spectrum(centered)
+            assert [rank.tau_rank(values, tau) for tau in TAUS] == expected, (kind, centered, sizes)
+            np.testing.assert_allclose(values.numpy(), squares, rtol=2e-5, atol=1e-6 * squares[1])
+
+
+def test_moments_of_parts_are_the_moments_of_the_whole():
+    h = built("rogue")
+    whole, parts = moments_of(h, 100), [moments_of(part, 50) for part in np.array_split(h, 5)]
+    again = np.concatenate([np.repeat(part, times, axis=0) for part, times in zip(np.array_split(h, 5), (2, 0, 1, 3, 0))])
+    for centered in (False, True):
+        for ours, theirs in ((rank.combine(parts), whole), (rank.combine([whole, parts[0]], [1, -1]), moments_of(h[400:], 100)),
+                             (rank.combine(parts, [2, 0, 1, 3, 0]), moments_of(again, 100))):
+            assert ours.count == theirs.count
+            torch.testing.assert_close(ours.spectrum(centered), theirs.spectrum(centered), rtol=2e-5, atol=0.02)
+            assert abs(ours.mean_cosine() - theirs.mean_cosine()) < 1e-6
+
+
+def test_equal_singular_values_count_exactly():
+    for d, tau in itertools.product((3, 10, 64), TAUS):
+        k = int(np.ceil(tau * d - 1e-9))
+        assert rank.effective_rank(torch.eye(d), tau) == k, (d, tau)
+        assert rank.effective_rank(torch.eye(d).repeat(3, 1), tau) == k
+
+
+def test_equal_rows_have_rank_one_and_without_their_mean_none():
+    random = np.random.default_rng(0)
+    h = (random.standard_normal(16) * (1 + 1e-7 * random.standard_normal((500, 16)))).astype(np.float32)  # equal but for rounding
+    moments = moments_of(h, 33)
+    assert [rank.tau_rank(moments.spectrum(centered), 0.9) for centered in (False, True)] == [1, 0]
+    assert abs(moments.mean_cosine() - 1) < 1e-5 and rank.effective_rank(np.zeros((5, 3))) == 0
+
+
+def test_other_measures_follow_their_definitions():
+    h = built("geometric", n=300, d=12)
+    moments, sigma = moments_of(h, 100), np.linalg.svd(h.astype(np.float64), compute_uv=False)
+    values, p = moments.spectrum(False), sigma / sigma.sum()
+    assert np.isclose(rank.rankme(values), np.exp(-(p * np.log(p)).sum()), rtol=1e-4)
+    assert np.isclose(rank.participation_ratio(values), (sigma ** 2).sum() ** 2 / (sigma ** 4).sum(), rtol=1e-4)
+    assert np.isclose(rank.stable_rank(values), np.linalg.norm(h) ** 2 / np.linalg.norm(h, 2) ** 2, rtol=1e-4)
+    unit = h / np.linalg.norm(h, axis=1, keepdims=True)
+    cosines = [unit[i] @ unit[j] for i, j in itertools.permutations(range(300), 2)]
+    assert np.isclose(moments.mean_cosine(), np.mean(cosines), atol=1e-5)
+    flat = torch.ones(9, dtype=torch.float64)
+    assert all(np.isclose(measure(flat), 9) and np.isfinite(measure(0 * flat)) for measure in rank.MEASURES.values())
+
+
+@pytest.mark.parametrize("h, tau, message", [
+    (np.ones((5, 3)), 0, "use 0 < tau < 1"), (np.ones((5, 3)), 1.0, "tau=1.0"), (np.ones((5, 3)), float("nan"), "tau=nan"),
+    (np.full((5, 3), np.nan), 0.9, "NaN"), (np.ones(5), 0.9, r"\(5,\)"), (-np.eye(3), 0.9, "eigenvalue -1 < 0")])
+def test_effective_rank_refuses_what_has_no_answer(h, tau, message):
+    with pytest.raises(ValueError, match=message):
+        rank.effective_rank(h, tau)
+
+
+# ---- rank.py: what is measured --------------------------------------------------------------------------------
+def small_subject(dim=8, layers=2, B=40, n=20):
+    """A maelm encoder with large random weights, on rows with special tokens in them, as rank.py sees it."""
+    config = maelm.Config(vocab_size=300, seq_len=n, encoder_layers=layers, encoder_dim=dim, encoder_heads=2, dropout=0.0)
+    torch.manual_seed(0)
+    encoder = maelm.MAELM(config).encoder.eval()
+    for parameter in encoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    rows = torch.randint(maelm.NUM_SPECIAL, 300, (B, n), generator=generator(3)).numpy()
+    rows[:, 0], rows[::3, 7], rows[::2, 11] = maelm.CLS, maelm.SEP, maelm.SEP
+    positions = torch.arange(n)[None]
+    return rank.Subject("small", lambda tokens: encoder(tokens, positions, all_layers=True), rows, "rows", dim, n,
+                        maelm.MASK, [0, 1, 2, 3], encoder)
+
+
+def options_of(*flags):
+    return rank.parse(["small", *flags])
+
+
+def one_place():
+    return train.Place(0, 1, torch.device("cpu"), torch.float32)
+
+
+def test_each_curve_holds_the_states_it_says_at_each_layer():
+    subject = small_subject()
+    special = np.isin(subject.rows, [0, 1, 2, 3])
+    masked = rank.draw_masks(special, np.arange(40), 0)
+    with torch.no_grad():
+        encoder = subject.encoder
+        unmasked = torch.from_numpy(subject.rows)
+        replaced = torch.where(torch.from_numpy(masked), maelm.MASK, unmasked)
+        states = [[encoder.norm(encoder.token_embedding(x) + encoder.position_embedding.weight), *subject.encode(x)[1:]]
+                  for x in (replaced, unmasked)]
+    for flags, counted in (((), special | True), (("--no-specials",), ~special)):
+        options = options_of("--batch-size", "7", *flags)
+        found = rank.stream(subject, np.arange(40), options, one_place())
+        for curve, h, rows in (("with_mask", states[0], counted), ("without_mask", states[1], counted),
+                               ("mask_only", states[0], masked)):
+            assert len(found[curve]) == 3
+            for layer in range(3):
+                direct = h[layer].numpy()[rows]
+                assert found[curve][layer].count == rows.sum(), (curve, flags)
+                for centered in (False, True):
+                    _, squares = svd_ranks(direct, centered)
+                    np.testing.assert_allclose(found[curve][layer].spectrum(centered), squares, rtol=1e-4, atol=1e-6 * squares[0])
+
+
+def test_masks_are_fifteen_percent_of_real_tokens_and_a_function_of_seed_and_row():
+    special = np.isin(small_subject().rows, [0, 1, 2, 3])
+    masked = rank.draw_masks(special, np.arange(40), 0)
+    assert (masked.sum(1) == 3).all() and not (masked & special).any()
+    assert np.array_equal(rank.draw_masks(special[5:9], np.arange(5, 9), 0), masked[5:9])
+    assert not np.array_equal(rank.draw_masks(special, np.arange(40), 1), masked)
+    share = rank.draw_masks(np.zeros((20_000, 20), bool), np.arange(20_000), 0).mean(0)
+    assert abs(share - 0.15).max() < 5 * (0.15 * 0.85 / 20_000) ** 0.5
+
+
+def test_ranks_do_not_depend_on_batches_and_converge_to_the_whole():
+    subject = small_subject()
+    results = [rank.analyse(subject, options_of("--batch-size", size, "--tau", *map(str, TAUS)), one_place())[0]
+               for size in ("1", "9", "64")]
+    assert all(json.dumps(integers(result)) == json.dumps(integers(results[0])) for result in results)
+    last = results[0]["layers"][-1]
+    assert results[0]["convergence"][-1] == {"n": 800, **{c: last[c]["without_mask"]["0.5"] for c in rank.CENTERINGS}}
+
+
+def integers(found):
+    """All ranks of a model's part of rank.json."""
+    return [{c: {k: [e[str(t)] for t in TAUS if str(t) in e] for k, e in curves.items()} for c, curves in layer.items()}
+            for layer in found["layers"]]
+
+
+def test_intervals_are_those_of_resampled_text_and_need_no_second_run():
+    subject, flags = small_subject(dim=16, B=100), ["--bootstrap", "40", "--seed", "3", "--tau", *map(str, TAUS)]
+    found, _ = rank.analyse(subject, options_of(*flags), one_place())
+    _, parts = rank.measure(subject, options_of(*flags), one_place())
+    assert len(parts) == rank.CHUNKS and len(parts[0]["with_mask"]) == 3
+    draws = np.random.default_rng(3).multinomial(20, [1 / 20] * 20, 40)
+    with torch.no_grad():
+        h = subject.encode(torch.from_numpy(subject.rows))[2].numpy().reshape(20, -1, 16)
+    for centering, centered in rank.CENTERINGS.items():
+        samples = [np.concatenate([np.repeat(block, k, axis=0) for block, k in zip(h, draw)]) for draw in draws]
+        ranks = [svd_ranks(sample, centered)[0] for sample in samples]
+        low, high = np.percentile(ranks, (2.5, 97.5), axis=0)
+        expected = {str(tau): [round(a), round(b)] for tau, a, b in zip(TAUS, low, high)}
+        assert found["layers"][2][centering]["without_mask"]["interval"] == expected
+
+
+def test_states_that_are_not_finite_are_named():
+    subject = small_subject(B=80)
+    broken = subject._replace(encode=lambda tokens: [h * float("nan") for h in subject.encode(tokens)])
+    with pytest.raises(data.UserError, match="small: hidden states with NaN"):
+        rank.analyse(broken, options_of(), one_place())
+
+
+# ---- rank.py: theory ------------------------------------------------------------------------------------------
+def test_pure_attention_collapses_double_exponentially_and_skip_connections_prevent_it():
+    for seed in range(3):
+        logs = np.log10(rank.collapse(seed=seed))
+        assert (np.diff(logs) < 0).all() and logs[-1] < -50
+        assert abs(logs[4] / logs[3] - 3) < 0.3 and abs(logs[5] / logs[4] - 3) < 0.15, logs
+        assert rank.collapse(seed=seed, skip=True)[-1] > 0.05
+
+
+def test_one_layer_of_pure_attention_is_the_formula():
+    h, R, qk, vo = (torch.randn(*shape, dtype=torch.float64, generator=generator(i))
+                    for i, shape in enumerate(((6,), (9, 6), (6, 6), (6, 6))))
+    R = R - R.mean(0)
+    H = R + h
+    for skip in (False, True):
+        new, mean = rank.attention_only(R, h, qk, vo, skip)
+        torch.testing.assert_close(new + mean, (H @ qk @ H.T).softmax(1) @ H @ vo + skip * H)
+        torch.testing.assert_close(new.mean(0), torch.zeros(6, dtype=torch.float64))
+    assert abs(rank.relative_residual(R, h) - (H - H.mean(0)).norm() / H.norm()) < 1e-12
+
+
+def test_residuals_are_exact_far_below_the_precision_of_float64():
+    """Against the formula with 120 digits (mpmath comes with torch), for residuals far below the mean row."""
+    import mpmath
+    for seed, size in itertools.product(range(4), (1e-9, 1e-25)):
+        h, R, qk, vo = (torch.randn(*shape, dtype=torch.float64, generator=generator(4 * seed + i))
+                        for i, shape in enumerate(((3,), (5, 3), (3, 3), (3, 3))))
+        R = size * (R - R.mean(0))
+        new, _ = rank.attention_only(R, h, qk, vo)
+        with mpmath.workdps(120):
+            H = mpmath.matrix(R.tolist()) + mpmath.matrix([h.tolist()] * 5)
+            A = (H * mpmath.matrix(qk.tolist()) * H.T).apply(mpmath.exp)
+            A = mpmath.matrix([[A[i, j] / sum(A[i, k] for k in range(5)) for j in range(5)] for i in range(5)])
+            out = A * H * mpmath.matrix(vo.tolist())
+            exact = [[float(out[i, j] - sum(out[k, j] for k in range(5)) / 5) for j in range(3)] for i in range(5)]
+        exact = torch.tensor(exact, dtype=torch.float64)
+        assert 0 < exact.norm() < 1e3 * size ** 3 and (new - exact).norm() < 1e-6 * exact.norm(), (seed, size)
+
+
+def test_both_sides_of_the_bound_are_app_a():
+    real, qk, vo = (torch.randn(*shape, dtype=torch.float64, generator=generator(i)) * scale
+                    for i, (shape, scale) in enumerate((((12, 6), 1), ((6, 6), 0.05), ((6, 6), 1))))
+    mix = torch.rand(4, 12, dtype=torch.float64, generator=generator(5))
+    masks = mix / mix.sum(1, keepdim=True) @ real
+    for size in (0.5, 0.3, 0.1):
+        R = size * (real - real.mean(0))
+        sides = rank.both_sides(real.mean(0) + R, masks * size + (1 - size) * real.mean(0), qk, vo)
+        assert sides["eq3"] < 1e-9 and sides["left"] <= sides["right"] and sides["spread"] < 1.256
+    assert rank.both_sides(real[:3], masks, qk, vo)["eq3"] > 0.01  # three rows do not span what four lie in
+    attention = maelm.Attention(6, 2, 0.0).double()
+    qk, vo = rank.single_head(attention)
+    x, parts = real, attention.key_value.weight.chunk(2)
+    torch.testing.assert_close(x @ qk @ x.T, (x @ attention.query.weight.T) @ (x @ parts[0].T).T / 6 ** 0.5)
+    torch.testing.assert_close(x @ vo, x @ parts[1].T @ attention.output.weight.T)
+
+
+# ---- rank.py: the command -------------------------------------------------------------------------------------
+def rank_json(out, *arguments):
+    rank.main([*map(str, arguments), "--out", str(out)])
+    return json.loads((out / "rank.json").read_text())
+
+
+def test_the_command_writes_what_the_contract_says(corpus, finished, tmp_path, capsys):
+    text, folder = corpus
+    mlm = tmp_path / "mlm"
+    run(corpus, mlm, "--ablation", "mlm", "--max-steps", "2")
+    found = rank_json(tmp_path / "rank", finished[0], mlm, "--data", text, "--val-share", 1, "--tau", 0.9, 0.5, "--bootstrap", 3,
+                      "--spectrum", "--theory", "--collapse")
+    assert {p.name for p in (tmp_path / "rank").iterdir()} == {
+        "rank.json", "rank.csv", "rank.png", "spectrum.csv", "spectrum.png", "collapse.png"}
+    assert list(found["models"]) == [str(finished[0]), str(mlm)] and found["tau"] == [0.9, 0.5]
+    for model in found["models"].values():
+        assert len(model["layers"]) == 3 and model["d"] == 32
+        assert model["n"]["with_mask"] == model["n"]["without_mask"] == 6 * model["n"]["mask_only"]  # 4 of 24
+        for layer, centering, curve in itertools.product(model["layers"], rank.CENTERINGS, rank.CURVES):
+            entry = layer[centering][curve]
+            low, high = entry["interval"]["0.9"]
+            assert 1 <= entry["0.5"] <= entry["0.9"] <= 32 and low <= entry["0.9"] + 2 and entry["0.9"] <= high + 2
+    lines = list(csv.DictReader((tmp_path / "rank" / "rank.csv").open()))
+    assert len(lines) == 2 * 3 * 2 * 3
+    assert lines[-1]["rank_0.9"] == str(found["models"][str(mlm)]["layers"][-1]["centered"]["mask_only"]["0.9"])
+    assert len((tmp_path / "rank" / "spectrum.csv").read_text().splitlines()) == 1 + 36 * 32
+    printed = capsys.readouterr().out
+    for piece in ("as Table 3", "Eq.(3) error", "are a token unknown to it", "convergence", "attention only"):
+        assert piece in printed, piece
+
+
+def test_checkpoints_prepared_data_and_fine_tuned_folders_are_read(corpus, finished, tmp_path):
+    text, folder = corpus
+    flags = ["--data", text, "--val-share", 1]
+    newest = rank_json(tmp_path / "a", finished[0], *flags)["models"].popitem()[1]
+    assert rank_json(tmp_path / "b", finished[0] / "step_0000006.pt", *flags)["models"].popitem()[1] == newest
+    older = rank_json(tmp_path / "b", finished[0] / "step_0000003.pt", *flags)["models"].popitem()[1]
+    assert older != newest and older["n"] == newest["n"]
+    tuned = tmp_path / "tuned"
+    tuned.mkdir()
+    state = finished[1]
+    weights = {name.removeprefix("encoder."): x for name, x in state["model"].items() if name.startswith("encoder.")}
+    torch.save({"encoder": weights, "config": state["config"]}, tuned / "encoder.pt")
+    shutil.copy(finished[0] / "tokenizer.json", tuned)
+    assert rank_json(tmp_path / "c", tuned, *flags)["models"].popitem()[1] == newest
+    meta = json.loads((folder / "meta.json").read_text())  # the run's own validation rows are too few: lend it the others
+    whole = tmp_path / "shards"
+    shutil.copytree(folder, whole)
+    (whole / "meta.json").write_text(json.dumps(meta | {"val": meta["train"]}))
+    found = rank_json(tmp_path / "d", finished[0], "--data", whole)["models"].popitem()[1]
+    assert found["n"]["with_mask"] == 24 * meta["train"][0][1]
+
+
+def test_two_processes_give_the_ranks_of_one(corpus, finished, tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(f"""
+import json, os, sys
+sys.path.insert(0, {str(HERE)!r})
+import numpy as np, torch, train, rank, test_maelm as t
+place = train.set_up("fp32")
+found = []
+for kind in ("geometric", "power", "two-step", "rogue"):
+    for sizes in (2000, 77):
+        rows = [t.built(kind)[:300], t.built(kind)[300:]][place.rank]
+        moments = t.moments_of(rows, sizes).over_processes(place)
+        found.append([kind, moments.count, *([rank.tau_rank(moments.spectrum(c), tau) for tau in t.TAUS] for c in (False, True))])
+if place.rank == 0:
+    json.dump(found, open({str(tmp_path / "found.json")!r}, "w"))
+rank.main(sys.argv[1:])
+""")
+    flags = [str(finished[0]), "--data", str(corpus[0]), "--val-share", "1", "--tau", *map(str, TAUS), "--bootstrap", "2"]
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), *flags,
+                    "--out", str(tmp_path / "two")], cwd=HERE, check=True, capture_output=True, timeout=240)
+    for kind, count, *ranks in json.loads((tmp_path / "found.json").read_text()):
+        assert count == 2000 and ranks == [svd_ranks(built(kind), centered)[0] for centered in (False, True)], kind
+    one, two = rank_json(tmp_path / "one", *flags), json.loads((tmp_path / "two" / "rank.json").read_text())
+    (one,), (two,) = one["models"].values(), two["models"].values()
+    assert one["n"] == two["n"] and one["convergence"] == two["convergence"]
+    assert integers(one) == integers(two)
+
+
+@pytest.mark.parametrize("flags, message", [
+    ([], "MODEL: name a run folder or hf:NAME"), (["a", "a"], "name each model once"), (["a", "--tau", "1.5"], "use 0 < tau < 1"),
+    (["a", "--tokens", "0"], "--tokens: use a positive number"), (["a", "--val-share", "2"], "0 < share <= 1"),
+    (["hf:a", "--theory"], "--theory: for run folders of train.py only"), (["no/such/run"], "no/such/run: no such run folder"),
+    (["hf:no/such/folder"], "hf:no/such/folder: transformers cannot load it")])
+def test_a_bad_rank_command_gets_one_line(flags, message, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert message in fails(lambda: rank.main(flags), capsys)
+
+
+def test_too_few_tokens_are_refused(corpus, finished, tmp_path, capsys):
+    command = [str(finished[0]), "--out", str(tmp_path / "out")]
+    for flags in ([], ["--data", str(corpus[0]), "--val-share", "1", "--tokens", "1000"]):
+        error = fails(lambda: rank.main([*command, *flags]), capsys)
+        assert "fewer than 10 d = 320" in error and "Raise --tokens" in error and not (tmp_path / "out").exists()
+    command += ["--data", str(corpus[0]), "--val-share", "1e-6"]
+    assert "less than a row of 24" in fails(lambda: rank.main(command), capsys)
+
+
+# ---- rank.py: encoders of the Hub -----------------------------------------------------------------------------
+SIZE = dict(vocab_size=200, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, pad_token_id=1)
+HUB = {  # family: (configuration class, its fields)
+    "roberta": ("RobertaConfig", SIZE | dict(max_position_embeddings=34)),
+    "bert": ("BertConfig", SIZE | dict(max_position_embeddings=32)),
+    "albert": ("AlbertConfig", SIZE | dict(embedding_size=8, max_position_embeddings=32)),
+    "electra": ("ElectraConfig", SIZE | dict(embedding_size=8, max_position_embeddings=32)),
+    "bart": ("BartConfig", dict(vocab_size=200, d_model=16, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2,
+                                decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=32,
+                                bos_token_id=0, pad_token_id=1, eos_token_id=2, decoder_start_token_id=2)),
+    "deberta": ("DebertaV2Config", SIZE | dict(max_position_embeddings=32, relative_attention=True, pos_att_type=["c2p", "p2c"],
+                                               position_biased_input=False)),
+    "modernbert": ("ModernBertConfig", SIZE | dict(max_position_embeddings=32, bos_token_id=0, cls_token_id=0, eos_token_id=2,
+                                                   sep_token_id=2, local_attention=8)),
+}
+
+
+def hub_folder(family, folder, mask=True):
+    """A tiny random model of a family and a tokenizer that puts special tokens around a row, saved as transformers does."""
+    import tokenizers
+    import transformers
+    name, fields = HUB[family]
+    torch.manual_seed(0)
+    transformers.AutoModel.from_config(getattr(transformers, name)(**fields)).save_pretrained(folder)
+    specials = ["<s>", "<pad>", "</s>", "<mask>", "<unk>"]
+    words = [*specials, *(f"w{i}" for i in range(150)), "a"]
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
+    names = dict(cls_token="<s>", pad_token="<pad>", sep_token="</s>", unk_token="<unk>")
+    names |= {"mask_token": "<mask>"} if mask else {}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=model, **names).save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory):
+    path = tmp_path_factory.mktemp("words") / "words.txt"
+    random = np.random.default_rng(0)
+    path.write_text("\n\n".join(" ".join(f"w{i}" for i in random.integers(0, 150, 25)) + " <mask>" for _ in range(120)))
+    return path
+
+
+@pytest.mark.parametrize("family", HUB)
+def test_encoders_of_the_hub_are_measured_with_their_own_tokens(family, words, tmp_path):
+    import transformers
+    hub_folder(family, tmp_path / "model")
+    name = f"hf:{tmp_path / 'model'}"
+    options = rank.parse([name, "--data", str(words), "--val-share", "1"])
+    subject = rank.load_hub(name, options, one_place())
+    assert (subject.seq_len, subject.dim, subject.mask, subject.specials) == (32, 16, 3, [0, 1, 2, 3])
+    assert (subject.rows[:, 0] == 0).all() and (subject.rows[:, -1] == 2).all() and not (subject.rows == 3).any()
+    found, _ = rank.analyse(subject, options, one_place())
+    assert len(found["layers"]) == 3 and found["n"]["mask_only"] == 5 * len(subject.rows)
+    model = transformers.AutoModel.from_pretrained(tmp_path / "model").eval()
+    model = model.get_encoder() if family == "bart" else model
+    with torch.no_grad():
+        h = model(torch.from_numpy(subject.rows)).last_hidden_state.flatten(0, 1).numpy()
+    for centering, centered in rank.CENTERINGS.items():
+        assert found["layers"][-1][centering]["without_mask"]["0.9"] == svd_ranks(h, centered)[0][2]
+
+
+def test_a_hub_model_without_mask_token_is_refused(words, tmp_path, capsys):
+    hub_folder("bert", tmp_path / "model", mask=False)
+    error = fails(lambda: rank.main([f"hf:{tmp_path / 'model'}", "--data", str(words), "--val-share", "1"]), capsys)
+    assert "has no mask token" in error
+
+
+def test_without_transformers_it_says_how_to_install_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "pip install transformers" in fails(lambda: rank.main(["hf:roberta-base"]), capsys)
+
+
 # ---- README.md ------------------------------------------------------------------------------------------------
 def readme_commands():
     """Every python and torchrun command in the README's shell blocks."""
@@ -827,7 +1256,6 @@ SHORTER = ("--max-steps 3 --warmup-steps 1 --eval-rows 8 --batch-size 8 --micro-
 
 
 def test_every_command_of_the_readme_runs(tmp_path):
-    import shutil
     for path in HERE.glob("*.py"):
         shutil.copy(path, tmp_path)
     for folder in ("my_texts", "hub"):
@@ -856,16 +1284,16 @@ def test_the_readme_lists_every_ablation_and_preset():
 # ---- Mistakes that the claims above must catch -----------------------------------------------------------------
 MUTANTS = [  # (claim, file, source, mistake)
     (test_every_row_has_exactly_k_masks_and_no_special_token_among_them, "maelm",
-     "draw().masked_fill(special, 2.0).topk", "draw().topk"),
+     "noise.masked_fill(special, 2.0).topk", "noise.topk"),
     (test_every_row_has_exactly_k_masks_and_no_special_token_among_them, "maelm",
-     "draw().masked_fill(special, 2.0).topk(k, largest=False).indices",
+     "noise.masked_fill(special, 2.0).topk(k, largest=False).indices",
      "torch.randint(1, n - 1, (B, k), generator=generator)"),
-    (test_masks_are_uniform_over_real_tokens, "maelm", "draw().masked_fill(special, 2.0).topk(k, largest=False)",
-     "(draw() * torch.linspace(1, 2, n)).masked_fill(special, 2.0).topk(k, largest=False)"),
+    (test_masks_are_uniform_over_real_tokens, "maelm", "noise.masked_fill(special, 2.0).topk(k, largest=False)",
+     "(noise * torch.linspace(1, 2, n)).masked_fill(special, 2.0).topk(k, largest=False)"),
     (test_kept_positions_are_the_rest_in_ascending_order, "maelm", "kept = (~removed).nonzero()[:, 1].view(B, -1)",
      "kept = (~removed).nonzero()[:, 1].view(B, -1).flip(1)"),
-    (test_corrupt_is_a_pure_function, "maelm", "return torch.rand(B, n, generator=generator, device=tokens.device)",
-     "return torch.rand(B, n)"),
+    (test_corrupt_is_a_pure_function, "maelm", "torch.rand(2, B, n, generator=generator, device=tokens.device)",
+     "torch.rand(2, B, n)"),
     (test_delta_is_the_share_of_masks_that_the_encoder_reads, "maelm", "chosen[:, shown:]", "chosen[:, :shown]"),
     (test_delta_is_the_share_of_masks_that_the_encoder_reads, "maelm", "shown = round(config.mask_in_encoder * k)",
      "shown = int(config.mask_in_encoder * k)"),
@@ -913,6 +1341,42 @@ MUTANTS = [  # (claim, file, source, mistake)
     (test_an_epoch_is_a_permutation_without_replacement, "data", "+ epoch[:, None].astype(np.uint64)", ""),
     (test_learning_rate_warms_up_and_falls_linearly_to_zero, "train", "(step + 1) / warmup_steps", "step / warmup_steps"),
     (test_learning_rate_warms_up_and_falls_linearly_to_zero, "train", "/ (max_steps - warmup_steps)", "/ max_steps"),
+    (test_rank_is_exact_on_built_spectra, "rank", "torch.linalg.svdvals(x) ** 2", "torch.linalg.svdvals(x)"),
+    (test_rank_is_exact_on_built_spectra, "rank", "reached = values.cumsum(0)",
+     "values = values.sqrt()\n    reached = values.cumsum(0)"),
+    (test_rank_is_exact_on_built_spectra, "rank", "int((~reached).sum()) + 1", "int((~reached).sum())"),
+    (test_rank_is_exact_on_built_spectra, "rank", "if centered else whole", "if not centered else whole"),
+    (test_rank_is_exact_on_built_spectra, "rank", "about(torch.zeros_like(self.shift)).gram", "gram"),
+    (test_rank_is_exact_on_built_spectra, "rank", "self.shift = h.mean(0).to(self.shift)", "pass"),
+    (test_rank_is_exact_on_built_spectra, "rank", "(y.T @ y).to", "(y.bfloat16().T @ y.bfloat16()).to"),
+    (test_moments_of_parts_are_the_moments_of_the_whole, "rank", "self.count * torch.outer(delta, delta)",
+     "torch.outer(delta, delta)"),
+    (test_moments_of_parts_are_the_moments_of_the_whole, "rank", "part = part.about(shift)", "pass"),
+    (test_equal_singular_values_count_exactly, "rank", "(tau - 1e-9)", "tau"),
+    (test_equal_rows_have_rank_one_and_without_their_mean_none, "rank", "* ~noise", ""),
+    (test_other_measures_follow_their_definitions, "rank", "p = values.sqrt() / values.sqrt()", "p = values / values"),
+    (test_other_measures_follow_their_definitions, "rank", "- self.count) / max(1.0, self.count * (self.count - 1))",
+     ") / max(1.0, self.count * self.count)"),
+    (test_each_curve_holds_the_states_it_says_at_each_layer, "rank", "to(place.device))):", "to(place.device))[1:]):"),
+    (test_each_curve_holds_the_states_it_says_at_each_layer, "rank", "~special | options.specials", "~special | True"),
+    (test_each_curve_holds_the_states_it_says_at_each_layer, "rank", '"mask_only": masked}', '"mask_only": counted}'),
+    (test_each_curve_holds_the_states_it_says_at_each_layer, "rank", '"mask_only": masked}),\n                  (tokens, {',
+     '"mask_only": masked}),\n                  (np.where(masked, subject.mask, tokens), {'),
+    (test_masks_are_fifteen_percent_of_real_tokens_and_a_function_of_seed_and_row, "rank", "return masked & ~special",
+     "return np.roll(masked, 1, axis=1)"),
+    (test_masks_are_fifteen_percent_of_real_tokens_and_a_function_of_seed_and_row, "rank", "mix(indices.astype(np.uint64)",
+     "mix(np.arange(len(indices)).astype(np.uint64)"),
+    (test_intervals_are_those_of_resampled_text_and_need_no_second_run, "rank", "combine(blocks, list(draw))",
+     "combine(blocks, [min(1, k) for k in draw])"),
+    (test_residuals_are_exact_far_below_the_precision_of_float64, "rank", "torch.expm1(F - scale[:, None])",
+     "(torch.exp(F - scale[:, None]) - 1)"),
+    (test_one_layer_of_pure_attention_is_the_formula, "rank",
+     "torch.where(small, torch.log1p(torch.expm1(F) @ r), (F + log_r).logsumexp(1))", "0 * F[0]"),
+    (test_one_layer_of_pure_attention_is_the_formula, "rank", "R @ qk.T @ h", "R @ qk @ h"),
+    (test_both_sides_of_the_bound_are_app_a, "rank", "query.T @ key / len(query) ** 0.5", "query @ key.T / len(query) ** 0.5"),
+    (test_both_sides_of_the_bound_are_app_a, "rank", "+ 1 / len(real)", ""),
+    (test_pure_attention_collapses_double_exponentially_and_skip_connections_prevent_it, "rank",
+     "new, shift = new + skip * R", "new, shift = new + (not skip) * R"),
 ]
 
 
