@@ -165,6 +165,7 @@ def lower_around_specials(text: str) -> str:
 # ---- 2. Documents -------------------------------------------------------------------------------------------
 DOCS_PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib",
                  "pyarrow", "fsspec", "jinja2", "mpmath", "tiktoken", "tokenizers", "tqdm")  # requirements install them
+DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give a docstring to C code
 TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
 READERS = {"": open, ".gz": gzip.open, ".xz": lzma.open}
 
@@ -191,7 +192,7 @@ def docstrings(path: Path) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             found.append(ast.get_docstring(node) or "")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("add_docstr", "add_newdoc")):
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in DOCUMENTING:
             strings = [s.value for s in ast.walk(node) if isinstance(s, ast.Constant) and isinstance(s.value, str)]
             found.append(max(strings, key=len, default=""))
         elif isinstance(node, ast.Dict) and path.parent.name == "pydoc_data":

@@ -565,8 +565,8 @@ class Sentences:
                             f"{', '.join(self.labels) or 'use numbers'}")
         return float(example.label) / self.scale
 
-    def encode(self, examples: list[Example]) -> Encoded:
-        """Tokens of each example, of the longer text as many cut off at the end as are too many."""
+    def encode(self, examples: list[Example], training: bool = False) -> Encoded:
+        """Tokens of each example, of the longer text as many cut off at the end as are too many; `training` or not."""
         start, middle, end = self.text.joints
         targets, ids, truncated = [self.target(e) for e in examples], [], 0
         for e in tqdm(examples, "tokenizing", leave=False, disable=not sys.stderr.isatty()):
@@ -613,15 +613,19 @@ class Spans:
         self.text, self.tune, self.n = text, tune, min(tune.seq_len, text.seq_len)
         self.contexts = {}  # context -> its tokens and their characters
 
-    def encode(self, questions: list[Question]) -> Encoded:
-        """All windows of all questions, and how many true answers no span of tokens in a window is."""
+    def encode(self, questions: list[Question], training: bool = False) -> Encoded:
+        """All windows of all questions. In training a token that an answer begins or ends in is cut there, so that
+        every answer is a span of tokens; elsewhere answers have no influence on the tokens."""
         start, middle, end = self.text.joints
         rows, targets, windows, count = [], [], [], Counter()
         for number, q in enumerate(tqdm(questions, "tokenizing", leave=False, disable=not sys.stderr.isatty())):
             if q.context not in self.contexts:
                 self.contexts[q.context] = self.text.spans(q.context)
-            context = self.contexts[q.context][0]
-            first, last, exact = answer_tokens(q, *self.contexts[q.context][1:])
+            context, *characters = self.contexts[q.context]
+            first, last, exact = answer_tokens(q, *characters)
+            if training and q.answers and not exact:
+                context, *characters = cut_at_answer(self.text.spans, q)
+                first, last, _ = answer_tokens(q, *characters)
             query = self.text.encode(q.question)
             count["question"] += len(query) > (limit := min(self.tune.max_query, self.n // 2))
             query = np.concatenate([start, query[:limit], middle])
@@ -637,7 +641,7 @@ class Spans:
             count["window"] += bool(q.answers) and not any(inside)
             count["token"] += bool(q.answers) and any(inside) and not exact
         remarks = {"question": "questions are cut off", "window": "answers are longer than every window",
-                   "token": "answers begin or end within a token: the span around them is the target"}
+                   "token": "answers begin or end within a token" + ", which is cut there" * training}
         return Encoded(rows, torch.tensor(targets), questions, windows, [
             f"{len(rows):,} windows of {self.n} tokens",
             *(f"{count[k]:,} {remark}" for k, remark in remarks.items() if count[k])])
@@ -690,14 +694,29 @@ class Spans:
             "nbest.json": {i: [{"text": t, "score": float(s)} for t, s in texts] for i, texts in zip(ids, best)}}
 
 
+def borders(q: Question) -> tuple[int, int]:
+    """First and last + 1 character of the first answer, without white space around it."""
+    start, text = q.answers[0]
+    a = start + len(text) - len(text.lstrip())
+    return a, a + len(text.strip())
+
+
+def cut_at_answer(spans: Callable, q: Question) -> tuple[np.ndarray, ...]:
+    """The context's tokens and their characters, as `spans` has them, with a token's end before and after the answer;
+    the space before a word stays with it."""
+    a, b = borders(q)
+    cuts = [0, a - q.context[max(0, a - 1):a].isspace(), b, len(q.context)]
+    parts = [(ids, starts + at, ends + at) for at, end in itertools.pairwise(cuts)
+             for ids, starts, ends in [spans(q.context[at:end])]]
+    return tuple(map(np.concatenate, zip(*parts)))
+
+
 def answer_tokens(q: Question, starts: np.ndarray, ends: np.ndarray) -> tuple[int, int, bool]:
     """First and last token of the first answer, by the tokens' characters (length,), and whether they are exactly it;
     (0, 0, False) without an answer."""
     if not q.answers:
         return 0, 0, False
-    start, text = q.answers[0]
-    a = start + len(text) - len(text.lstrip())
-    b = a + len(text.strip())
+    a, b = borders(q)
     first, last = int(np.searchsorted(ends, a, side="right")), int(np.searchsorted(starts, b)) - 1
     return first, last, bool(starts[first] == a and ends[last] == b)
 
@@ -771,7 +790,7 @@ def train(model: Tuned, job: Job, tune: TuneConfig, seed: int) -> float:
     encoded = job.parts["train"]
     steps = math.ceil(tune.epochs * len(encoded.ids) / tune.batch_size)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(tune.adam_beta1, tune.adam_beta2), eps=tune.adam_epsilon,
-                                  weight_decay=tune.weight_decay)
+                                  weight_decay=tune.weight_decay, fused=True)
     total = torch.zeros((), device=job.place.device)
     model.train()
     bar = tqdm(batches(encoded, seed, steps, tune.batch_size), f"{job.task} seed {seed}", steps, unit="step",
@@ -899,7 +918,7 @@ def prepare(task: str, init: str, tune: TuneConfig, options: argparse.Namespace,
     examples, remarks = read_task(task, options.data, text.val_share, tune.max_train, tune.max_dev)
     tune = replace(tune, learning_rate=tune.learning_rate or 3e-5 * (768 / text.dim) ** 2)
     kind = (Spans if task == "squad2" else Sentences)(task, examples["train"], text, tune)
-    parts = {part: kind.encode(rows) for part, rows in examples.items()}
+    parts = {part: kind.encode(rows, training=part == "train") for part, rows in examples.items()}
     remarks = remarks + [f"{part}: {remark}" for part, encoded in parts.items() for remark in encoded.remarks]
     name = f"{task}-{text.name}"
     alone = options.task == task and not options.figure3

@@ -1370,10 +1370,33 @@ def test_every_answer_of_whole_tokens_is_recovered_exactly(corpus):
             assert finetune.answer_tokens(question, starts, ends)[2], word[0]
 
 
-def squad_task(pretrained, questions, **fields):
+def test_in_training_every_answer_is_recovered_exactly_and_elsewhere_none_changes_the_tokens(corpus, pretrained):
+    spans = finetune.character_spans(data.Tokenizer.load(corpus[1]))
+    context = "The cat sees a tree today, number 12. " + UNICODE
+    plain = spans(context)[0].tolist()
+    cut = 0
+    for start, end in itertools.combinations(range(len(context) + 1), 2):
+        answer = context[start:end].strip()
+        if not answer:
+            continue
+        q = finetune.Question("1", "", context, ((start, context[start:end]),))
+        ids, starts, ends = finetune.cut_at_answer(spans, q)
+        first, last, exact = finetune.answer_tokens(q, starts, ends)
+        assert exact and context[starts[first]:ends[last]] == answer
+        cut += len(ids) > len(plain)
+    assert cut
+    inside = [finetune.Question("1", "who?", "a cat.", ((3, "a"),))]  # "a" of "cat"
+    kind, encoded = squad_task(pretrained, inside, training=True)
+    row, (first, last, passage) = encoded.ids[0], encoded.targets[0].tolist()
+    assert pretrained.spans("a")[0].tolist() == row[first:last + 1].tolist() and "1 answers begin or end" in encoded.remarks[-1]
+    natural = squad_task(pretrained, inside)[1].ids[0]
+    assert natural[passage:-1].tolist() == pretrained.encode("a cat.").tolist() != row[passage:-1].tolist()
+
+
+def squad_task(pretrained, questions, training=False, **fields):
     tune = finetune.TuneConfig(**{"max_query": 6, "doc_stride": 5, "seq_len": 24, "n_best": 4, "max_answer": 5} | fields)
     kind = finetune.Spans("squad2", questions, pretrained, tune)
-    return kind, kind.encode(questions)
+    return kind, kind.encode(questions, training)
 
 
 def test_windows_cover_the_context_and_their_targets_are_the_answer(pretrained):
@@ -1976,6 +1999,8 @@ FIXTURE_MUTANTS = [  # the same for claims about the finished run or the files
     (test_tokens_know_their_characters_even_where_lower_case_is_longer, "(c.lower() for c in text) if tokenizer.uncased else text", "text"),
     (test_every_answer_of_whole_tokens_is_recovered_exactly, "np.minimum(starts + space[starts], ends)", "starts"),
     (test_every_answer_of_whole_tokens_is_recovered_exactly, 'np.searchsorted(ends, a, side="right")', "np.searchsorted(ends, a)"),
+    (test_in_training_every_answer_is_recovered_exactly_and_elsewhere_none_changes_the_tokens, "b, len(q.context)]", "len(q.context)]"),
+    (test_in_training_every_answer_is_recovered_exactly_and_elsewhere_none_changes_the_tokens, "if training and q.answers", "if q.answers"),
     (test_windows_cover_the_context_and_their_targets_are_the_answer, "max(0, len(context) - room) + stride, stride)", "max(1, len(context) - room), stride)"),
     (test_windows_cover_the_context_and_their_targets_are_the_answer, "last < offset + room", "last <= offset + room"),
     (test_the_best_spans_are_those_of_a_search_over_all, "(position >= targets[:, 2:])", "(position >= 1)"),
