@@ -177,11 +177,12 @@ class RelativeBias(nn.Module):
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Original positions (B, q) and (B, k) int64 -> (B, heads, q, k); removed tokens leave gaps."""
+        k, keys = keys.shape[1], F.pad(keys, (0, -keys.shape[1] % 8))  # GPU kernels want rows a multiple of 8 apart
         values = self.table(self.bucket).t()  # (heads, 2n - 1)
         index = keys[:, None, :] - queries[:, :, None] + len(self.bucket) // 2  # (B, q, k)
         flat = index.flatten(1)[:, None].expand(-1, len(values), -1)  # (B, heads, q * k)
         bias = values.expand(len(index), -1, -1).gather(2, flat).unflatten(2, index.shape[1:])
-        return bias.to(compute_dtype(bias.device.type))  # cast once, for all layers
+        return bias.to(compute_dtype(bias.device.type))[..., :k]  # cast once, for all layers
 
 
 def causal_bias(queries: Tensor, keys: Tensor) -> Tensor:
@@ -318,7 +319,7 @@ class Decoder(nn.Module):
     """A shallow stack over all n positions, used in pre-training only; no dropout (App. C)."""
     def __init__(self, config: Config):
         super().__init__()
-        d = config.decoder_dim
+        d, self.cross = config.decoder_dim, config.decoder_cross
         self.project = nn.Linear(config.encoder_dim, d) if config.encoder_dim != d else nn.Identity()  # Table 2
         # Differs from the paper: it writes one p_i; its code, and ours, learn a table of the decoder's own.
         self.position_embedding = nn.Embedding(config.seq_len, d)
@@ -331,7 +332,7 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor, memory: Tensor, at: Tensor) -> Tensor:
         """Unpositioned H-hat^0 (B, n, d), memory H^L (B, m, d), at (B, k) int64 -> (B, k, decoder_dim)."""
         positions = torch.arange(x.shape[1], device=x.device)[None]
-        memory = self.project(memory)
+        memory = self.project(memory) if self.cross else None
         x = self.norm(self.project(x) + self.position_embedding(positions)).to(compute_dtype(x.device.type))
         bias = self.bias(positions, positions)
         for block in self.blocks[:-1]:

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.flop_counter
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
@@ -628,7 +629,7 @@ def test_a_run_folder_holds_what_the_readme_says(finished):
     assert log[0]["unigram_entropy"] > 1 and log[0]["step"] == 0
     steps = [line for line in log if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
-    assert all({"lr", "tokens_per_second", "seconds"} <= set(line) for line in steps)
+    assert all({"lr", "tokens_per_second", "seconds", "waiting"} <= set(line) and 0 <= line["waiting"] <= 1 for line in steps)
     assert [line["step"] for line in log if "val_loss" in line] == [0, 3, 6]
 
 
@@ -640,15 +641,17 @@ def test_a_continued_run_equals_an_uninterrupted_one_bitwise(corpus, finished, t
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_two_processes_equal_one_with_accumulation(corpus, finished, tmp_path):
+def test_two_processes_equal_one_with_accumulation_over_20_steps_with_dropout(corpus, tmp_path):
+    longer = ["--max-steps", "20", "--eval-interval", "10", "--checkpoint-interval", "20"]
+    one = run(corpus, tmp_path / "one", *longer)["model"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py", "--data",
-               str(corpus[1]), "--out", str(tmp_path / "run"), *QUICK]
+               str(corpus[1]), "--out", str(tmp_path / "two"), *QUICK, *longer]
     subprocess.run(command, cwd=HERE, check=True, capture_output=True, timeout=240)
-    two = torch.load(tmp_path / "run" / "step_0000006.pt", weights_only=True)["model"]
-    for name, value in finished[1]["model"].items():
-        torch.testing.assert_close(two[name], value, atol=1e-6, rtol=1e-5)
-    losses = [[line["loss"] for line in train.read_log(out) if "loss" in line] for out in (tmp_path / "run", finished[0])]
-    assert np.allclose(*losses, atol=1e-5)
+    two = torch.load(tmp_path / "two" / "step_0000020.pt", weights_only=True)["model"]
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, atol=1e-6, rtol=0)
+    losses = [[line["loss"] for line in train.read_log(tmp_path / name) if "loss" in line] for name in ("one", "two")]
+    assert len(losses[0]) == 20 and np.allclose(*losses, atol=1e-6, rtol=0)
 
 
 def test_the_seed_decides_everything(corpus, finished, tmp_path):
@@ -721,6 +724,62 @@ def test_learning_rate_warms_up_and_falls_linearly_to_zero():
     assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert np.allclose(np.diff(factors[4:]), -1 / 8) and train.learning_rate_factor(12, 4, 12) == 0
     assert train.learning_rate_factor(0, 0, 5) == 1
+
+
+@pytest.mark.parametrize("ablation", maelm.ABLATIONS)
+def test_flops_are_those_that_pytorch_counts_in_a_training_step(ablation):
+    config = train.make_config("toy", ablation, vocab_size=300, seq_len=20, encoder_dim=96, encoder_heads=12)
+    tokens = random_tokens(3, 20)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        maelm.MAELM(config)(tokens, maelm.corrupt(tokens, config, generator(0))).backward()
+    assert counter.get_total_flops() == 3 * train.flops(config)
+
+
+def test_checkpointing_gives_the_same_gradients_from_fewer_saved_bytes():
+    def step(model, tokens, corruption):
+        saved = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.update({x.data_ptr(): x.nbytes}) or x, lambda x: x):
+            torch.manual_seed(3)
+            loss = model(tokens, corruption)
+        loss.backward()
+        return [p.grad for p in model.parameters()], sum(saved.values())
+
+    model, *batch = model_and_batch(dropout=0.2, encoder_layers=4)
+    before, whole = step(model.train(), *batch)
+    model, *batch = model_and_batch(dropout=0.2, encoder_layers=4)
+    train.checkpoint_activations(model)
+    after, part = step(model.train(), *batch)
+    assert all(torch.equal(a, b) for a, b in zip(before, after)) and part < whole / 2
+
+
+def test_a_compiled_run_does_not_compile_again_after_its_first_steps_and_equals_the_eager_one(corpus, tmp_path, monkeypatch):
+    def end(name, *flags):
+        losses = []
+        original = train.train_step
+
+        def step(*arguments):
+            torch.compiler.set_stance("fail_on_recompile" if len(losses) > 2 else "default")
+            losses.append(float(original(*arguments)))
+            return torch.tensor(losses[-1])
+
+        monkeypatch.setattr(train, "train_step", step)
+        monkeypatch.setattr(maelm.MAELM, "compile", lambda self, **options: torch.nn.Module.compile(self, backend="aot_eager", **options))
+        run(corpus, tmp_path / name, "--max-steps", "7", "--eval-interval", "2", "--dropout", "0", *flags)
+        monkeypatch.setattr(train, "train_step", original)
+        torch.compiler.set_stance("default")
+        return losses
+
+    torch.testing.assert_close(end("compiled", "--compile"), end("eager"), rtol=1e-5, atol=0)
+
+
+def test_an_estimate_states_what_a_run_takes_without_making_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train.main("--preset base --estimate --devices 64 --mfu 0.4 --peak 300".split())
+    printed = capsys.readouterr().out
+    work = train.flops(maelm.Config()) * 2048 * 125_000
+    assert f"{work / 64 / 300e12 / 0.4 / 3600:,.1f} hours" in printed and "131.1 G tokens" in printed
+    assert f"{sum(p.numel() for p in maelm.MAELM(maelm.Config()).parameters()):,}, of which" in printed
+    assert "1 micro-batches of 32 on each of 64 devices" in printed and not list(tmp_path.iterdir())
 
 
 def test_default_preset_ablation_flag_in_rising_precedence():

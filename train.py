@@ -22,6 +22,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from data import Rows, Tokenizer, UserError, atomic, clear_errors, corpus, rows_of_step, seed_of, write_json
-from maelm import ABLATIONS, CLS, MAELM, MASK, NUM_SPECIAL, PRESETS, SEP, Config, Corruption, corrupt
+from maelm import ABLATIONS, CLS, MAELM, MASK, NUM_SPECIAL, PRESETS, SEP, Block, Config, Corruption, corrupt
 
 
 # ---- 1. Configuration: Table 4 ------------------------------------------------------------------------------
@@ -57,6 +59,7 @@ class TrainConfig:
     clip_norm: float = 2.0  # of the gradient over all parameters
     precision: str = "auto"  # auto | fp32 | bf16: of matrix products; auto = bf16 where the hardware has it
     compile: bool = False  # torch.compile the model
+    checkpointing: bool = False  # compute each layer again for its gradient: a tenth of the activations, 4/3 the work
     seed: int = 0
     log_interval: int = 100  # steps between lines of log.jsonl
     eval_interval: int = 2_000  # steps between validation losses
@@ -97,7 +100,7 @@ TRAIN_PRESETS = {  # as differences from the defaults; Table 4
     "base++": dict(uncased=False, max_steps=2_000_000, learning_rate=2e-4),
     "large++": dict(uncased=False, max_steps=1_000_000, learning_rate=1e-4, clip_norm=1.0),
 }
-MAY_CHANGE = {"stop_at", "micro_batch_size", "compile", "log_interval", "eval_interval", "checkpoint_interval",
+MAY_CHANGE = {"stop_at", "micro_batch_size", "compile", "checkpointing", "log_interval", "eval_interval", "checkpoint_interval",
               "keep_checkpoints", "cache"}  # when a run is continued
 
 
@@ -141,6 +144,11 @@ def parse(argv: list[str] | None) -> tuple[Config, TrainConfig, argparse.Namespa
     parser.add_argument("--ablation", default="mae-lm", choices=ABLATIONS, help="a row of Table 2 [mae-lm]")
     parser.add_argument("--out", type=Path, help="run folder [out/PRESET, or out/PRESET-ABLATION]")
     parser.add_argument("--resume", action="store_true", help="fail if there is no run to continue")
+    parser.add_argument("--estimate", action="store_true", help="print parameters, FLOPs, memory and time; do not train")
+    at_hand = int(os.environ.get("WORLD_SIZE", 0)) or max(1, torch.cuda.device_count())
+    parser.add_argument("--devices", type=int, default=at_hand, help="for --estimate: how many [%(default)s at hand]")
+    parser.add_argument("--peak", type=float, default=312.0, help="for --estimate: of a device, TFLOP/s [an A100's 312]")
+    parser.add_argument("--mfu", type=float, default=0.5, help="for --estimate: the share of it in use [%(default)s]")
     parser.add_argument("--fill-mask", metavar="TEXT", help="predict each [MASK] of TEXT with the model of --init")
     parser.add_argument("--init", type=Path, help="a run folder, for --fill-mask")
     for config in (Config, TrainConfig):
@@ -151,6 +159,9 @@ def parse(argv: list[str] | None) -> tuple[Config, TrainConfig, argparse.Namespa
         parser.error(f"unknown flag {unknown[0]}; the flags are {' '.join(valid)}")
     given = vars(options)
     flags = [{f.name: given[f.name] for f in fields(config) if f.name in given} for config in (Config, TrainConfig)]
+    for name in ("devices", "peak", "mfu"):
+        if given[name] <= 0:
+            parser.error(f"--{name} {given[name]:g}: use a positive number")
     suffix = "" if options.ablation == "mae-lm" else f"-{options.ablation}"
     options.out = options.out or Path("out") / f"{options.preset}{suffix}"
     try:
@@ -252,11 +263,20 @@ def piece(batch: tuple[Tensor, Corruption], start: int, size: int, device: torch
     return tokens, Corruption(*corruption)
 
 
+def micro_batch(train: TrainConfig, world: int) -> int:
+    """Sequences at a time on each of `world` devices. UserError if the batch is not a whole number of them."""
+    size = min(train.micro_batch_size, train.batch_size // world)
+    if size == 0 or train.batch_size % (size * world):
+        raise UserError(f"batch_size={train.batch_size} is not a multiple of micro_batch_size={size} times {world} "
+                        "processes; change --micro-batch-size")
+    return size
+
+
 def train_step(model: nn.Module, optimizers: list, batch: tuple[Tensor, Corruption], step: int,
                train: TrainConfig, place: Place) -> Tensor:
     """One optimizer step; returns this process's share of the loss, a scalar. Every row has the same number of
     masks and every micro-batch the same number of rows, so the mean of means is the mean over masked tokens."""
-    size = min(train.micro_batch_size, train.batch_size // place.world)
+    size = micro_batch(train, place.world)
     count = train.batch_size // size // place.world
     total = torch.zeros((), device=place.device)
     for i in range(count):
@@ -280,6 +300,13 @@ def train_step(model: nn.Module, optimizers: list, batch: tuple[Tensor, Corrupti
         optimizer.step()
         optimizer.zero_grad()
     return total
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Have each layer keep its input alone, and compute the rest again, with the same dropout, in the backward pass."""
+    for block in model.modules():
+        if isinstance(block, Block):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 @torch.no_grad()
@@ -466,7 +493,64 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows, count: int = 6) -> 
     return "\n".join(found)
 
 
-# ---- 7. The run ---------------------------------------------------------------------------------------------
+# ---- 7. What a run will take ---------------------------------------------------------------------------------
+def flops(config: Config) -> int:
+    """FLOPs of all matrix products in one training step on one row: 2 a multiply-add, and three times the forward
+    pass, as each product has two in the backward pass. Exact: only what is computed counts."""
+    n, d, D = config.seq_len, config.encoder_dim, config.decoder_dim
+    k = config.masks_per_row(n)
+    m = n - k + round(config.mask_in_encoder * k)  # tokens that the encoder reads
+    predicted = n - 1 if config.decoder_self == "uni" else k
+
+    def stack(layers: int, last: int, length: int, dim: int, sources: list[int]) -> int:
+        """A stack that computes `last` positions in its last layer, with attention to each of `sources`."""
+        return sum(8 * q * dim ** 2 + sum(2 * (q + s) * dim ** 2 + 2 * q * s * dim for s in sources)
+                   for q in [length] * (layers - 1) + [last])
+
+    products = stack(config.encoder_layers, m if config.decoder_layers else predicted, m, d, [m])
+    products += predicted * (D * d + d * config.vocab_size)  # the head
+    if config.decoder_layers:
+        sources = [n] * (config.decoder_self != "none") + [m] * config.decoder_cross
+        products += stack(config.decoder_layers, predicted, n, D, sources) + (D != d) * (n + m * config.decoder_cross) * d * D
+    return 3 * 2 * products
+
+
+def memory(config: Config, train: TrainConfig, parameters: int, rows: int) -> tuple[float, float]:
+    """Bytes of weights, gradients and Adam's moments in float32, and about those of the activations of `rows` rows in
+    bf16 with a fused attention kernel: 40 d a token and layer, 10 a logit, 4 an entry of the attention bias."""
+    n, d, k = config.seq_len, config.encoder_dim, config.masks_per_row(config.seq_len)
+    m = n - k + round(config.mask_in_encoder * k)
+    layers, kept = [m * d] * config.encoder_layers + [n * config.decoder_dim] * config.decoder_layers, 40
+    if train.checkpointing:  # 4 bytes of input a layer, and one whole layer at a time
+        layers, kept = layers + [10 * max(layers)], 4
+    bias = 4 * m * m * config.encoder_heads * (config.rel_pos_buckets > 0)
+    return 16.0 * parameters, float(rows * (kept * sum(layers) + 10 * k * config.vocab_size + bias))
+
+
+def estimate(config: Config, train: TrainConfig, devices: int, peak: float, mfu: float) -> str:
+    """What a run will take on `devices` devices of `peak` TFLOP/s each, of which the share `mfu` is used; for print."""
+    with torch.device("meta"):
+        model = MAELM(config)
+    parameters, encoder = (sum(p.numel() for p in part.parameters()) for part in (model, model.encoder))
+    rows, steps = micro_batch(train, devices), train.last_step
+    state, activations = memory(config, train, parameters, rows)
+    row, tokens = flops(config), train.batch_size * config.seq_len
+    work = row * train.batch_size * steps
+    hours = work / (devices * peak * 1e12 * mfu) / 3600
+    return "\n".join(f"{name:<20}{text}" for name, text in (
+        ("parameters", f"{parameters:,}, of which {encoder:,} are the encoder's"),
+        ("FLOPs per token", f"{row / config.seq_len / 1e9:.3f} G = 3 x 2 x (sum over layers of 8 q d^2 + 2 (q + s) d^2 + "
+                            "2 q s d, with q queries and s keys, + k (d^2 + d V) of the head) / n"),
+        ("step", f"{train.batch_size:,} sequences, {tokens:,} tokens, {row * train.batch_size / 1e15:.3f} PFLOP"),
+        ("accumulation", f"{train.batch_size // rows // devices} micro-batches of {rows} on each of {devices} devices"),
+        ("memory per device", f"{state / 1e9:.1f} GB for weights, gradients and Adam, and about {activations / 1e9:.1f} GB for "
+                              "activations"),
+        ("run", f"{steps:,} steps, {tokens * steps / 1e9:,.1f} G tokens, {work / 1e18:.3g} EFLOP"),
+        ("time", f"{hours:,.1f} hours ({devices * hours:,.0f} device-hours) at {mfu:.0%} of {peak:g} TFLOP/s on each device"),
+    ))
+
+
+# ---- 8. The run ---------------------------------------------------------------------------------------------
 class Interrupt:
     """While entered, notes SIGTERM and SIGINT, so that the step in progress ends and a checkpoint is written; a
     second signal acts at once."""
@@ -488,10 +572,7 @@ class Interrupt:
 
 def check(config: Config, train: TrainConfig, rows: dict[str, Rows], out: Path, parameters: int, world: int) -> None:
     """What can go wrong later is found before the first step; UserError says what to change."""
-    size = min(train.micro_batch_size, train.batch_size // world)
-    if size == 0 or train.batch_size % (size * world):
-        raise UserError(f"batch_size={train.batch_size} is not a multiple of micro_batch_size={size} times {world} "
-                        "processes; change --micro-batch-size")
+    micro_batch(train, world)
     k, least = config.masks_per_row(config.seq_len), min(part.min_real for part in rows.values())
     if not 0 < k <= least:
         raise UserError(f"mask_rate={config.mask_rate} masks {k} of {config.seq_len} tokens, but the smallest row has "
@@ -510,12 +591,14 @@ def loop(model: MAELM, optimizers: list, rows: dict[str, Rows], train: TrainConf
     network = DistributedDataParallel(model, gradient_as_bucket_view=True) if place.world > 1 else model
     step, seconds = state["step"], state["seconds"]
     stopped = 0
-    total, since, clock = 0.0, step, time.perf_counter()
+    total, since, waited, clock = 0.0, step, 0.0, time.perf_counter()
     bar = tqdm(total=train.last_step, initial=step, unit="step", disable=place.rank > 0 or not sys.stderr.isatty())
     with Interrupt() as interrupt, bar, ThreadPoolExecutor(1) as ahead:  # rows and masks of the next step are drawn during this one
         coming = ahead.submit(batch_of_step, step, rows["train"], model.config, train)
         while step < train.last_step and not stopped:
+            asked = time.perf_counter()
             batch = coming.result()
+            waited += time.perf_counter() - asked
             coming = ahead.submit(batch_of_step, step + 1, rows["train"], model.config, train)
             # ---- one training step
             total += train_step(network, optimizers, batch, step, train, place)
@@ -529,9 +612,9 @@ def loop(model: MAELM, optimizers: list, rows: dict[str, Rows], train: TrainConf
                 speed = (step - since) * train.batch_size * model.config.seq_len / (now - clock)
                 seconds += now - clock
                 log.write(step=step, loss=loss, lr=optimizers[0][0].param_groups[0]["lr"], tokens_per_second=speed,
-                          seconds=seconds)
+                          seconds=seconds, waiting=waited / (now - clock))
                 bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
-                total, since, clock = 0.0, step, time.perf_counter()
+                total, since, waited, clock = 0.0, step, 0.0, time.perf_counter()
             if step % train.eval_interval == 0 or last and not stopped:
                 seconds += time.perf_counter() - clock
                 val_loss = evaluate(model, rows["val"], train, place)
@@ -575,6 +658,8 @@ def pretrain(config: Config, train: TrainConfig, out: Path, resume: bool, place:
         model.load_state_dict(state["model"])
         for (optimizer, _), saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
+    if train.checkpointing:
+        checkpoint_activations(model)
     if train.compile:
         model.compile(dynamic=False)  # in place: names of parameters stay as they are
     entropy = unigram_entropy(rows["val"])
@@ -604,6 +689,9 @@ def main(argv: list[str] | None = None) -> None:
         if options.fill_mask is not None:
             model, tokenizer = load_model(options.init or options.out)
             print(fill_mask(model, tokenizer, options.fill_mask))
+            return
+        if options.estimate:
+            print(estimate(config, train, options.devices, options.peak, options.mfu))
             return
         place = set_up(train.precision)
         stopped = pretrain(config, train, options.out, options.resume, place)
