@@ -2,26 +2,39 @@
 
 A masked language model spends model dimensions on [MASK], a token that no downstream text contains, so the
 representations of real tokens are rank-deficient (section 2). MAE-LM takes the masked positions out of the
-encoder, lets a shallow decoder predict them, and keeps only the encoder (section 3).
+encoder, lets a shallow decoder predict them, and keeps only the encoder (section 3). Figure 2, with M = {2, 5}:
 
-    x      the  cat  sat   on  the  mat         one row of n tokens, M = {2, 5} masked
-            |    |         |    |
-         [      encoder, L layers     ]         reads the kept tokens only, at their original positions
-            |    |         |    |
-           h_0  h_1 e_M   h_3  h_4  e_M         H-hat^0: e_[MASK] fills the gaps, then + p_i
-         [      decoder, 4 layers     ]         thrown away after pre-training
-                     |              |
-                    sat            mat          Eq. (1), at the masked positions only
+    x      the   cat   sat   on    the   mat
+            |     |           |     |
+         [       encoder, L layers       ]       reads real tokens only, at their original positions
+            |     |           |     |
+           h_0   h_1 [MASK]  h_3   h_4 [MASK]    e_[MASK] fills the gaps, then + p_i
+         [       decoder, 4 layers       ]       thrown away after pre-training
+                       |                 |
+                      sat               mat      predicted at the masked positions only
 
-    paper           here                        shape
-    x, x-hat        tokens, Corruption.tokens   (B, n), (B, m) int64
-    M               Corruption.masked           (B, n) bool, exactly k = round(mask_rate * n) a row
-    i not in M      Corruption.kept             (B, m) int64, ascending
-    H^0 ... H^L     Encoder.forward             (B, m, d)
-    H-hat^0         MAELM.decoder_input         (B, n, d)
-    Attn, MHSA      attention, Attention        (B, heads, q, d_h), (B, q, d)
-    p(x_i | x-hat)  Head.forward                (B, k, V) logits
-    L_MLM           MAELM.forward               scalar, nats a masked token
+    symbol           name here                               shape
+    x, x-hat         tokens, Corruption.tokens               (B, n), (B, m) int64
+    M, i not in M    Corruption.masked, .kept                (B, n) bool, k True a row; (B, m) int64, ascending
+    e_x, p_i         token_embedding, position_embedding     (V, d), (n, d)
+    H^l, H-hat^0     h, states; x in Decoder.forward         (B, m, d), (B, n, d)
+
+    equation                                                 function
+    2.1  Attn(Q, K, V) = Softmax(Q K^T / sqrt(d_h)) V        attention; MHSA: Attention.forward
+    3    h_i^0 = e_{x_i} + p_i for i not in M                corrupt, Encoder.forward
+    3    h-hat_i^0 = e_[MASK] + p_i or h_i^L + p_i           MAELM.decoder_input, Decoder.forward
+    (1)  mean of -log p(x_i | x-hat) over i in M             Head.forward, MAELM.forward
+
+The shapes of the figure (`python -m doctest maelm.py` runs them):
+
+    >>> x = torch.tensor([[10, 11, 12, 13, 10, 14]])  # the cat sat on the mat
+    >>> config = Config(vocab_size=300, seq_len=6, encoder_dim=8, encoder_heads=2, mask_rate=1 / 3)
+    >>> c, model = corrupt(x, config, torch.Generator().manual_seed(24)), MAELM(config)
+    >>> c.masked.int().tolist(), c.kept.tolist(), c.tokens.tolist()
+    ([[0, 0, 1, 0, 0, 1]], [[0, 1, 3, 4]], [[10, 11, 13, 10]])
+    >>> h, at = model.encode(c), model.predicted(c.masked)
+    >>> [tuple(z.shape) for z in (h, model.decoder_input(h, c), model.logits(x, c, at), model(x, c))]
+    [(1, 4, 8), (1, 6, 8), (1, 2, 300), ()]
 """
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -38,7 +51,7 @@ CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # the first token ids; bytes and me
 @dataclass(frozen=True)
 class Config:
     """What is computed. The defaults are the paper's base setting; raises ValueError naming a bad field."""
-    vocab_size: int = 32768  # special tokens, bytes and merges in all
+    vocab_size: int = 32768  # 4 special tokens, 256 bytes and the merges in all
     seq_len: int = 512  # n, tokens in a row
     encoder_layers: int = 12  # L
     encoder_dim: int = 768  # d
@@ -63,28 +76,18 @@ class Config:
     def __post_init__(self):
         if self.decoder_dim == 0:
             object.__setattr__(self, "decoder_dim", self.encoder_dim)
-        head = self.encoder_dim // max(1, self.encoder_heads)
-        for field, sound, fix in (
-            ("vocab_size", self.vocab_size > NUM_SPECIAL + 256, "special tokens and bytes alone are 260"),
-            ("seq_len", self.seq_len > 1, "use at least 2"),
-            ("encoder_layers", self.encoder_layers > 0, "use at least 1"),
-            ("encoder_heads", head > 0 and head * self.encoder_heads == self.encoder_dim, "it must divide encoder_dim"),
-            ("dropout", 0 <= self.dropout < 1, "use 0 <= dropout < 1"),
-            ("norm", self.norm in ("post", "pre"), "use post or pre"),
-            ("position_init", self.position_init in ("normal", "sinusoid"), "use normal or sinusoid"),
-            ("mask_rate", 0 < self.mask_rate < 1, "use 0 < mask_rate < 1"),
-            ("mask_in_encoder", 0 <= self.mask_in_encoder <= 1, "use 0 <= mask_in_encoder <= 1"),
-            ("encoder_fill", self.encoder_fill in ("mask", "random"), "use mask or random"),
-            ("rel_pos_buckets", self.rel_pos_buckets in (0, *range(4, 1 << 20, 2)), "use 0 or an even number from 4 on"),
-            ("rel_pos_max_distance", self.rel_pos_max_distance > self.rel_pos_buckets // 4, "use more than buckets / 4"),
-            ("decoder_layers", self.decoder_layers > 0 or self.decoder_layers == 0 and self.mask_in_encoder == 1,
-             "nothing predicts positions outside the encoder: set mask_in_encoder=1 or decoder_layers"),
-            ("decoder_dim", self.decoder_dim > 0 and self.decoder_dim % head == 0, "it must be whole heads of the encoder"),
-            ("decoder_self", self.decoder_self in ("bi", "uni", "none")[:3 if self.decoder_cross else 1],
-             "use bi, or with decoder_cross also uni or none"),
+        for rule in (  # each about the field that it names first
+            "vocab_size > 260", "seq_len > 1", "encoder_layers > 0", "norm in ('post', 'pre')",
+            "encoder_heads > 0 and encoder_dim % encoder_heads == 0", "position_init in ('normal', 'sinusoid')",
+            "mask_rate > 0 and mask_rate < 1", "mask_in_encoder >= 0 and mask_in_encoder <= 1",
+            "rel_pos_buckets == 0 or rel_pos_buckets >= 4 and rel_pos_buckets % 2 == 0",
+            "rel_pos_max_distance > rel_pos_buckets // 4", "encoder_fill in ('mask', 'random')",
+            "decoder_layers > 0 or decoder_layers == 0 and mask_in_encoder == 1 and decoder_dim == encoder_dim",
+            "decoder_self == 'bi' or decoder_cross and decoder_self in ('uni', 'none')",
+            "decoder_dim > 0 and decoder_dim % (encoder_dim // encoder_heads) == 0", "dropout >= 0 and dropout < 1",
         ):
-            if not sound:
-                raise ValueError(f"{field}={getattr(self, field)!r}: {fix}")
+            if not eval(rule, None, vars(self)):
+                raise ValueError(f"{rule.split()[0]}={getattr(self, rule.split()[0])!r}: it needs {rule}")
 
     def masks_per_row(self, n: int) -> int:
         """k, the number of predicted positions in a row of n tokens: 77 of 512 at 15 % (App. C)."""
@@ -96,27 +99,19 @@ PRESETS = {  # as differences from the defaults; section 4.1 and Table 4
                 decoder_layers=1, norm="pre", init_std=0.06, position_init="sinusoid"),
     "small": dict(vocab_size=8192, seq_len=128, encoder_layers=6, encoder_dim=384, encoder_heads=6,
                   decoder_layers=2, norm="pre", init_std=0.03, position_init="sinusoid"),
-    "base": dict(),
-    "base++": dict(vocab_size=64000, rel_pos_buckets=64),
+    "base": dict(), "base++": dict(vocab_size=64000, rel_pos_buckets=64),
     "large++": dict(vocab_size=64000, encoder_layers=24, encoder_dim=1024, encoder_heads=16,
                     rel_pos_buckets=128, rel_pos_max_distance=256),
 }
 
 ABLATIONS = {  # Table 2, row by row, as differences from MAE-LM; Figure 4 is mask_in_encoder = 0, 0.25 ... 1
-    "mae-lm": dict(),
-    "mlm": dict(mask_in_encoder=1.0, decoder_layers=0),
-    "enc-mask": dict(mask_in_encoder=1.0),
-    "enc-mask-dec-resets": dict(mask_in_encoder=1.0, decoder_reset=True),
+    "mae-lm": dict(), "mlm": dict(mask_in_encoder=1.0, decoder_layers=0),
+    "enc-mask": dict(mask_in_encoder=1.0), "enc-mask-dec-resets": dict(mask_in_encoder=1.0, decoder_reset=True),
     "random-replace": dict(mask_in_encoder=1.0, encoder_fill="random"),
-    "misaligned": dict(aligned_positions=False),
-    "no-relative": dict(rel_pos_buckets=0),
-    "bi+cross": dict(decoder_cross=True),
-    "uni+cross": dict(decoder_self="uni", decoder_cross=True),
-    "cross": dict(decoder_self="none", decoder_cross=True),
-    "dec-2": dict(decoder_layers=2),
-    "dec-6": dict(decoder_layers=6),
-    "dec-512": dict(decoder_dim=512),
-    "dec-1024": dict(decoder_dim=1024),
+    "misaligned": dict(aligned_positions=False), "no-relative": dict(rel_pos_buckets=0),
+    "bi+cross": dict(decoder_cross=True), "uni+cross": dict(decoder_self="uni", decoder_cross=True),
+    "cross": dict(decoder_self="none", decoder_cross=True), "dec-2": dict(decoder_layers=2),
+    "dec-6": dict(decoder_layers=6), "dec-512": dict(decoder_dim=512), "dec-1024": dict(decoder_dim=1024),
 }
 
 
@@ -129,17 +124,15 @@ class Corruption(NamedTuple):
 
 
 def corrupt(tokens: Tensor, config: Config, generator: torch.Generator) -> Corruption:
-    """Draw exactly k masked positions a row, uniformly among its non-special tokens, and remove them.
-
+    """Draw exactly k masked positions a row, uniformly among its non-special tokens, and remove them. Section 3.
     tokens (B, n) int64 on the generator's device -> Corruption with m = n - k + round(delta * k). Pure: the
-    same generator state gives the same result. ValueError if a row has fewer than k real tokens. Section 3."""
+    same generator state gives the same result. ValueError if a row has fewer than k real tokens."""
     B, n = tokens.shape
     k = config.masks_per_row(n)
     shown = round(config.mask_in_encoder * k)
     special = tokens < NUM_SPECIAL
     if not 0 < k <= n - int(special.sum(1).max()):
-        raise ValueError(f"mask_rate={config.mask_rate} masks {k} of {n} tokens a row: every row needs at least "
-                         "one mask and as many real tokens as masks")
+        raise ValueError(f"mask_rate={config.mask_rate} masks {k} of {n} tokens a row: use 1 ... its real tokens")
     noise, u = torch.rand(2, B, n, generator=generator, device=tokens.device)
     chosen = noise.masked_fill(special, 2.0).topk(k, largest=False).indices  # (B, k), in random order
     masked = torch.zeros_like(special).scatter(1, chosen, True)
@@ -153,10 +146,8 @@ def corrupt(tokens: Tensor, config: Config, generator: torch.Generator) -> Corru
 
 # ---- 3. Relative positions: section 4.1 (Raffel et al., 2019), App. C ---------------------------------------
 def relative_bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """T5's bidirectional buckets of distance = key position - query position: int64 of any shape -> int64.
-
-    Half of them are for keys to the right; in each half, the first half are single distances and the rest grow
-    logarithmically up to max_distance."""
+    """T5's bidirectional buckets of distance = key position - query position: int64 of any shape -> int64. Half are
+    for keys to the right; in each half, half are single distances, the rest grow by a factor up to max_distance."""
     # Differs from the paper: its code has another formula, with one bucket unused; the text cites T5, as here.
     half = num_buckets // 2
     exact = half // 2
@@ -170,10 +161,10 @@ class RelativeBias(nn.Module):
     """One learned number for each bucket and head, added to attention logits; one table for all layers."""
     def __init__(self, config: Config):
         super().__init__()
-        n = config.seq_len
         self.table = nn.Embedding(config.rel_pos_buckets, config.encoder_heads)
-        bucket = relative_bucket(torch.arange(1 - n, n), config.rel_pos_buckets, config.rel_pos_max_distance)
-        self.register_buffer("bucket", bucket, persistent=False)  # (2n - 1,), of each possible distance
+        distance = torch.arange(1 - config.seq_len, config.seq_len)  # (2n - 1,)
+        bucket = relative_bucket(distance, config.rel_pos_buckets, config.rel_pos_max_distance)
+        self.register_buffer("bucket", bucket, persistent=False)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Original positions (B, q) and (B, k) int64 -> (B, heads, q, k); removed tokens leave gaps."""
@@ -190,8 +181,13 @@ def causal_bias(queries: Tensor, keys: Tensor) -> Tensor:
     return torch.zeros((), device=keys.device).where(keys[:, None, None, :] <= queries[:, None, :, None], -torch.inf)
 
 
-def no_bias(queries: Tensor, keys: Tensor) -> None:
-    """Absolute positions alone: "no relative position encoding" of Table 2, and the paper's decoder."""
+def attention_bias(positions: nn.Module | None, queries: Tensor, keys: Tensor, padding: Tensor | None = None):
+    """What is added to the logits, or None: the bias of `positions`, if any, and -inf at padded keys (B, k) bool."""
+    bias = positions(queries, keys) if positions else None
+    if padding is None:
+        return bias
+    hidden = torch.zeros((), device=padding.device).where(~padding, -torch.inf)[:, None, None, :]
+    return hidden if bias is None else (bias + hidden).to(bias.dtype)
 
 
 # ---- 4. Transformer layers: section 2.1 ---------------------------------------------------------------------
@@ -207,19 +203,17 @@ def take(x: Tensor, at: Tensor | None) -> Tensor:
 
 def dropout(x: Tensor, p: float) -> Tensor:
     """Zero each element of x (any shape) with probability p, to 1/65536 on a CPU, and divide the rest by 1 - p."""
-    if p == 0 or not x.is_cpu:
+    if p == 0 or not x.is_cpu:  # a CPU needs half the time for 16 random bits an element
         return F.dropout(x, p)
     bits = torch.empty(x.numel() // 4 + 1, dtype=torch.int64).random_(-2 ** 63, None).view(torch.int16)
-    kept = bits[:x.numel()].view(x.shape) >= round(p * 65536) - 32768  # takes half the time of torch's own
-    return x * kept.to(x.dtype).mul_(1 / (1 - p))
+    return x * (bits[:x.numel()].view(x.shape) >= round(p * 65536) - 32768).to(x.dtype).mul_(1 / (1 - p))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, p: float = 0.0) -> Tensor:
-    """Attn(Q, K, V) = Softmax(Q K^T / sqrt(d_h) + bias) V, section 2.1.
-
-    q (B, heads, q, d_h), k and v (B, heads, k, d_h), bias broadcastable to (B, heads, q, k), -inf to hide a
-    key, p of dropout. On a GPU one fused kernel; on a CPU the formula as written, faster in every bf16 case measured."""
+    """Softmax(Q K^T / sqrt(d_h) + bias) V with dropout p on the weights, section 2.1. q (B, heads, q, d_h), k and v
+    (B, heads, k, d_h), bias None or broadcastable to (B, heads, q, k), -inf to hide a key -> (B, heads, q, d_h)."""
     if q.is_cuda:
+        # One fused kernel; not cuDNN's, which may read a mask as another dtype. A CPU is faster with the formula.
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
     logits = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)
@@ -261,11 +255,10 @@ class Block(nn.Module):
     def __init__(self, config: Config, dim: int, dropout: float, self_attention: bool = True, cross: bool = False):
         super().__init__()
         heads = dim * config.encoder_heads // config.encoder_dim
-        ffn = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
         rest = dim, config.norm, dropout
         self.self_attention = Residual(Attention(dim, heads, dropout), *rest) if self_attention else None
         self.cross_attention = Residual(Attention(dim, heads, dropout), *rest) if cross else None
-        self.ffn = Residual(ffn, *rest)
+        self.ffn = Residual(nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)), *rest)
 
     def forward(self, x: Tensor, bias: Tensor | None = None, memory: Tensor | None = None,
                 at: Tensor | None = None) -> Tensor:
@@ -286,7 +279,7 @@ class Encoder(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, d)
         self.position_embedding = nn.Embedding(config.seq_len, d)
         self.norm, self.p = nn.LayerNorm(d), config.dropout
-        self.bias = RelativeBias(config) if config.rel_pos_buckets else no_bias
+        self.bias = RelativeBias(config) if config.rel_pos_buckets else None
         self.blocks = nn.ModuleList(Block(config, d, config.dropout) for _ in range(config.encoder_layers))
         self.final_norm = nn.LayerNorm(d) if config.norm == "pre" else nn.Identity()
 
@@ -297,21 +290,13 @@ class Encoder(nn.Module):
         h = self.token_embedding(tokens) + self.position_embedding(positions)  # h_i^0 = e_{x_i} + p_i
         # Differs from the paper: its formula has no LayerNorm here; its code, like BERT, has.
         states = [dropout(self.norm(h), self.p * self.training).to(compute_dtype(h.device.type))]
-        bias = hide(self.bias(positions, positions), padding)
+        bias = attention_bias(self.bias, positions, positions, padding)
         for block in self.blocks[:-1]:
             states.append(block(states[-1], bias))
         if at is not None:
-            bias = hide(self.bias(positions.expand(len(at), -1).gather(1, at), positions), padding)
+            bias = attention_bias(self.bias, positions.expand(len(at), -1).gather(1, at), positions, padding)
         states.append(self.final_norm(self.blocks[-1](states[-1], bias, at=at)))
         return states if all_layers else states[-1]
-
-
-def hide(bias: Tensor | None, padding: Tensor | None) -> Tensor | None:
-    """Attention bias (B, heads, q, k) or None, with -inf at the padded keys (B, k) bool."""
-    if padding is None:
-        return bias
-    hidden = torch.zeros((), device=padding.device).where(~padding, -torch.inf)[:, None, None, :]
-    return hidden if bias is None else (bias + hidden).to(bias.dtype)
 
 
 # ---- 6. Decoder: section 3, "Decoder Configuration" ---------------------------------------------------------
@@ -324,7 +309,7 @@ class Decoder(nn.Module):
         # Differs from the paper: it writes one p_i; its code, and ours, learn a table of the decoder's own.
         self.position_embedding = nn.Embedding(config.seq_len, d)
         self.norm = nn.LayerNorm(d)
-        self.bias = causal_bias if config.decoder_self == "uni" else no_bias
+        self.bias = causal_bias if config.decoder_self == "uni" else None
         self.blocks = nn.ModuleList(Block(config, d, 0.0, config.decoder_self != "none", config.decoder_cross)
                                     for _ in range(config.decoder_layers))
         self.final_norm = nn.LayerNorm(d) if config.norm == "pre" else nn.Identity()
@@ -334,23 +319,23 @@ class Decoder(nn.Module):
         positions = torch.arange(x.shape[1], device=x.device)[None]
         memory = self.project(memory) if self.cross else None
         x = self.norm(self.project(x) + self.position_embedding(positions)).to(compute_dtype(x.device.type))
-        bias = self.bias(positions, positions)
         for block in self.blocks[:-1]:
-            x = block(x, bias, memory)
-        return self.final_norm(self.blocks[-1](x, self.bias(at, positions), memory, at))
+            x = block(x, attention_bias(self.bias, positions, positions), memory)
+        return self.final_norm(self.blocks[-1](x, attention_bias(self.bias, at, positions), memory, at))
 
 
 # ---- 7. The model and its loss: Eq. (1) ---------------------------------------------------------------------
 class Head(nn.Module):
     """Logits e_x^T h over the vocabulary, with the encoder's token embeddings E tied; Eq. (1)."""
-    def __init__(self, config: Config, dim: int):
+    def __init__(self, config: Config):
         super().__init__()
         # Differs from the paper: Eq. (1) has e_x^T h_i alone; its code, like BERT, transforms h_i first.
-        self.transform = nn.Sequential(nn.Linear(dim, config.encoder_dim), nn.GELU(), nn.LayerNorm(config.encoder_dim))
+        self.transform = nn.Sequential(nn.Linear(config.decoder_dim, config.encoder_dim), nn.GELU(),
+                                       nn.LayerNorm(config.encoder_dim))
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, h: Tensor, embeddings: Tensor) -> Tensor:
-        """h (B, k, dim), E (V, d) -> logits (B, k, V)."""
+        """h (B, k, decoder_dim), E (V, d) -> logits (B, k, V)."""
         return F.linear(self.transform(h), embeddings, self.bias)
 
 
@@ -361,20 +346,14 @@ class MAELM(nn.Module):
         self.config = config
         self.encoder = Encoder(config)
         self.decoder = Decoder(config) if config.decoder_layers else None
-        self.head = Head(config, config.decoder_dim if config.decoder_layers else config.encoder_dim)
-        self.apply(self.init_weights)
+        self.head = Head(config)
+        for name, p in self.named_parameters():  # matrices N(0, init_std), biases 0, LayerNorm the identity
+            nn.init.normal_(p, std=config.init_std) if p.ndim == 2 else nn.init.constant_(p, name.endswith("weight"))
         if config.position_init == "sinusoid":
             # As large as what is added to them: embeddings of deviation init_std in the encoder, in the decoder
             # H^L, which a LayerNorm has scaled to 1 and next to which N(0, init_std) would be lost.
             for part, std in ((self.decoder or self.encoder, 1.0), (self.encoder, config.init_std)):
                 sinusoid_(part.position_embedding.weight, std)
-
-    def init_weights(self, module: nn.Module) -> None:
-        """N(0, init_std) for all weights and embeddings, 0 for biases; LayerNorm starts as the identity."""
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=self.config.init_std)
-        if isinstance(module, nn.Linear):
-            nn.init.zeros_(module.bias)
 
     def decoder_input(self, h: Tensor, corruption: Corruption) -> Tensor:
         """H-hat^0 of section 3 without p_i: h_i^L (B, m, d) back at the kept positions, e_[MASK] elsewhere,
