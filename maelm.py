@@ -2,26 +2,39 @@
 
 A masked language model spends model dimensions on [MASK], a token that no downstream text contains, so the
 representations of real tokens are rank-deficient (section 2). MAE-LM takes the masked positions out of the
-encoder, lets a shallow decoder predict them, and keeps only the encoder (section 3).
+encoder, lets a shallow decoder predict them, and keeps only the encoder (section 3). Figure 2, with M = {2, 5}:
 
-    x      the  cat  sat   on  the  mat         one row of n tokens, M = {2, 5} masked
-            |    |         |    |
-         [      encoder, L layers     ]         reads the kept tokens only, at their original positions
-            |    |         |    |
-           h_0  h_1 e_M   h_3  h_4  e_M         H-hat^0: e_[MASK] fills the gaps, then + p_i
-         [      decoder, 4 layers     ]         thrown away after pre-training
-                     |              |
-                    sat            mat          Eq. (1), at the masked positions only
+    x      the   cat   sat   on    the   mat
+            |     |           |     |
+         [       encoder, L layers       ]       reads real tokens only, at their original positions
+            |     |           |     |
+           h_0   h_1 [MASK]  h_3   h_4 [MASK]    e_[MASK] fills the gaps, then + p_i
+         [       decoder, 4 layers       ]       thrown away after pre-training
+                       |                 |
+                      sat               mat      predicted at the masked positions only
 
-    paper           here                        shape
-    x, x-hat        tokens, Corruption.tokens   (B, n), (B, m) int64
-    M               Corruption.masked           (B, n) bool, exactly k = round(mask_rate * n) a row
-    i not in M      Corruption.kept             (B, m) int64, ascending
-    H^0 ... H^L     Encoder.forward             (B, m, d)
-    H-hat^0         MAELM.decoder_input         (B, n, d)
-    Attn, MHSA      attention, Attention        (B, heads, q, d_h), (B, q, d)
-    p(x_i | x-hat)  Head.forward                (B, k, V) logits
-    L_MLM           MAELM.forward               scalar, nats a masked token
+    symbol           name here                               shape
+    x, x-hat         tokens, Corruption.tokens               (B, n), (B, m) int64
+    M, i not in M    Corruption.masked, .kept                (B, n) bool, k True a row; (B, m) int64, ascending
+    e_x, p_i         token_embedding, position_embedding     (V, d), (n, d)
+    H^l, H-hat^0     h, states; x in Decoder.forward         (B, m, d), (B, n, d)
+
+    equation                                                 function
+    2.1  Attn(Q, K, V) = Softmax(Q K^T / sqrt(d_h)) V        attention; MHSA: Attention.forward
+    3    h_i^0 = e_{x_i} + p_i for i not in M                corrupt, Encoder.forward
+    3    h-hat_i^0 = e_[MASK] + p_i or h_i^L + p_i           MAELM.decoder_input, Decoder.forward
+    (1)  mean of -log p(x_i | x-hat) over i in M             Head.forward, MAELM.forward
+
+The shapes of the figure (`python -m doctest maelm.py` runs them):
+
+    >>> x = torch.tensor([[10, 11, 12, 13, 10, 14]])  # the cat sat on the mat
+    >>> config = Config(vocab_size=300, seq_len=6, encoder_dim=8, encoder_heads=2, mask_rate=1 / 3)
+    >>> c, model = corrupt(x, config, torch.Generator().manual_seed(24)), MAELM(config)
+    >>> c.masked.int().tolist(), c.kept.tolist(), c.tokens.tolist()
+    ([[0, 0, 1, 0, 0, 1]], [[0, 1, 3, 4]], [[10, 11, 13, 10]])
+    >>> h, at = model.encode(c), model.predicted(c.masked)
+    >>> [tuple(z.shape) for z in (h, model.decoder_input(h, c), model.logits(x, c, at), model(x, c))]
+    [(1, 4, 8), (1, 6, 8), (1, 2, 300), ()]
 """
 from dataclasses import dataclass
 from typing import NamedTuple
