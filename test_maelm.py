@@ -2,6 +2,7 @@
 lists small mistakes in the source, and the last test of a section runs a claim against each of them.
 
     pytest                          # all of it, a few minutes on two cores
+    python test_maelm.py -h         # for classes: --blank makes an assignment, --grade marks it; docs/teaching.md
 """
 import ast
 import contextlib
@@ -1859,7 +1860,8 @@ def test_every_command_of_the_documentation_runs(page, tmp_path):
     for command in commands:
         line = re.sub(r"hf:\S+", f"hf:{tmp_path / 'hub'}", command).replace("--nproc_per_node 8", "--nproc_per_node 2")
         line = re.sub("^python", python, re.sub("^torchrun", f"{python} -m torch.distributed.run --standalone", line))
-        done = subprocess.run(line + shorter * ("train.py" in line), shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(line + shorter * ("train.py" in line), shell=True, cwd=tmp_path,
+                              capture_output=True, text=True, timeout=900)
         assert done.returncode == ("--grade" in line), (command, done.stdout, done.stderr)  # the handed out file fails
         if command == "python train.py":
             assert "unigram entropy" in done.stdout and (page != "README.md" or done.stdout.count("[") >= 4)
@@ -2116,7 +2118,8 @@ def test_matthews_is_one_for_equal_labels_and_zero_for_a_constant():
 def test_matthews_does_not_depend_on_the_names_of_the_labels():
     true, guess = np.random.default_rng(0).integers(3, size=(2, 50))
     for names in itertools.permutations((0, 1, 7)):
-        assert finetune.matthews(np.array(names)[guess], np.array(names)[true]) == pytest.approx(finetune.matthews(true, guess))
+        renamed = finetune.matthews(np.array(names)[guess], np.array(names)[true])
+        assert renamed == pytest.approx(finetune.matthews(true, guess))
 
 
 def test_matthews_of_three_labels_is_gorodkins():
@@ -2175,7 +2178,8 @@ def test_the_bias_is_of_query_then_key():
 def test_logits_are_divided_by_the_root_of_the_head_size():
     for d in (4, 9):
         q, k, v = random_heads(5, 7, 7, d=d)
-        torch.testing.assert_close(maelm.attention(q, k, v), F.scaled_dot_product_attention(q, k, v), atol=1e-5, rtol=1e-5)
+        theirs = F.scaled_dot_product_attention(q, k, v)
+        torch.testing.assert_close(maelm.attention(q, k, v), theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_attention_drops_weights_out():
@@ -2203,7 +2207,8 @@ def test_each_head_has_a_bias_of_its_own():
     chosen = torch.tensor([[0, 1, 2, 3, 4], [6, 5, 4, 3, 2]])  # head, query -> key
     v = layer.key_value(y).chunk(2, dim=-1)[1]
     expected = torch.cat([v[:, chosen[0], :4], v[:, chosen[1], 4:]], dim=-1)
-    torch.testing.assert_close(layer(x, y, 1000 * F.one_hot(chosen, 7).float()[None]), layer.output(expected), atol=1e-5, rtol=1e-4)
+    got = layer(x, y, 1000 * F.one_hot(chosen, 7).float()[None])
+    torch.testing.assert_close(got, layer.output(expected), atol=1e-5, rtol=1e-4)
 
 
 def test_attention_has_dropout_in_training_only():
@@ -2274,9 +2279,9 @@ def test_a_model_that_knows_nothing_loses_the_log_of_the_vocabulary():
 
 def test_only_the_masked_tokens_are_targets():
     model, tokens, corruption = model_and_batch()
-    other = tokens.roll(1, dims=0)
-    assert torch.equal(model(torch.where(corruption.masked, tokens, other), corruption), model(tokens, corruption))
-    assert not torch.allclose(model(torch.where(corruption.masked, other, tokens), corruption), model(tokens, corruption))
+    loss, other = model(tokens, corruption), tokens.roll(1, dims=0)
+    assert torch.equal(model(torch.where(corruption.masked, tokens, other), corruption), loss)
+    assert not torch.allclose(model(torch.where(corruption.masked, other, tokens), corruption), loss)
 
 
 def test_a_uni_directional_decoder_predicts_all_tokens_but_the_first():
@@ -2296,8 +2301,9 @@ def test_the_encoder_is_its_parts_in_order():
 
 def test_embeddings_have_dropout_in_training_only():
     model, tokens, _ = model_and_batch(dropout=0.5)
-    embedded = [model.encoder.train(on)(tokens, torch.arange(24)[None], all_layers=True)[0] for on in (False, False, True)]
-    assert torch.equal(embedded[0], embedded[1]) and abs((embedded[2] == 0).float().mean() - 0.5) < 0.05
+    calm, again, training = (model.encoder.train(on)(tokens, torch.arange(24)[None], all_layers=True)[0]
+                             for on in (False, False, True))
+    assert torch.equal(calm, again) and abs((training == 0).float().mean() - 0.5) < 0.05
 
 
 class Task(NamedTuple):
@@ -2317,28 +2323,36 @@ TASKS = {  # function or Class.method: from easy to hard
     "tau_rank": Task("rank", "easy", (
         test_rank_is_the_smallest_k_whose_values_sum_to_tau, test_equal_singular_values_count_exactly,
         test_no_variance_has_rank_none, test_tau_must_be_a_share), (
-        ("values.cumsum(0)", "values.sqrt().cumsum(0)"), ("* values.sum()", "* values.sqrt().sum()"), (".sum()) + 1", ".sum())"),
+        ("values.cumsum(0)", "values.sqrt().cumsum(0)"), ("* values.sum()", "* values.sqrt().sum()"),
+        (".sum()) + 1", ".sum())"),
         ("(tau - 1e-9)", "tau"), (" if values[0] > 0 else 0", ""), ("0 < tau < 1:", "0 <= tau <= 1:"))),
     "matthews": Task("finetune", "easy", (
-        test_matthews_of_two_labels_is_the_textbook_formula, test_matthews_is_one_for_equal_labels_and_zero_for_a_constant,
+        test_matthews_of_two_labels_is_the_textbook_formula,
+        test_matthews_is_one_for_equal_labels_and_zero_for_a_constant,
         test_matthews_does_not_depend_on_the_names_of_the_labels, test_matthews_of_three_labels_is_gorodkins), (
-        ("t - t.mean(0), p - p.mean(0)", "t - t.mean(0), p"), ("math.sqrt((t * t).sum() * (p * p).sum())", "(t * t).sum()"),
+        ("t - t.mean(0), p - p.mean(0)", "t - t.mean(0), p"),
+        ("math.sqrt((t * t).sum() * (p * p).sum())", "(t * t).sum()"),
         (" if np.ptp(true) and np.ptp(predicted) else 0.0", ""), ("(t * p).sum() /", "abs((t * p).sum()) /"),
         ("np.eye(len(labels))[index.reshape(2, -1)]", "1.0 * index.reshape(2, -1)"))),
     "effective_rank": Task("rank", "medium", (
-        test_rank_is_exact_on_built_spectra, test_a_gram_matrix_has_the_rank_of_its_matrix, test_the_mean_is_not_subtracted,
+        test_rank_is_exact_on_built_spectra, test_a_gram_matrix_has_the_rank_of_its_matrix,
+        test_the_mean_is_not_subtracted,
         test_rank_depends_on_the_spectrum_alone, test_what_has_no_rank_is_refused), (
-        ("svdvals(x) ** 2", "svdvals(x)"), ("eigvalsh(x).flip(0)", "eigvalsh(x)"), ("svdvals(x)", "svdvals(x - x.mean(0))"),
+        ("svdvals(x) ** 2", "svdvals(x)"), ("eigvalsh(x).flip(0)", "eigvalsh(x)"),
+        ("svdvals(x)", "svdvals(x - x.mean(0))"),
         ("values.clamp(min=0)", "values.clamp(min=0) ** 2"), ("x.shape[1] or not", "x.shape[1] and not"),
         ("** 2, tau)", "** 2, 0.9)"), ("values[-1] < -1e-6", "values[-1] < -1e6"))),
     "relative_bucket": Task("maelm", "medium", (
         test_near_distances_have_buckets_of_their_own, test_the_right_half_mirrors_the_left,
         test_all_far_distances_share_the_last_bucket, test_buckets_never_fall_with_distance_and_all_are_used,
         test_relative_buckets_are_t5s), (
-        ("(distance > 0)", "(distance < 0)"), ("(distance > 0)", "(distance >= 0)"), ("exact = half // 2", "exact = half // 4"),
-        ("log.clamp(max=half - 1)", "log"), ("distance.abs()", "distance.clamp(min=0)"), (".double() / exact)", ".double())"))),
+        ("(distance > 0)", "(distance < 0)"), ("(distance > 0)", "(distance >= 0)"),
+        ("exact = half // 2", "exact = half // 4"),
+        ("log.clamp(max=half - 1)", "log"), ("distance.abs()", "distance.clamp(min=0)"),
+        (".double() / exact)", ".double())"))),
     "attention": Task("maelm", "medium", (
-        test_equal_keys_get_equal_weights, test_a_key_hidden_by_the_bias_is_as_if_absent, test_the_bias_is_of_query_then_key,
+        test_equal_keys_get_equal_weights, test_a_key_hidden_by_the_bias_is_as_if_absent,
+        test_the_bias_is_of_query_then_key,
         test_logits_are_divided_by_the_root_of_the_head_size, test_attention_drops_weights_out,
         test_attention_is_the_formula_in_float64_with_gradient_of_the_bias), (
         ("q * q.shape[-1] ** -0.5", "q"), ("** -0.5", "** -1"), ("logits + bias)", "logits + bias.transpose(-2, -1))"),
@@ -2348,7 +2362,8 @@ TASKS = {  # function or Class.method: from easy to hard
         test_kept_positions_get_their_representation_back, test_every_gap_holds_the_mask_embedding,
         test_the_mask_embedding_learns_from_every_gap, test_the_decoder_input_has_the_precision_of_the_encoder,
         test_decoder_input_is_the_two_case_formula), (
-        ("(masked & self.config.decoder_reset)", "(masked & False)"), ("(masked & self.config.decoder_reset)", "masked"),
+        ("(masked & self.config.decoder_reset)", "(masked & False)"),
+        ("(masked & self.config.decoder_reset)", "masked"),
         ("weight[MASK]", "weight[SEP]"), ("weight[MASK]", "weight[MASK].detach()"), (".to(h.dtype)", ""),
         ("kept[:, :, None]", "torch.arange(kept.shape[1]).expand_as(kept)[:, :, None]"))),
     "MAELM.forward": Task("maelm", "medium", (
@@ -2362,7 +2377,8 @@ TASKS = {  # function or Class.method: from easy to hard
     "RelativeBias.forward": Task("maelm", "hard", (
         test_relative_bias_is_a_function_of_key_minus_query, test_relative_bias_is_of_query_then_key_in_every_row,
         test_one_row_of_positions_is_enough, test_the_gradient_of_a_bias_counts_its_uses), (
-        ("keys[:, None, :] - queries[:, :, None]", "queries[:, :, None] - keys[:, None, :]"), ("// 2  #", "// 2 + 1  #"),
+        ("keys[:, None, :] - queries[:, :, None]", "queries[:, :, None] - keys[:, None, :]"),
+        ("// 2  #", "// 2 + 1  #"),
         ("keys[:, None, :]", "keys[:1, None, :]"), ("self.table(self.bucket)", "self.table(self.bucket).detach()"),
         ("keys[:, None, :] - queries[:, :, None]",
          "torch.arange(keys.shape[1]) + 0 * keys[:, None] - torch.arange(queries.shape[1])[:, None]"))),
@@ -2373,22 +2389,28 @@ TASKS = {  # function or Class.method: from easy to hard
         ("self.p * self.training", "self.p"), ("self.p * self.training", "0.0"), ("self.output(z", "(z"),
         ("z.transpose(1, 2).flatten(2)", "z.reshape(*x.shape)"))),
     "corrupt": Task("maelm", "hard", (
-        test_every_row_has_exactly_k_masks_and_no_special_token_among_them, test_kept_positions_are_the_rest_in_ascending_order,
+        test_every_row_has_exactly_k_masks_and_no_special_token_among_them,
+        test_kept_positions_are_the_rest_in_ascending_order,
         test_masks_are_uniform_over_real_tokens, test_corrupt_is_a_pure_function,
-        test_delta_is_the_share_of_masks_that_the_encoder_reads, test_random_fill_is_a_real_token_and_mostly_not_the_true_one,
+        test_delta_is_the_share_of_masks_that_the_encoder_reads,
+        test_random_fill_is_a_real_token_and_mostly_not_the_true_one,
         test_bert_trick_is_80_10_10, test_a_row_with_too_few_real_tokens_is_refused,
         test_masked_tokens_cannot_reach_the_encoder), (
         ("noise.masked_fill(special, 2.0).topk", "noise.topk"), (".view(B, -1)", ".view(B, -1).flip(1)"),
         ("torch.rand(2, B, n, generator=generator, device=tokens.device)", "torch.rand(2, B, n)"),
-        ("chosen[:, shown:]", "chosen[:, :shown]"), ("round(config.mask_in_encoder * k)", "int(config.mask_in_encoder * k)"),
+        ("chosen[:, shown:]", "chosen[:, :shown]"),
+        ("round(config.mask_in_encoder * k)", "int(config.mask_in_encoder * k)"),
         ("torch.randint(NUM_SPECIAL,", "torch.randint(0,"), ("random + unchanged", "random"),
         ("torch.where(masked, fill, tokens).gather", "tokens.gather"))),
     "Encoder.forward": Task("maelm", "hard", (
         test_the_encoder_is_its_parts_in_order, test_all_layers_are_the_embedding_output_and_every_layer,
-        test_padding_changes_nothing, test_removing_equals_hiding, test_last_layer_at_masked_positions_equals_the_full_layer,
+        test_padding_changes_nothing, test_removing_equals_hiding,
+        test_last_layer_at_masked_positions_equals_the_full_layer,
         test_embeddings_have_dropout_in_training_only), (
-        (" + self.position_embedding(positions)", ""), ("embedding(positions)", "embedding(torch.arange(tokens.shape[1]))"),
-        ("self.norm(h)", "h"), ("self.final_norm(", "("), ("self.p * self.training", "self.p"), ("self.p * self.training", "0.0"),
+        (" + self.position_embedding(positions)", ""),
+        ("embedding(positions)", "embedding(torch.arange(tokens.shape[1]))"),
+        ("self.norm(h)", "h"), ("self.final_norm(", "("), ("self.p * self.training", "self.p"),
+        ("self.p * self.training", "0.0"),
         ("return states if", "return states[1:] if"), ("bias = hide(self.bias(positions, positions), padding)",
                                                        "bias = self.bias(positions, positions)"))),
 }
@@ -2428,12 +2450,17 @@ def student_file(names, change=blanked):
     return text + (HEADER + others if others else "")
 
 
+def is_import(node):
+    return isinstance(node, (ast.Import, ast.ImportFrom))
+
+
 def defines(node):
     """The names that a statement of a module defines."""
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
+    if is_import(node):
         return {(name.asname or name.name).partition(".")[0] for name in node.names}
-    found = ast.walk(node) if isinstance(node, (ast.Assign, ast.AnnAssign)) else ()
-    return {getattr(node, "name", "")} | {n.id for n in found if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return {node.name} if hasattr(node, "name") else set()
 
 
 def uses(nodes):
@@ -2449,7 +2476,7 @@ def graft(name, student):
     methods = {n.name for n in mine if isinstance(n, ast.FunctionDef)}
     helpers = [n for n in theirs if isinstance(n, ast.FunctionDef) and n.name not in methods] if "." in name else []
     mine[at:at + 1] = grafted = [theirs[there], *helpers]
-    known = set().union(*map(defines, ours.body), *(defines(n) for n in maelms.body if hasattr(n, "name") or hasattr(n, "targets")))
+    known = set().union(*(defines(n) for n in [*ours.body, *maelms.body] if n in ours.body or not is_import(n)))
     new, needed, used = [n for n in student.body if defines(n) - known], [], uses(grafted) | {"*"}
     while more := [n for n in new if n not in needed and defines(n) & used]:
         needed, used = needed + more, used | uses(more)
@@ -2459,7 +2486,7 @@ def graft(name, student):
 
 
 def results(name, student):
-    """For each test of a task, run on the student's function: the test's name, and what went wrong or an empty string."""
+    """For each test of a task, run on the student's function: its name, and what went wrong or an empty string."""
     for test in TASKS[name].tests:
         wrong = ""
         try:
@@ -2471,7 +2498,8 @@ def results(name, student):
                 torch.manual_seed(0)
                 test()
         except BaseException as error:  # SystemExit too
-            line = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename == results.__code__.co_filename][-1]
+            frames, here = traceback.extract_tb(error.__traceback__), results.__code__.co_filename
+            line = [frame.line for frame in frames if frame.filename == here][-1]  # for an assert without a message
             wrong = f"{type(error).__name__}: {(str(error).strip() or line).splitlines()[0]}"[:100]
         yield test.__name__.removeprefix("test_"), wrong
 
@@ -2513,7 +2541,8 @@ def score(name, student, seconds):
     messages = [f"{test}: {wrong}" for test, wrong in found if wrong]
     passed = len(found) - len(messages)
     messages += [f"{TASKS[name].tests[len(found)].__name__.removeprefix('test_')}: {status}"] if status else []
-    return dict(passed=passed, total=total, status=status or ("full marks" if passed == total else "failed"), messages=messages)
+    status = status or ("full marks" if passed == total else "failed")
+    return dict(passed=passed, total=total, status=status, messages=messages)
 
 
 def read_student(path):
@@ -2535,23 +2564,24 @@ def tasks_named(names):
 
 
 def main(argv=None):
-    parser = train.Parser(prog="test_maelm.py", description="The classroom kit: see docs/teaching.md.", allow_abbrev=False)
+    parser = train.Parser(prog="test_maelm.py", description="For classes: see docs/teaching.md.", allow_abbrev=False)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--blank", nargs="+", metavar="NAME", help="print maelm.py without the bodies of these functions, or all")
-    what.add_argument("--grade", metavar="FILE", help="run the tests of every task that FILE holds; exit code 0 = full marks")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these tasks alone, or all, whether FILE holds them or not")
+    what.add_argument("--blank", nargs="+", metavar="NAME", help="print maelm.py without their bodies; or all")
+    what.add_argument("--grade", metavar="FILE", help="test each task that FILE holds; exit code 0 = full marks")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these tasks, or all, also where FILE lacks them")
     parser.add_argument("--time-limit", type=float, default=5.0, metavar="SECONDS", help="for each task [5]")
-    parser.add_argument("--json", action="store_true", help="print a JSON object: task -> passed, total, status, messages")
+    parser.add_argument("--json", action="store_true", help="print {task: {passed, total, status, messages}}")
     options = parser.parse_args(argv)
     with data.clear_errors(parser.prog):
         if options.blank:
             return print(student_file(tasks_named(options.blank)), end="")
         student, only, points = read_student(options.grade), tasks_named(options.only or []), {}
-        for name in only or [task for task in TASKS if TASKS[task].file == "maelm" or locate(student.body, task)[1] is not None]:
+        held = [name for name in TASKS if TASKS[name].file == "maelm" or locate(student.body, name)[1] is not None]
+        for name in only or held:
             points[name] = score(name, student, options.time_limit)
             if not options.json:
-                one = points[name]
-                print(f"{name} {one['passed']}/{one['total']} {one['status']} {one['messages'][:1] or ''}"[:120].rstrip(), flush=True)
+                passed, total, status, messages = points[name].values()
+                print(" ".join([name, f"{passed}/{total}", status, *messages[:1]])[:120], flush=True)
         if options.json:
             print(json.dumps(points, indent=1))
         sys.exit(any(one["passed"] < one["total"] for one in points.values()))
@@ -2584,8 +2614,9 @@ def test_a_blank_is_signature_docstring_and_nothing_else(capsys):
     for name in TASKS:
         (ours, i), (theirs, j) = (locate(ast.parse(t).body, name) for t in (source_of(name), text))
         docstring, body = theirs[j].body
-        assert ast.dump(theirs[j].args) == ast.dump(ours[i].args) and ast.get_docstring(theirs[j]) == ast.get_docstring(ours[i])
-        assert body.lineno == body.end_lineno == docstring.end_lineno + 1 and ast.unparse(body) == "raise NotImplementedError"
+        assert ast.dump(theirs[j].args) == ast.dump(ours[i].args)
+        assert ast.get_docstring(theirs[j]) == ast.get_docstring(ours[i])
+        assert body.lineno == docstring.end_lineno + 1 and ast.unparse(body) == "raise NotImplementedError"
     main(["--blank", "corrupt", "Encoder"])
     assert capsys.readouterr().out == blanked(blanked((HERE / "maelm.py").read_text(), "corrupt"), "Encoder.forward")
 
@@ -2604,8 +2635,8 @@ def test_an_untouched_file_is_not_attempted(tmp_path, capsys):
 
 
 def grade(path, *flags):
-    done = subprocess.run([sys.executable, HERE / "test_maelm.py", "--grade", path, "--json", *flags], capture_output=True, text=True,
-                          timeout=300)
+    done = subprocess.run([sys.executable, HERE / "test_maelm.py", "--grade", path, "--json", *flags],
+                          capture_output=True, text=True, timeout=300)
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
@@ -2616,7 +2647,7 @@ def test_the_reference_has_full_marks(tmp_path):
 
 
 HOSTILE = [  # (task, body, message)
-    ("learning_rate_factor", "while True: print('x' * 1000)", "warm_up_rises_in_equal_steps_and_ends_at_the_peak: time limit"),
+    ("learning_rate_factor", "while True: print('x' * 1000)", "ends_at_the_peak: time limit"),
     ("tau_rank", "raise SystemExit(0)", "SystemExit: 0"),
     ("matthews", "return matthews(predicted, true)", "RecursionError"),
     ("relative_bucket", "return torch.ones(1 << 36)", "allocate"),
@@ -2668,21 +2699,25 @@ def unused(x=corrupt(None, None, None)):
     def true_tokens(self, tokens, at):
         return tokens.gather(1, at).flatten()
 
-    def forward(self, tokens: Tensor, corruption: Corruption)""").replace("tokens.gather(1, at).flatten())", "self.true_tokens(tokens, at))")
-    assert "self.true_tokens(tokens, at))" in text
+    def forward(self, tokens: Tensor, corruption: Corruption)""")
+    assert "tokens.gather(1, at).flatten())" in text
+    text = text.replace("tokens.gather(1, at).flatten())", "self.true_tokens(tokens, at))")
     assert not [wrong for _, wrong in results("MAELM.forward", ast.parse(text)) if wrong]
 
 
-@pytest.mark.parametrize("content, message", [(None, "No such file"), (b"def f(:\n", "not a Python file: invalid syntax"),
-                                              (b"\xff\xfe\x00", "not a Python file: 'utf-8'"), (b"x = '\x00'", "not a Python file")])
+@pytest.mark.parametrize("content, message", [
+    (None, "No such file"), (b"def f(:\n", "not a Python file: invalid syntax"),
+    (b"\xff\xfe\x00", "not a Python file: 'utf-8'"), (b"x = '\x00'", "not a Python file")])
 def test_a_file_that_cannot_be_graded_is_named_in_one_line(content, message, tmp_path, capsys):
     if content is not None:
         (tmp_path / "student.py").write_bytes(content)
-    assert re.search(rf"student.py.*{message}|{message}.*student.py", fails(lambda: main(["--grade", str(tmp_path / "student.py")]), capsys))
+    line = fails(lambda: main(["--grade", str(tmp_path / "student.py")]), capsys)
+    assert message in line and "student.py" in line
 
 
-@pytest.mark.parametrize("flags, message", [([], "required"), (["--blank", "corupt"], "'corupt' is not the name of one task: use all, or of "),
-                                            (["--blank", "forward"], "'forward' is not"), (["--grade", __file__, "--only", "x"], "is not the name")])
+@pytest.mark.parametrize("flags, message", [
+    ([], "required"), (["--blank", "corupt"], "'corupt' is not the name of one task: use all, or of "),
+    (["--blank", "forward"], "'forward' is not"), (["--grade", __file__, "--only", "x"], "'x' is not the name")])
 def test_a_bad_command_of_the_kit_gets_one_line(flags, message, capsys):
     assert message in fails(lambda: main(flags), capsys)
 
