@@ -2,14 +2,20 @@
 lists small mistakes in the source, and the last test of a section runs a claim against each of them.
 
     pytest                          # all of it, a few minutes on two cores
+    python test_maelm.py -h         # for classes: --blank makes an assignment, --grade marks it; docs/teaching.md
 """
+import ast
+import contextlib
 import csv
+import doctest
 import importlib.util
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -17,8 +23,11 @@ import string
 import subprocess
 import sys
 import time
+import traceback
+import types
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -871,7 +880,6 @@ def test_every_field_is_a_flag_with_its_comment_in_the_help(capsys):
 
 def test_the_code_keeps_its_promises():
     """maelm.py is short and plain; data and maelm import no script; nothing is left undocumented."""
-    import ast
     trees = {path.stem: ast.parse(path.read_text()) for path in HERE.glob("*.py") if not path.stem.startswith("test_")}
     assert len((HERE / "maelm.py").read_text().splitlines()) <= 400
     for name, tree in trees.items():
@@ -1907,35 +1915,38 @@ def test_bad_input_is_named_in_one_line_before_any_run(task, flags, damage, mess
     assert not (tmp_path / "out" / "sweep.jsonl").exists()
 
 
-# ---- README.md ------------------------------------------------------------------------------------------------
-def readme_commands():
-    """Every python and torchrun command in the README's shell blocks."""
-    blocks = re.findall(r"```sh\n(.*?)```", (HERE / "README.md").read_text(), re.S)
+# ---- README.md, docs ------------------------------------------------------------------------------------------------
+def commands_of(page):
+    """Every python, torchrun and mkdir command in the shell blocks of a page."""
+    blocks = re.findall(r"```sh\n(.*?)```", (HERE / page).read_text(), re.S)
     commands = [part.partition("  #")[0].strip() for block in blocks for line in block.splitlines()
                 for part in line.split("&&")]
-    return [command for command in commands if re.match(r"(python|torchrun) ", command)]
+    return [command for command in commands if re.match(r"(python|torchrun|mkdir) ", command)]
 
 
-SHORTER = ("--max-steps 3 --warmup-steps 1 --eval-rows 8 --batch-size 8 --micro-batch-size 4 --encoder-layers 1 --encoder-dim 32 "
-           "--encoder-heads 2").split()
+SHORTER = (" --max-steps 3 --warmup-steps 1 --eval-rows 8 --batch-size 8 --micro-batch-size 4 --encoder-layers 1 --encoder-dim 32 "
+           "--encoder-heads 2 --cache cache")
 
 
-def test_every_command_of_the_readme_runs(tmp_path):
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted(HERE.glob("docs/*.md")))])
+def test_every_command_of_the_documentation_runs(page, tmp_path):
     for path in HERE.glob("*.py"):
         shutil.copy(path, tmp_path)
     for folder in ("my_texts", "hub"):
         (tmp_path / folder).mkdir()
         write_corpus(tmp_path / folder / "text.txt", 10_000)
-    commands = readme_commands()
-    assert commands[0] == "python train.py" and len(commands) > 5
+    shorter = SHORTER + ("" if page == "README.md" else " --data my_texts")
+    python = shlex.quote(sys.executable)
+    commands = commands_of(page)
+    assert "python train.py" in commands and len(commands) > 5
     for command in commands:
-        words = re.sub(r"hf:\S+", f"hf:{tmp_path / 'hub'}", command).replace("--nproc_per_node 8", "--nproc_per_node 2")
-        words = shlex.split(words) + (SHORTER + ["--cache", "cache"] if "train.py" in words else [])
-        start = [sys.executable] if words[0] == "python" else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        done = subprocess.run(start + words[1:], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        line = re.sub(r"hf:\S+", f"hf:{tmp_path / 'hub'}", command).replace("--nproc_per_node 8", "--nproc_per_node 2")
+        line = re.sub("^python", python, re.sub("^torchrun", f"{python} -m torch.distributed.run --standalone", line))
+        done = subprocess.run(line + shorter * ("train.py" in line), shell=True, cwd=tmp_path,
+                              capture_output=True, text=True, timeout=900)
+        assert done.returncode == ("--grade" in line), (command, done.stdout, done.stderr)  # the handed out file fails
         if command == "python train.py":
-            assert "unigram entropy" in done.stdout and done.stdout.count("[") >= 4
+            assert "unigram entropy" in done.stdout and (page != "README.md" or done.stdout.count("[") >= 4)
     assert (tmp_path / "out/toy/loss.png").is_file() and (tmp_path / "out/toy-mlm/loss.png").is_file()
 
 
@@ -1944,6 +1955,11 @@ def test_the_readme_lists_every_ablation_and_preset():
     for name in [*maelm.ABLATIONS, *maelm.PRESETS]:
         assert f"`{name}`" in text, name
     assert "Differs from the paper" not in text and (HERE / "maelm.py").read_text().count("Differs from the paper") == 4
+
+
+def test_the_example_at_the_head_of_maelm_is_what_it_prints():
+    found = doctest.testmod(maelm)
+    assert found.attempted == 6 and found.failed == 0
 
 
 # ---- Mistakes that the claims above must catch -----------------------------------------------------------------
@@ -2047,6 +2063,8 @@ MUTANTS = [  # (claim, file, source, mistake)
     (test_squad_scores_equal_an_independent_reading_of_the_rules, "finetune", r"\b(a|an|the)\b", r"(a|an|the)\b"),
     (test_squad_scores_equal_an_independent_reading_of_the_rules, "finetune", "Counter(p) & Counter(t)", "Counter(set(p)) & Counter(set(t))"),
     (test_squad_scores_equal_an_independent_reading_of_the_rules, "finetune", "return float(p == t)", "return 0.0"),
+    (test_the_example_at_the_head_of_maelm_is_what_it_prints, "maelm", "removed = torch.zeros_like(special).scatter(1, chosen[:, shown:], True)",
+     "removed = masked & False"),
     (test_squad_metrics_equal_every_threshold_tried, "finetune", "np.where(null > threshold,", "np.where(null < threshold,"),
     (test_squad_metrics_equal_every_threshold_tried, "finetune", "np.where(empty, 0.0, -1.0)", "np.zeros(len(empty))"),
     (test_squad_metrics_equal_every_threshold_tried, "finetune", "null[order[best - 1]]", "null[order[best % len(order)]]"),
@@ -2088,13 +2106,19 @@ def load_mutant(folder, file, source, mistake):
     return module
 
 
-@pytest.mark.parametrize("claim, file, source, mistake", MUTANTS, ids=[f"{m[0].__name__[5:45]}-{i}" for i, m in enumerate(MUTANTS)])
-def test_the_claim_catches_the_mistake(claim, file, source, mistake, tmp_path, monkeypatch):
+ALL_MUTANTS = [*MUTANTS, *((claim, "finetune", source, mistake) for claim, source, mistake in FIXTURE_MUTANTS)]
+
+
+@pytest.mark.parametrize("claim, file, source, mistake", ALL_MUTANTS, ids=[f"{m[0].__name__[5:45]}-{i}" for i, m in enumerate(ALL_MUTANTS)])
+def test_the_claim_catches_the_mistake(claim, file, source, mistake, tmp_path, monkeypatch, request):
+    """Each claim is a test, so pytest has seen it hold for the code as it is."""
     mutant = load_mutant(tmp_path, file, source, mistake)
-    claim()  # holds for the code as it is
+    names = claim.__code__.co_varnames[:claim.__code__.co_argcount]
+    given = {name: mutant.load_pretrained(str(request.getfixturevalue("finished")[0]), 0.1) if name == "pretrained" else
+             request.getfixturevalue(name) for name in names}
     monkeypatch.setitem(globals(), file, mutant)
-    with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError)):
-        claim()
+    with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError, KeyError, ZeroDivisionError)):
+        claim(**given)
 
 
 def test_continuing_catches_what_was_not_saved_or_seeded(corpus, finished, tmp_path, monkeypatch):
@@ -2109,11 +2133,678 @@ def test_continuing_catches_what_was_not_saved_or_seeded(corpus, finished, tmp_p
             claim(corpus, finished, tmp_path / str(i), stop=4)
 
 
-@pytest.mark.parametrize("claim, source, mistake", FIXTURE_MUTANTS, ids=[f"{m[0].__name__[5:45]}-{i}" for i, m in enumerate(FIXTURE_MUTANTS)])
-def test_the_claim_on_fixtures_catches_the_mistake(claim, source, mistake, corpus, finished, glue, tmp_path, monkeypatch):
-    mutant = load_mutant(tmp_path, "finetune", source, mistake)
-    monkeypatch.setitem(globals(), "finetune", mutant)
-    given = dict(corpus=corpus, finished=finished, glue=glue, monkeypatch=monkeypatch, pretrained=mutant.load_pretrained(str(finished[0]), 0.1))
-    names = claim.__code__.co_varnames[:claim.__code__.co_argcount]
-    with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError, KeyError, ZeroDivisionError)):
-        claim(**{name: given[name] for name in names})
+# ---- The classroom: python test_maelm.py --blank NAME ..., --grade FILE; see docs/teaching.md -------------------
+def test_warm_up_rises_in_equal_steps_and_ends_at_the_peak():
+    assert [train.learning_rate_factor(s, 4, 12) for s in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1])
+
+
+def test_after_warm_up_the_rate_falls_linearly_to_zero():
+    factors = [train.learning_rate_factor(s, 4, 12) for s in range(4, 13)]
+    assert factors == pytest.approx([1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0])
+
+
+def test_without_warm_up_the_first_step_has_the_peak_rate():
+    assert [train.learning_rate_factor(s, 0, 2) for s in range(2)] == pytest.approx([1, 0.5])
+
+
+def test_rank_is_the_smallest_k_whose_values_sum_to_tau():
+    values = torch.tensor([16.0, 9, 4, 1], dtype=torch.float64)
+    assert [rank.tau_rank(values, tau) for tau in (0.5, 0.54, 0.8, 0.9, 0.97)] == [1, 2, 2, 3, 4]
+
+
+def test_no_variance_has_rank_none():
+    assert rank.tau_rank(torch.zeros(3, dtype=torch.float64), 0.9) == 0
+
+
+def test_tau_must_be_a_share():
+    for tau in (-0.1, 0, 1, 1.5):
+        with pytest.raises(ValueError, match="tau"):
+            rank.tau_rank(torch.ones(3, dtype=torch.float64), tau)
+
+
+def test_a_gram_matrix_has_the_rank_of_its_matrix():
+    for h in (torch.from_numpy(built("geometric")).double(), torch.randn(9, 9, generator=generator(0)).triu().double()):
+        assert [rank.effective_rank(h.T @ h, tau) for tau in TAUS] == [rank.effective_rank(h, tau) for tau in TAUS]
+
+
+def test_the_mean_is_not_subtracted():
+    h = 10 + torch.randn(200, 8, generator=generator(0))
+    assert (rank.effective_rank(h, 0.95), rank.effective_rank(h - h.mean(0), 0.95)) == (1, 8)
+
+
+def test_rank_depends_on_the_spectrum_alone():
+    h = torch.from_numpy(built("power")).double()
+    rotation = torch.linalg.qr(torch.randn(48, 48, dtype=torch.float64, generator=generator(0))).Q
+    ranks = {tau: rank.effective_rank(h, tau) for tau in TAUS}
+    assert len(set(ranks.values())) > 2
+    for same_spectrum in (h @ rotation, 1e-3 * h, h.flip(0), torch.cat([h, h])):
+        assert {tau: rank.effective_rank(same_spectrum, tau) for tau in TAUS} == ranks
+
+
+def test_what_has_no_rank_is_refused():
+    for h in (np.ones(5), np.full((5, 3), np.nan), np.ones((0, 3)), -np.eye(3)):
+        with pytest.raises(ValueError):
+            rank.effective_rank(h)
+
+
+def test_matthews_of_two_labels_is_the_textbook_formula():
+    true, guess = np.array([1] * 8 + [0] * 4), np.array([1] * 6 + [0] * 2 + [0] * 3 + [1])  # TP 6, FN 2, TN 3, FP 1
+    assert finetune.matthews(guess, true) == pytest.approx((6 * 3 - 1 * 2) / math.sqrt(7 * 8 * 4 * 5))
+    assert finetune.matthews(1 - guess, true) == pytest.approx((2 * 1 - 3 * 6) / math.sqrt(5 * 8 * 4 * 7))
+
+
+def test_matthews_is_one_for_equal_labels_and_zero_for_a_constant():
+    true = np.array([0, 1, 2, 1, 0, 2, 2])
+    assert finetune.matthews(true, true) == pytest.approx(1)
+    assert [finetune.matthews(np.ones(7, int), true), finetune.matthews(true, np.ones(7, int))] == [0, 0]
+
+
+def test_matthews_does_not_depend_on_the_names_of_the_labels():
+    true, guess = np.random.default_rng(0).integers(3, size=(2, 50))
+    for names in itertools.permutations((0, 1, 7)):
+        renamed = finetune.matthews(np.array(names)[guess], np.array(names)[true])
+        assert renamed == pytest.approx(finetune.matthews(true, guess))
+
+
+def test_matthews_of_three_labels_is_gorodkins():
+    true, guess = np.random.default_rng(1).integers(3, size=(2, 60))
+    true[:30] = guess[:30]
+    right, t, p = (true == guess).sum(), np.bincount(true), np.bincount(guess)
+    scale = math.sqrt((60 ** 2 - t @ t) * (60 ** 2 - p @ p))
+    assert finetune.matthews(guess, true) == pytest.approx((60 * right - t @ p) / scale)
+
+
+def test_near_distances_have_buckets_of_their_own():
+    r = torch.tensor([[-7, -2, -1, 0], [1, 2, 6, 7]])
+    assert maelm.relative_bucket(r, 32, 128).tolist() == [[7, 2, 1, 0], [17, 18, 22, 23]]
+
+
+def test_the_right_half_mirrors_the_left():
+    r = torch.arange(1, 300)
+    assert torch.equal(maelm.relative_bucket(r, 32, 128), 16 + maelm.relative_bucket(-r, 32, 128))
+
+
+def test_all_far_distances_share_the_last_bucket():
+    r = torch.tensor([128, 129, 1000, 10 ** 6])
+    assert (maelm.relative_bucket(r, 32, 128) == 31).all() and (maelm.relative_bucket(-r, 32, 128) == 15).all()
+
+
+def test_buckets_never_fall_with_distance_and_all_are_used():
+    for buckets, farthest in ((32, 128), (128, 256), (4, 9)):
+        found = maelm.relative_bucket(-torch.arange(farthest), buckets, farthest)
+        assert found.dtype == torch.int64 and found.unique().tolist() == list(range(buckets // 2))
+        assert (found.diff() >= 0).all()
+
+
+def random_heads(*lengths, d=4):
+    return [torch.randn(2, 3, length, d, generator=generator(i)) for i, length in enumerate(lengths)]
+
+
+def test_equal_keys_get_equal_weights():
+    q, k, v = random_heads(5, 7, 7)
+    torch.testing.assert_close(maelm.attention(q, 0 * k, v), v.mean(2, keepdim=True).expand_as(q))
+
+
+def test_a_key_hidden_by_the_bias_is_as_if_absent():
+    q, k, v = random_heads(5, 7, 7)
+    bias = torch.zeros(1, 1, 5, 7).index_fill(3, torch.tensor([2]), -torch.inf)
+    rest = [0, 1, 3, 4, 5, 6]
+    torch.testing.assert_close(maelm.attention(q, k, v, bias), maelm.attention(q, k[:, :, rest], v[:, :, rest]))
+
+
+def test_the_bias_is_of_query_then_key():
+    q, k, v = random_heads(4, 4, 4)
+    chosen = torch.tensor([2, 3, 1, 0])  # query i looks at key chosen[i] only
+    bias = 1000 * F.one_hot(chosen).float().expand(1, 3, 4, 4)
+    torch.testing.assert_close(maelm.attention(q, k, v, bias), v[:, :, chosen])
+
+
+def test_logits_are_divided_by_the_root_of_the_head_size():
+    for d in (4, 9):
+        q, k, v = random_heads(5, 7, 7, d=d)
+        theirs = F.scaled_dot_product_attention(q, k, v)
+        torch.testing.assert_close(maelm.attention(q, k, v), theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_attention_drops_weights_out():
+    q, k = torch.zeros(2, 1, 1, 500, 4)
+    out = maelm.attention(q, k, torch.ones(1, 1, 500, 4), None, 0.5)  # of 500 equal weights, half are doubled
+    assert torch.allclose(out, out[..., :1]) and abs(out.mean() - 1) < 0.01 and 0.03 < out.std() < 0.06
+
+
+def attention_layer(dropout=0.0):
+    torch.manual_seed(0)
+    layer = maelm.Attention(8, 2, dropout).eval()
+    x, y = torch.randn(2, 3, 5, 8, generator=generator(0))
+    return layer, x, torch.cat([y, x[:, :2]], dim=1)
+
+
+def test_queries_are_from_x_and_keys_and_values_from_y():
+    layer, x, y = attention_layer()
+    q, (k, v) = layer.query(x), layer.key_value(y).chunk(2, dim=-1)
+    heads = [(q[..., h] @ k[..., h].transpose(1, 2) / 2).softmax(-1) @ v[..., h] for h in (slice(0, 4), slice(4, 8))]
+    torch.testing.assert_close(layer(x, y), layer.output(torch.cat(heads, -1)), atol=1e-5, rtol=1e-5)
+
+
+def test_each_head_has_a_bias_of_its_own():
+    layer, x, y = attention_layer()
+    chosen = torch.tensor([[0, 1, 2, 3, 4], [6, 5, 4, 3, 2]])  # head, query -> key
+    v = layer.key_value(y).chunk(2, dim=-1)[1]
+    expected = torch.cat([v[:, chosen[0], :4], v[:, chosen[1], 4:]], dim=-1)
+    got = layer(x, y, 1000 * F.one_hot(chosen, 7).float()[None])
+    torch.testing.assert_close(got, layer.output(expected), atol=1e-5, rtol=1e-4)
+
+
+def test_attention_has_dropout_in_training_only():
+    layer, x, y = attention_layer(dropout=0.5)
+    assert torch.equal(layer(x, y), layer(x, y))
+    assert not torch.allclose(layer.train()(x, y), layer(x, y))
+
+
+def bias_table():
+    bias = maelm.RelativeBias(tiny())
+    with torch.no_grad():
+        bias.table.weight.copy_(torch.arange(32.0)[:, None] + torch.arange(4) * 100)
+    return bias
+
+
+def test_relative_bias_is_of_query_then_key_in_every_row():
+    queries, keys = torch.tensor([[0, 5], [9, 2]]), torch.tensor([[0, 1, 23], [2, 4, 9]])
+    distances = torch.tensor([[[0, 1, 23], [-5, -4, 18]], [[-7, -5, 0], [0, 2, 7]]])
+    expected = maelm.relative_bucket(distances, 32, 128)[:, None] + 100 * torch.arange(4)[None, :, None, None]
+    assert torch.equal(bias_table()(queries, keys), expected.float())
+
+
+def test_one_row_of_positions_is_enough():
+    positions = torch.arange(24)[None]
+    got = bias_table()(positions, positions)
+    assert got.shape == (1, 4, 24, 24) and torch.equal(got[0, :, :-1, :-1], got[0, :, 1:, 1:])
+
+
+def test_the_gradient_of_a_bias_counts_its_uses():
+    bias, positions = bias_table(), torch.tensor([[0, 1, 3]])
+    bias(positions, positions).sum().backward()
+    used = {0: 3, 1: 1, 17: 1, 3: 1, 19: 1, 2: 1, 18: 1}
+    assert bias.table.weight.grad.tolist() == [[used.get(b, 0)] * 4 for b in range(32)]
+
+
+def decoder_input_case(dtype=torch.float32, **fields):
+    model, tokens, corruption = model_and_batch(**fields)
+    h = torch.randn(*corruption.kept.shape, 32, generator=generator(0)).to(dtype).requires_grad_()
+    return model.encoder.token_embedding.weight, h, corruption, model.decoder_input(h, corruption)
+
+
+def test_kept_positions_get_their_representation_back():
+    _, h, corruption, full = decoder_input_case()
+    assert full.shape == (6, 24, 32) and torch.equal(maelm.take(full, corruption.kept), h)
+
+
+def test_every_gap_holds_the_mask_embedding():
+    embeddings, _, corruption, full = decoder_input_case()
+    assert (full[corruption.masked] == embeddings[maelm.MASK]).all()
+
+
+def test_the_mask_embedding_learns_from_every_gap():
+    embeddings, h, corruption, full = decoder_input_case()
+    full.sum().backward()
+    assert (embeddings.grad[maelm.MASK] == corruption.masked.sum()).all() and (h.grad == 1).all()
+
+
+def test_the_decoder_input_has_the_precision_of_the_encoder():
+    assert decoder_input_case(torch.bfloat16)[3].dtype == torch.bfloat16
+
+
+def test_a_model_that_knows_nothing_loses_the_log_of_the_vocabulary():
+    model, tokens, corruption = model_and_batch()
+    for p in (model.head.bias, model.head.transform[2].weight, model.head.transform[2].bias):
+        torch.nn.init.zeros_(p)
+    assert model(tokens, corruption).item() == pytest.approx(math.log(300))
+
+
+def test_only_the_masked_tokens_are_targets():
+    model, tokens, corruption = model_and_batch()
+    loss, other = model(tokens, corruption), tokens.roll(1, dims=0)
+    assert torch.equal(model(torch.where(corruption.masked, tokens, other), corruption), loss)
+    assert not torch.allclose(model(torch.where(corruption.masked, other, tokens), corruption), loss)
+
+
+def test_a_uni_directional_decoder_predicts_all_tokens_but_the_first():
+    model, tokens, corruption = model_and_batch(decoder_self="uni", decoder_cross=True)
+    log_p = model.logits(tokens, corruption, torch.arange(1, 24).expand(6, -1)).log_softmax(-1)
+    by_hand = -torch.stack([log_p[b, i - 1, tokens[b, i]] for b, i in itertools.product(range(6), range(1, 24))]).mean()
+    torch.testing.assert_close(model(tokens, corruption), by_hand)
+
+
+def test_the_encoder_is_its_parts_in_order():
+    for norm in ("post", "pre"):
+        model, _, (_, kept, tokens) = model_and_batch(norm=norm)
+        e, bias = model.encoder, model.encoder.bias(kept, kept)
+        h = e.norm(e.token_embedding(tokens) + e.position_embedding(kept))
+        torch.testing.assert_close(e(tokens, kept), e.final_norm(e.blocks[1](e.blocks[0](h, bias), bias)))
+
+
+def test_embeddings_have_dropout_in_training_only():
+    model, tokens, _ = model_and_batch(dropout=0.5)
+    calm, again, training = (model.encoder.train(on)(tokens, torch.arange(24)[None], all_layers=True)[0]
+                             for on in (False, False, True))
+    assert torch.equal(calm, again) and abs((training == 0).float().mean() - 0.5) < 0.05
+
+
+class Task(NamedTuple):
+    """A function that students write: where it is, how hard it is, its tests (one point each), and mistakes in it."""
+    file: str
+    level: str
+    tests: tuple
+    mistakes: tuple  # (source, mistake) pairs, as in MUTANTS; source occurs once in the function
+
+
+TASKS = {  # function or Class.method: from easy to hard
+    "learning_rate_factor": Task("train", "easy", (
+        test_warm_up_rises_in_equal_steps_and_ends_at_the_peak, test_after_warm_up_the_rate_falls_linearly_to_zero,
+        test_without_warm_up_the_first_step_has_the_peak_rate), (
+        ("(step + 1) / warmup_steps", "step / warmup_steps"), ("/ (max_steps - warmup_steps)", "/ max_steps"),
+        ("step < warmup_steps", "step <= warmup_steps"), ("(max_steps - step)", "(max_steps - step - 1)"))),
+    "tau_rank": Task("rank", "easy", (
+        test_rank_is_the_smallest_k_whose_values_sum_to_tau, test_equal_singular_values_count_exactly,
+        test_no_variance_has_rank_none, test_tau_must_be_a_share), (
+        ("values.cumsum(0)", "values.sqrt().cumsum(0)"), ("* values.sum()", "* values.sqrt().sum()"),
+        (".sum()) + 1", ".sum())"),
+        ("(tau - 1e-9)", "tau"), (" if values[0] > 0 else 0", ""), ("0 < tau < 1:", "0 <= tau <= 1:"))),
+    "matthews": Task("finetune", "easy", (
+        test_matthews_of_two_labels_is_the_textbook_formula,
+        test_matthews_is_one_for_equal_labels_and_zero_for_a_constant,
+        test_matthews_does_not_depend_on_the_names_of_the_labels, test_matthews_of_three_labels_is_gorodkins), (
+        ("t - t.mean(0), p - p.mean(0)", "t - t.mean(0), p"),
+        ("math.sqrt((t * t).sum() * (p * p).sum())", "(t * t).sum()"),
+        (" if np.ptp(true) and np.ptp(predicted) else 0.0", ""), ("(t * p).sum() /", "abs((t * p).sum()) /"),
+        ("np.eye(len(labels))[index.reshape(2, -1)]", "1.0 * index.reshape(2, -1)"))),
+    "effective_rank": Task("rank", "medium", (
+        test_rank_is_exact_on_built_spectra, test_a_gram_matrix_has_the_rank_of_its_matrix,
+        test_the_mean_is_not_subtracted,
+        test_rank_depends_on_the_spectrum_alone, test_what_has_no_rank_is_refused), (
+        ("svdvals(x) ** 2", "svdvals(x)"), ("eigvalsh(x).flip(0)", "eigvalsh(x)"),
+        ("svdvals(x)", "svdvals(x - x.mean(0))"),
+        ("values.clamp(min=0)", "values.clamp(min=0) ** 2"), ("x.shape[1] or not", "x.shape[1] and not"),
+        ("** 2, tau)", "** 2, 0.9)"), ("values[-1] < -1e-6", "values[-1] < -1e6"))),
+    "relative_bucket": Task("maelm", "medium", (
+        test_near_distances_have_buckets_of_their_own, test_the_right_half_mirrors_the_left,
+        test_all_far_distances_share_the_last_bucket, test_buckets_never_fall_with_distance_and_all_are_used,
+        test_relative_buckets_are_t5s), (
+        ("(distance > 0)", "(distance < 0)"), ("(distance > 0)", "(distance >= 0)"),
+        ("exact = half // 2", "exact = half // 4"),
+        ("log.clamp(max=half - 1)", "log"), ("distance.abs()", "distance.clamp(min=0)"),
+        (".double() / exact)", ".double())"))),
+    "attention": Task("maelm", "medium", (
+        test_equal_keys_get_equal_weights, test_a_key_hidden_by_the_bias_is_as_if_absent,
+        test_the_bias_is_of_query_then_key,
+        test_logits_are_divided_by_the_root_of_the_head_size, test_attention_drops_weights_out,
+        test_attention_is_the_formula_in_float64_with_gradient_of_the_bias), (
+        ("q * q.shape[-1] ** -0.5", "q"), ("** -0.5", "** -1"), ("logits + bias)", "logits + bias.transpose(-2, -1))"),
+        ("softmax(dim=-1)", "softmax(dim=-2)"), ("dropout(weights, p) @ v", "weights @ v"),
+        ("dropout(weights, p) @ v", "dropout(weights @ v, p)"))),
+    "MAELM.decoder_input": Task("maelm", "medium", (
+        test_kept_positions_get_their_representation_back, test_every_gap_holds_the_mask_embedding,
+        test_the_mask_embedding_learns_from_every_gap, test_the_decoder_input_has_the_precision_of_the_encoder,
+        test_decoder_input_is_the_two_case_formula), (
+        ("(masked & self.config.decoder_reset)", "(masked & False)"),
+        ("(masked & self.config.decoder_reset)", "masked"),
+        ("weight[MASK]", "weight[SEP]"), ("weight[MASK]", "weight[MASK].detach()"), (".to(h.dtype)", ""),
+        ("kept[:, :, None]", "torch.arange(kept.shape[1]).expand_as(kept)[:, :, None]"))),
+    "MAELM.forward": Task("maelm", "medium", (
+        test_loss_is_the_mean_negative_log_likelihood_over_masked_positions, test_only_the_masked_tokens_are_targets,
+        test_a_model_that_knows_nothing_loses_the_log_of_the_vocabulary, test_mlm_is_the_textbook_mlm,
+        test_a_uni_directional_decoder_predicts_all_tokens_but_the_first), (
+        ("self.predicted(corruption.masked)", "torch.arange(tokens.shape[1]).expand_as(tokens)"),
+        ("self.predicted(corruption.masked)", "corruption.kept"), (".flatten())", '.flatten(), reduction="sum")'),
+        ("tokens.gather(1, at)", "tokens[:, :at.shape[1]]"),
+        ("self.predicted(corruption.masked)", "corruption.masked.int().topk(self.config.masks_per_row(24)).indices"))),
+    "RelativeBias.forward": Task("maelm", "hard", (
+        test_relative_bias_is_a_function_of_key_minus_query, test_relative_bias_is_of_query_then_key_in_every_row,
+        test_one_row_of_positions_is_enough, test_the_gradient_of_a_bias_counts_its_uses), (
+        ("keys[:, None, :] - queries[:, :, None]", "queries[:, :, None] - keys[:, None, :]"),
+        ("// 2  #", "// 2 + 1  #"),
+        ("keys[:, None, :]", "keys[:1, None, :]"), ("self.table(self.bucket)", "self.table(self.bucket).detach()"),
+        ("keys[:, None, :] - queries[:, :, None]",
+         "torch.arange(keys.shape[1]) + 0 * keys[:, None] - torch.arange(queries.shape[1])[:, None]"))),
+    "Attention.forward": Task("maelm", "hard", (
+        test_queries_are_from_x_and_keys_and_values_from_y, test_each_head_has_a_bias_of_its_own,
+        test_attention_has_dropout_in_training_only, test_a_layer_equals_pytorchs_own), (
+        ("q, k, v = (", "q, v, k = ("), ("self.key_value(y)", "self.key_value(x)"), ("bias, self.p", "None, self.p"),
+        ("self.p * self.training", "self.p"), ("self.p * self.training", "0.0"), ("self.output(z", "(z"),
+        ("z.transpose(1, 2).flatten(2)", "z.reshape(*x.shape)"))),
+    "corrupt": Task("maelm", "hard", (
+        test_every_row_has_exactly_k_masks_and_no_special_token_among_them,
+        test_kept_positions_are_the_rest_in_ascending_order,
+        test_masks_are_uniform_over_real_tokens, test_corrupt_is_a_pure_function,
+        test_delta_is_the_share_of_masks_that_the_encoder_reads,
+        test_random_fill_is_a_real_token_and_mostly_not_the_true_one,
+        test_bert_trick_is_80_10_10, test_a_row_with_too_few_real_tokens_is_refused,
+        test_masked_tokens_cannot_reach_the_encoder), (
+        ("noise.masked_fill(special, 2.0).topk", "noise.topk"), (".view(B, -1)", ".view(B, -1).flip(1)"),
+        ("torch.rand(2, B, n, generator=generator, device=tokens.device)", "torch.rand(2, B, n)"),
+        ("chosen[:, shown:]", "chosen[:, :shown]"),
+        ("round(config.mask_in_encoder * k)", "int(config.mask_in_encoder * k)"),
+        ("torch.randint(NUM_SPECIAL,", "torch.randint(0,"), ("random + unchanged", "random"),
+        ("torch.where(masked, fill, tokens).gather", "tokens.gather"))),
+    "Encoder.forward": Task("maelm", "hard", (
+        test_the_encoder_is_its_parts_in_order, test_all_layers_are_the_embedding_output_and_every_layer,
+        test_padding_changes_nothing, test_removing_equals_hiding,
+        test_last_layer_at_masked_positions_equals_the_full_layer,
+        test_embeddings_have_dropout_in_training_only), (
+        (" + self.position_embedding(positions)", ""),
+        ("embedding(positions)", "embedding(torch.arange(tokens.shape[1]))"),
+        ("self.norm(h)", "h"), ("self.final_norm(", "("), ("self.p * self.training", "self.p"),
+        ("self.p * self.training", "0.0"),
+        ("return states if", "return states[1:] if"), ("bias = hide(self.bias(positions, positions), padding)",
+                                                       "bias = self.bias(positions, positions)"))),
+}
+MEMORY = 4 << 30  # bytes of data that a task's process may hold
+HEADER = f"\n\n# ---- Tasks of other files {'-' * 86}\nimport math\n\nimport numpy as np\n"
+
+
+def source_of(task):
+    return (HERE / f"{TASKS[task].file}.py").read_text(encoding="utf-8")
+
+
+def locate(statements, name):
+    """The statements among which function or Class.method `name` is defined, and its place there, None if nowhere."""
+    first, _, rest = name.partition(".")
+    at = max((i for i, node in enumerate(statements) if getattr(node, "name", None) == first), default=None)
+    return locate(statements[at].body, rest) if rest and at is not None else (statements, at)
+
+
+def blanked(text, name):
+    """`text` without the body of function `name`: its signature and docstring are the assignment."""
+    statements, at = locate(ast.parse(text).body, name)
+    docstring, lines = statements[at].body[0], text.splitlines()
+    lines[docstring.end_lineno:statements[at].end_lineno] = [" " * docstring.col_offset + "raise NotImplementedError"]
+    return "\n".join(lines) + "\n"
+
+
+def student_file(names, change=blanked):
+    """maelm.py with these tasks blanked; those of other files are at its end."""
+    text, others = (HERE / "maelm.py").read_text(encoding="utf-8"), ""
+    for name in names:
+        if TASKS[name].file == "maelm":
+            text = change(text, name)
+        else:
+            other = change(source_of(name), name)
+            statements, at = locate(ast.parse(other).body, name)
+            others += f"\n\n{ast.get_source_segment(other, statements[at])}\n"
+    return text + (HEADER + others if others else "")
+
+
+def is_import(node):
+    return isinstance(node, (ast.Import, ast.ImportFrom))
+
+
+def defines(node):
+    """The names that a statement of a module defines."""
+    if is_import(node):
+        return {(name.asname or name.name).partition(".")[0] for name in node.names}
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return {node.name} if hasattr(node, "name") else set()
+
+
+def uses(nodes):
+    return {n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def graft(name, student):
+    """Our module with the student's function in it, and with the names it needs that only the student defines.
+
+    Takes and returns syntax trees: nothing else of the student's file can matter to the task."""
+    ours, maelms = ast.parse(source_of(name)), ast.parse((HERE / "maelm.py").read_text(encoding="utf-8"))
+    (mine, at), (theirs, there) = locate(ours.body, name), locate(student.body, name)
+    methods = {n.name for n in mine if isinstance(n, ast.FunctionDef)}
+    helpers = [n for n in theirs if isinstance(n, ast.FunctionDef) and n.name not in methods] if "." in name else []
+    mine[at:at + 1] = grafted = [theirs[there], *helpers]
+    known = set().union(*(defines(n) for n in [*ours.body, *maelms.body] if n in ours.body or not is_import(n)))
+    new, needed, used = [n for n in student.body if defines(n) - known], [], uses(grafted) | {"*"}
+    while more := [n for n in new if n not in needed and defines(n) & used]:
+        needed, used = needed + more, used | uses(more)
+    top = locate(ours.body, name.partition(".")[0])[1]
+    ours.body[top:top] = [n for n in new if n in needed]
+    return ours
+
+
+def results(name, student):
+    """For each test of a task, run on the student's function: its name, and what went wrong or an empty string."""
+    for test in TASKS[name].tests:
+        wrong = ""
+        try:
+            module = sys.modules["student"] = types.ModuleType("student")
+            module.__file__ = str(HERE / f"{TASKS[name].file}.py")
+            exec(compile(graft(name, student), module.__file__, "exec"), vars(module))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(globals(), TASKS[name].file, module)
+                torch.manual_seed(0)
+                test()
+        except BaseException as error:  # SystemExit too
+            frames, here = traceback.extract_tb(error.__traceback__), results.__code__.co_filename
+            line = [frame.line for frame in frames if frame.filename == here][-1]  # for an assert without a message
+            wrong = f"{type(error).__name__}: {(str(error).strip() or line).splitlines()[0]}"[:100]
+        yield test.__name__.removeprefix("test_"), wrong
+
+
+def run_tests(name, student, connection):
+    """What a task's own process does: nothing that it prints, allocates or starts can reach the grader."""
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.RLIM_INFINITY))
+    for stream, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+        os.dup2(os.open(os.devnull, mode), stream)
+    connection.send("started")
+    for result in results(name, student):
+        connection.send(result)
+
+
+def score(name, student, seconds):
+    """Points of one task as a dict: passed, total, status, and messages of the failed tests."""
+    total, found, status = len(TASKS[name].tests), [], ""
+    statements, at = locate(student.body, name)
+    body = [] if at is None else statements[at].body[bool(ast.get_docstring(statements[at])):]
+    if all(re.match(r"raise NotImplementedError|pass$|\.\.\.$", ast.unparse(node)) for node in body):
+        return dict(passed=0, total=total, status="not in the file" if at is None else "not attempted", messages=[])
+    context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else None)
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=run_tests, args=(name, student, theirs))
+    process.start()
+    theirs.close()
+    try:
+        mine.recv()
+        end = time.monotonic() + seconds
+        while len(found) < total and not status:
+            status = "" if mine.poll(max(0, end - time.monotonic())) else "time limit"
+            found += [] if status else [mine.recv()]
+    except EOFError:
+        status = "the process died"
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    messages = [f"{test}: {wrong}" for test, wrong in found if wrong]
+    passed = len(found) - len(messages)
+    messages += [f"{TASKS[name].tests[len(found)].__name__.removeprefix('test_')}: {status}"] if status else []
+    status = status or ("full marks" if passed == total else "failed")
+    return dict(passed=passed, total=total, status=status, messages=messages)
+
+
+def read_student(path):
+    try:
+        return ast.parse(Path(path).read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise data.UserError(f"{path}: not a Python file: {error}") from None
+
+
+def tasks_named(names):
+    """Full names of tasks; a method or a class alone will do where only one task has it."""
+    found = []
+    for name in names:
+        fitting = [task for task in TASKS if name in ("all", task, *task.split("."))]
+        if len(fitting) != 1 and name != "all":
+            raise data.UserError(f"{name!r} is not the name of one task: use all, or of {', '.join(TASKS)}")
+        found += fitting
+    return list(dict.fromkeys(found))
+
+
+def main(argv=None):
+    parser = train.Parser(prog="test_maelm.py", description="For classes: see docs/teaching.md.", allow_abbrev=False)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--blank", nargs="+", metavar="NAME", help="print maelm.py without their bodies; or all")
+    what.add_argument("--grade", metavar="FILE", help="test each task that FILE holds; exit code 0 = full marks")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these tasks, or all, also where FILE lacks them")
+    parser.add_argument("--time-limit", type=float, default=5.0, metavar="SECONDS", help="for each task [5]")
+    parser.add_argument("--json", action="store_true", help="print {task: {passed, total, status, messages}}")
+    options = parser.parse_args(argv)
+    with data.clear_errors(parser.prog):
+        if options.blank:
+            return print(student_file(tasks_named(options.blank)), end="")
+        student, only, points = read_student(options.grade), tasks_named(options.only or []), {}
+        held = [name for name in TASKS if TASKS[name].file == "maelm" or locate(student.body, name)[1] is not None]
+        for name in only or held:
+            points[name] = score(name, student, options.time_limit)
+            if not options.json:
+                passed, total, status, messages = points[name].values()
+                print(" ".join([name, f"{passed}/{total}", status, *messages[:1]])[:120], flush=True)
+        if options.json:
+            print(json.dumps(points, indent=1))
+        sys.exit(any(one["passed"] < one["total"] for one in points.values()))
+
+
+def blank_but(name):
+    """The file of a student who solved one task, as we do, and left all others blank."""
+    return student_file(TASKS, change=lambda text, task: text if task == name else blanked(text, task))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_stands_alone_and_its_own_tests_catch_each_mistake(name):
+    text = blank_but(name)
+    statements, at = locate(ast.parse(text).body, name)
+    function = ast.get_source_segment(text, statements[at])
+    assert not [wrong for _, wrong in results(name, ast.parse(text)) if wrong]
+    assert len(TASKS[name].tests) >= 3 and len(TASKS[name].mistakes) >= 4
+    for source, mistake in TASKS[name].mistakes:
+        assert function.count(source) == 1, f"{source!r} must occur once in {name}"
+        student = ast.parse(text.replace(function, function.replace(source, mistake)))
+        caught = next((wrong for _, wrong in results(name, student) if wrong), "")
+        assert caught and not caught.startswith(("NameError", "SyntaxError")), (mistake, caught)
+
+
+def test_a_blank_is_signature_docstring_and_nothing_else(capsys):
+    main(["--blank", "all"])
+    text = capsys.readouterr().out
+    exec(compile(text, "maelm.py", "exec"), {"__name__": "maelm"})  # the student's file can be imported
+    for name in TASKS:
+        (ours, i), (theirs, j) = (locate(ast.parse(t).body, name) for t in (source_of(name), text))
+        docstring, body = theirs[j].body
+        assert ast.dump(theirs[j].args) == ast.dump(ours[i].args)
+        assert ast.get_docstring(theirs[j]) == ast.get_docstring(ours[i])
+        assert body.lineno == docstring.end_lineno + 1 and ast.unparse(body) == "raise NotImplementedError"
+    main(["--blank", "corrupt", "Encoder"])
+    assert capsys.readouterr().out == blanked(blanked((HERE / "maelm.py").read_text(), "corrupt"), "Encoder.forward")
+
+
+def test_the_instructors_page_lists_every_task_with_its_level_and_points():
+    rows = re.findall(r"^\| `(\S+)` \| (\w+) \| (\d+) \|", (HERE / "docs/teaching.md").read_text(), re.M)
+    assert rows == [(name, task.level, str(len(task.tests))) for name, task in TASKS.items()]
+
+
+def test_an_untouched_file_is_not_attempted(tmp_path, capsys):
+    (tmp_path / "maelm.py").write_text(student_file(TASKS))
+    with pytest.raises(SystemExit) as end:
+        main(["--grade", str(tmp_path / "maelm.py")])
+    lines = capsys.readouterr().out.splitlines()
+    assert end.value.code == 1 and lines == [f"{name} 0/{len(TASKS[name].tests)} not attempted" for name in TASKS]
+
+
+def grade(path, *flags):
+    done = subprocess.run([sys.executable, HERE / "test_maelm.py", "--grade", path, "--json", *flags],
+                          capture_output=True, text=True, timeout=300)
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+def test_the_reference_has_full_marks(tmp_path):
+    (tmp_path / "solved.py").write_text(student_file(TASKS, change=lambda text, name: text))
+    code, points, _ = grade(tmp_path / "solved.py", "--time-limit", "60")
+    assert list(points) == list(TASKS) and {one["status"] for one in points.values()} == {"full marks"} and code == 0
+
+
+HOSTILE = [  # (task, body, message)
+    ("learning_rate_factor", "while True: print('x' * 1000)", "ends_at_the_peak: time limit"),
+    ("tau_rank", "raise SystemExit(0)", "SystemExit: 0"),
+    ("matthews", "return matthews(predicted, true)", "RecursionError"),
+    ("relative_bucket", "return torch.ones(1 << 36)", "allocate"),
+    ("attention", "import os; os._exit(0)", "the process died"),
+    ("MAELM.decoder_input", "raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})", "the process died"),
+    ("MAELM.forward", "import subprocess, sys; subprocess.run(['sleep', '1000'])", "time limit"),
+]
+
+
+def test_nothing_that_a_student_writes_can_break_the_grader(tmp_path):
+    text = "raise RuntimeError('the file is read, not run')\n" + student_file(TASKS)
+    for name, body, _ in HOSTILE:
+        statements, at = locate(ast.parse(text).body, name)
+        node, lines = statements[at].body[1], text.splitlines()
+        lines[node.lineno - 1] = " " * node.col_offset + body
+        text = "\n".join(lines)
+    (tmp_path / "hostile.py").write_text(text)
+    code, points, errors = grade(tmp_path / "hostile.py", "--time-limit", "3")
+    assert code == 1 and errors == "" and list(points) == list(TASKS)
+    for name, _, message in HOSTILE:
+        assert points[name]["passed"] == 0 and message in points[name]["messages"][0], (name, points[name])
+    assert points["corrupt"]["status"] == "not attempted"
+
+
+def test_helpers_imports_and_methods_of_the_student_come_along():
+    text = blank_but("relative_bucket").replace('''from dataclasses import''', '''import bisect as search
+from dataclasses import''')
+    statements, at = locate(ast.parse(text).body, "relative_bucket")
+    text = text.replace(ast.get_source_segment(text, statements[at]), """
+LIMIT = 10 ** 9
+
+
+def one(r, half, exact, farthest):
+    starts = [exact ** (half - exact - i) * farthest ** i for i in range(half - exact)]
+    size = abs(r) if abs(r) < exact else exact - 1 + search.bisect(starts, min(LIMIT, abs(r)) ** (half - exact))
+    return size + half * (r > 0)
+
+
+def relative_bucket(distance, num_buckets, max_distance):
+  half = num_buckets // 2
+  return torch.tensor([one(r, half, half // 2, max_distance) for r in distance.flatten().tolist()]).view(distance.shape)
+
+
+def unused(x=corrupt(None, None, None)):
+    pass
+""")
+    assert not [wrong for _, wrong in results("relative_bucket", ast.parse(text)) if wrong]
+    text = blank_but("MAELM.forward").replace("    def forward(self, tokens: Tensor, corruption: Corruption)", """
+    def true_tokens(self, tokens, at):
+        return tokens.gather(1, at).flatten()
+
+    def forward(self, tokens: Tensor, corruption: Corruption)""")
+    assert "tokens.gather(1, at).flatten())" in text
+    text = text.replace("tokens.gather(1, at).flatten())", "self.true_tokens(tokens, at))")
+    assert not [wrong for _, wrong in results("MAELM.forward", ast.parse(text)) if wrong]
+
+
+@pytest.mark.parametrize("content, message", [
+    (None, "No such file"), (b"def f(:\n", "not a Python file: invalid syntax"),
+    (b"\xff\xfe\x00", "not a Python file: 'utf-8'"), (b"x = '\x00'", "not a Python file")])
+def test_a_file_that_cannot_be_graded_is_named_in_one_line(content, message, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / "student.py").write_bytes(content)
+    line = fails(lambda: main(["--grade", str(tmp_path / "student.py")]), capsys)
+    assert message in line and "student.py" in line
+
+
+@pytest.mark.parametrize("flags, message", [
+    ([], "required"), (["--blank", "corupt"], "'corupt' is not the name of one task: use all, or of "),
+    (["--blank", "forward"], "'forward' is not"), (["--grade", __file__, "--only", "x"], "'x' is not the name")])
+def test_a_bad_command_of_the_kit_gets_one_line(flags, message, capsys):
+    assert message in fails(lambda: main(flags), capsys)
+
+
+if __name__ == "__main__":
+    main()
