@@ -35,6 +35,10 @@ import rank  # noqa: E402
 import train  # noqa: E402
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "bench"))
+import cpu  # noqa: E402
+import gpu  # noqa: E402
+
 TINY = dict(vocab_size=300, seq_len=24, encoder_layers=2, encoder_dim=32, encoder_heads=4, dropout=0.0, mask_rate=0.25,
             decoder_layers=2, init_std=0.2)
 
@@ -1823,6 +1827,70 @@ def test_bad_input_is_named_in_one_line_before_any_run(task, flags, damage, mess
     error = fails(lambda: tune(finished, task, folder, tmp_path / "out", *flags), capsys)
     assert re.search(message, error), error
     assert not (tmp_path / "out" / "sweep.jsonl").exists()
+
+
+# ---- bench/ ---------------------------------------------------------------------------------------------------
+def test_counted_flops_are_pytorchs():
+    """Of forward and backward, for every row of Table 2; and of RoBERTa and ModernBERT of the same size."""
+    from torch.utils.flop_counter import FlopCounterMode
+    sizes = {"dec-512": dict(decoder_dim=16), "dec-1024": dict(decoder_dim=48)}
+    for name, change in maelm.ABLATIONS.items():
+        config = tiny(**TINY | dict(encoder_layers=3, dropout=0.1) | change | sizes.get(name, {}))
+        model, tokens = maelm.MAELM(config), random_tokens(2)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens, maelm.corrupt(tokens, config, generator(0))).backward()
+        # the decoder also projects H^L where nothing reads it: forward only, and not counted as work
+        unused = 2 * 2 * 18 * 32 * config.decoder_dim * (name in sizes)
+        assert counter.get_total_flops() - 2 * cpu.flops(config, 24) in {0, unused}, name
+    for make in (gpu.roberta, gpu.modernbert):
+        config = tiny(encoder_dim=48, mask_in_encoder=1.0, decoder_layers=0)
+        model = make(config)
+        model.set_attn_implementation("eager")
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=random_tokens(2), labels=random_tokens(2)).loss.backward()
+        assert counter.get_total_flops() == 2 * cpu.flops(config, 24, predicted=24), make
+
+
+@pytest.mark.parametrize("script, files, sections", [
+    ("cpu", {"cpu.json", "cost.png"}, ["where_time_goes", "distance_to_the_limit", "base_size", "cost", "compiling"]),
+    ("gpu", {"gpu-tiny.json"}, ["training", "correctness", "kernels", "kernel_names", "curves", "compiled"])])
+def test_every_section_of_a_benchmark_gives_its_table(script, files, sections, tmp_path):
+    done = subprocess.run([sys.executable, f"bench/{script}.py", "--tiny", "--out", str(tmp_path), "--budget", "1e6"],
+                          cwd=HERE, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == files
+    found = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert list(found["sections"]) == sections
+    for name, section in found["sections"].items():
+        assert section.get("rows") and set(section) == {"rows", "seconds"}, (name, section)
+        assert not {"not available", "fails", "skipped"} & {str(value).partition(":")[0] for row in section["rows"] for value in row.values()}
+        assert f"**{name}**" in done.stdout
+    if script == "gpu":  # what is compared with the formula is the formula
+        for row in found["sections"]["correctness"]["rows"]:
+            assert max(row[key] or 0 for key in ("output", "q", "k", "v", "table")) < (2e-2 if row["dtype"] == "bfloat16" else 2e-6)
+
+
+def test_a_section_that_fails_or_comes_too_late_is_recorded_and_the_rest_goes_on(tmp_path, capsys):
+    def good():
+        """Works."""
+        return [{"a": 1.0, "b": "x"}]
+
+    def bad():
+        """Fails."""
+        raise RuntimeError("no such kernel")
+    cpu.write_report([bad, good], (), tmp_path / "r.json", {}, budget=60)
+    sections = json.loads((tmp_path / "r.json").read_text())["sections"]
+    assert sections["bad"]["error"] == "RuntimeError: no such kernel" and sections["good"]["rows"] == [{"a": 1.0, "b": "x"}]
+    assert "| 1 | x |" in capsys.readouterr().out
+    cpu.write_report([good], (), tmp_path / "r.json", {}, budget=0)
+    assert "skipped" in json.loads((tmp_path / "r.json").read_text())["sections"]["good"]
+
+
+def test_without_a_gpu_the_benchmark_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        gpu.main([])
+    assert stopped.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 # ---- README.md ------------------------------------------------------------------------------------------------

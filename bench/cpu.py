@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -55,7 +56,7 @@ def flops(config: Config, n: int, predicted: int | None = None) -> int:
         total += (config.decoder_self != "none") * attention(queries, n, d_dec)
         total += config.decoder_cross * attention(queries, m, d_dec) + ffn(queries, d_dec)
     if layers and d != d_dec:
-        total += (m + n) * d * d_dec  # the projection of H^L and of the decoder's input
+        total += (n + config.decoder_cross * m) * d * d_dec  # the projections of the decoder's input and of H^L
     return 3 * 2 * total
 
 
@@ -93,7 +94,7 @@ def machine(device: torch.device) -> dict[str, object]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout
     return {"device": torch.cuda.get_device_name() if device.type == "cuda" else (names or ["unknown CPU"])[0],
             "threads": torch.get_num_threads(), "commit": commit.strip(),
-            "versions": {name: version(name) for name in ("torch", "transformers")}}
+            "versions": {name: version(name) for name in ("torch", "transformers") if find_spec(name)}}
 
 
 def markdown(rows: list[dict[str, object]]) -> str:
@@ -106,26 +107,32 @@ def markdown(rows: list[dict[str, object]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def write_report(sections: list[Callable[[], list[dict]]], path: Path, about: dict[str, object], budget: float) -> None:
-    """Run the sections in turn, each a function that returns the rows of its table. After each, `path` is written
-    and the table printed. What fails is recorded and the rest goes on."""
+def write_report(sections: list[Callable[..., list[dict]]], arguments: tuple, path: Path, about: dict[str, object],
+                 budget: float) -> dict[str, dict]:
+    """Run the sections in turn, each a function of `arguments` that returns the rows of its table. After each, `path`
+    is written and the table printed. What fails is recorded and the rest goes on. Returns all that was found."""
     start = time.perf_counter()
-    result = about | {"sections": {}}
+    found = {}
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     for section in sections:
-        name, began = section.__name__, time.perf_counter() - start
-        found = {"skipped": f"{began:.0f} s had passed, the budget is {budget:.0f} s"}
-        if began < budget:
-            try:
-                found = {"rows": section()}
-            except Exception as error:  # whatever it is: the sections to come do not depend on this one
-                found = {"error": f"{type(error).__name__}: {error}"}
-            found["seconds"] = round(time.perf_counter() - start - began, 1)
-        result["sections"][name] = found
-        write_json(path, result)
-        text = markdown(found["rows"]) if "rows" in found else next(iter(found.items()))
-        print(f"\n**{name}**: {section.__doc__.strip()}\n\n{text}", flush=True)
+        began = time.perf_counter() - start
+        found[section.__name__] = result = run_section(section, arguments) if began < budget else {
+            "skipped": f"{began:.0f} s had passed, the budget is {budget:.0f} s"}
+        write_json(path, about | {"sections": found})
+        text = markdown(result["rows"]) if "rows" in result else next(": ".join(pair) for pair in result.items())
+        print(f"\n**{section.__name__}**: {' '.join(section.__doc__.split())}\n\n{text}", flush=True)
     print(f"\n{path}")
+    return found
+
+
+def run_section(section: Callable[..., list[dict]], arguments: tuple) -> dict[str, object]:
+    """Its rows or its error, and the seconds it took."""
+    start = time.perf_counter()
+    try:
+        result = {"rows": section(*arguments)}
+    except Exception as error:  # whatever it is: the sections to come do not depend on this one
+        result = {"error": f"{type(error).__name__}: {error}"}
+    return result | {"seconds": round(time.perf_counter() - start, 1)}
 
 
 # ---- 3. What is measured -------------------------------------------------------------------------------------
@@ -280,15 +287,12 @@ def cost_curve(what: str, values: tuple, field: str, sizes: Sizes, place: Place)
     return rows
 
 
-def cost(sizes: Sizes, place: Place, figure: Path) -> list[dict]:
+def cost(sizes: Sizes, place: Place) -> list[dict]:
     """Forward and backward at the same number of tokens, against sequence length, mask rate and decoder depth: over
     MLM at the same setting, and over the first row of the curve; each next to the ratio of counted FLOPs."""
-    rows = []
-    for what, values, field in (("sequence length", sizes.lengths, "seq_len"), ("mask rate", sizes.mask_rates, "mask_rate"),
-                                ("decoder layers", sizes.depths, "decoder_layers")):
-        rows += cost_curve(what, values, field, sizes, place)
-    draw_cost(rows, figure)
-    return rows
+    return [row for what, values, field in (
+        ("sequence length", sizes.lengths, "seq_len"), ("mask rate", sizes.mask_rates, "mask_rate"),
+        ("decoder layers", sizes.depths, "decoder_layers")) for row in cost_curve(what, values, field, sizes, place)]
 
 
 def draw_cost(rows: list[dict], path: Path) -> None:
@@ -331,18 +335,11 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     sizes = TINY if options.tiny else Sizes()
     place = replace(set_up("auto"), device=torch.device("cpu"))
-    sections = [where_time_goes, distance_to_the_limit, base_size, partial(cost, figure=options.out / "cost.png"), compiling]
     with clear_errors("bench/cpu.py"):
-        write_report([named(section, sizes, place) for section in sections], options.out / "cpu.json",
-                     machine(place.device) | {"dtype": str(place.dtype)[6:]}, options.budget)
-
-
-def named(section: Callable[..., list[dict]], *arguments) -> Callable[[], list[dict]]:
-    """A section with its arguments bound, and its name and docstring kept."""
-    bound = partial(section, *arguments)
-    original = getattr(section, "func", section)
-    bound.__name__, bound.__doc__ = original.__name__, original.__doc__
-    return bound
+        found = write_report([where_time_goes, distance_to_the_limit, base_size, cost, compiling], (sizes, place),
+                             options.out / "cpu.json", machine(place.device) | {"dtype": str(place.dtype)[6:]}, options.budget)
+        if "rows" in found["cost"]:
+            draw_cost(found["cost"]["rows"], options.out / "cost.png")
 
 
 if __name__ == "__main__":
