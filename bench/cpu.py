@@ -9,7 +9,6 @@ as its error, one that would start after --budget seconds as skipped.
 """
 import argparse
 import itertools
-import math
 import statistics
 import subprocess
 import sys
@@ -26,11 +25,12 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 from data import atomic, clear_errors, write_json  # noqa: E402
 from maelm import MAELM, NUM_SPECIAL, Config, Corruption, corrupt  # noqa: E402
-from train import TRAIN_PRESETS, Parser, Place, TrainConfig, make_config, make_optimizers, set_up, train_step  # noqa: E402
+from train import (TRAIN_PRESETS, Parser, Place, TrainConfig, make_config, make_optimizers, set_up,  # noqa: E402
+                   train_step)
 
 
 # ---- 1. Counting: also for bench/gpu.py ----------------------------------------------------------------------
@@ -119,8 +119,8 @@ def write_report(sections: list[Callable[..., list[dict]]], arguments: tuple, pa
         found[section.__name__] = result = run_section(section, arguments) if began < budget else {
             "skipped": f"{began:.0f} s had passed, the budget is {budget:.0f} s"}
         write_json(path, about | {"sections": found})
-        text = markdown(result["rows"]) if "rows" in result else next(": ".join(pair) for pair in result.items())
-        print(f"\n**{section.__name__}**: {' '.join(section.__doc__.split())}\n\n{text}", flush=True)
+        table = markdown(result["rows"]) if "rows" in result else next(": ".join(pair) for pair in result.items())
+        print(f"\n**{section.__name__}**: {' '.join(section.__doc__.split())}\n\n{table}", flush=True)
     print(f"\n{path}")
     return found
 
@@ -162,7 +162,8 @@ TINY = Sizes(rounds=1, gemm=64, profiled=(("toy", 2, 16), ("toy", 2, 24)), token
 class Trainer:
     """A model with its optimizers and batches of random tokens."""
 
-    def __init__(self, preset: str, batch: int, n: int, place: Place, changes: tuple = (), ablation: str = "mae-lm", **fields):
+    def __init__(self, preset: str, batch: int, n: int, place: Place, changes: tuple, ablation: str = "mae-lm",
+                 **fields):
         torch.manual_seed(0)
         self.config = make_config(preset, ablation, **dict(changes) | {"seq_len": n} | fields)
         self.size, self.place = batch, place
@@ -174,7 +175,8 @@ class Trainer:
 
     def batch(self) -> tuple[Tensor, Corruption]:
         """The next rows and their masks."""
-        tokens = torch.randint(NUM_SPECIAL, self.config.vocab_size, (self.size, self.config.seq_len), generator=self.generator)
+        shape = self.size, self.config.seq_len
+        tokens = torch.randint(NUM_SPECIAL, self.config.vocab_size, shape, generator=self.generator)
         return tokens, corrupt(tokens, self.config, self.generator)
 
     def step(self) -> None:
@@ -197,7 +199,9 @@ def gemm(size: int, place: Place) -> tuple[Callable[[], object], int]:
     return partial(torch.mm, a, b), 2 * size ** 3
 
 
-PARTS = ("GEMM of the layers", "attention", "head and loss", "optimizer", "data and masks", "LayerNorm, GELU and the rest")
+REST = "LayerNorm, GELU and the rest"
+PARTS = ("GEMM of the layers", "attention", "head and loss", "optimizer", "data and masks", REST)
+OPTIMIZER = ("Optimizer.", "clip", "foreach", "linalg_vector_norm")  # clipping is part of it
 
 
 def part(event: torch.autograd.profiler_util.FunctionEvent, config: Config) -> str:
@@ -210,8 +214,8 @@ def part(event: torch.autograd.profiler_util.FunctionEvent, config: Config) -> s
     sizes = {size for shape in shapes for size in shape}
     for name, belongs in (
         ("data and masks", "data" in callers),
-        ("optimizer", any(c.startswith("Optimizer.") or "clip" in c or "foreach" in c or "linalg_vector_norm" in c for c in callers)),
-        ("LayerNorm, GELU and the rest", "embedding" in event.name),
+        ("optimizer", any(word in caller for caller in callers for word in OPTIMIZER)),
+        (REST, "embedding" in event.name),
         ("head and loss", config.vocab_size in sizes),
         ("attention", "bmm" in event.name or "softmax" in event.name or 2 * config.seq_len - 1 in sizes
          or any(len(shape) == 4 for shape in shapes)),
@@ -219,7 +223,7 @@ def part(event: torch.autograd.profiler_util.FunctionEvent, config: Config) -> s
     ):
         if belongs:
             return name
-    return "LayerNorm, GELU and the rest"
+    return REST
 
 
 def where_time_goes(sizes: Sizes, place: Place) -> list[dict]:
@@ -236,7 +240,8 @@ def where_time_goes(sizes: Sizes, place: Place) -> list[dict]:
             spent[part(event, trainer.config)] += event.self_cpu_time_total / 1e6 / sizes.rounds
         total = sum(spent.values())
         rows.append({"size": f"{preset}, {batch} x {n}", "step ms": 1e3 * seconds}
-                    | {f"{name} %": 100 * spent[name] / total for name in PARTS} | {"outside ms": 1e3 * (seconds - total)})
+                    | {f"{name} %": 100 * spent[name] / total for name in PARTS}
+                    | {"outside ms": 1e3 * (seconds - total)})
     return rows
 
 
@@ -244,7 +249,8 @@ def distance_to_the_limit(sizes: Sizes, place: Place) -> list[dict]:
     """A training step next to the time that its counted FLOPs would take at the rate of one large product of
     matrices, measured in the same rounds."""
     product, count = gemm(sizes.gemm, place)
-    trainers = {f"{preset}, {batch} x {n}": Trainer(preset, batch, n, place, sizes.changes) for preset, batch, n in sizes.profiled}
+    trainers = {f"{preset}, {batch} x {n}": Trainer(preset, batch, n, place, sizes.changes)
+                for preset, batch, n in sizes.profiled}
     seconds = take_turns({"gemm": product} | {name: trainer.step for name, trainer in trainers.items()}, sizes.rounds)
     rate = count / statistics.median(seconds["gemm"])
     return [{"size": name, "step ms": 1e3 * statistics.median(seconds[name]), "GFLOP": trainer.flops / 1e9,
@@ -257,7 +263,7 @@ def base_size(sizes: Sizes, place: Place) -> list[dict]:
     """MAE-LM over MLM at base size: the whole step with its optimizer, and forward with backward, next to the ratio
     of counted FLOPs."""
     both = {name: Trainer(*sizes.base, place, sizes.changes, name) for name in ("mae-lm", "mlm")}
-    runs = {f"{name}, {what}": getattr(trainer, what) for name, trainer in both.items() for what in ("step", "gradient")}
+    runs = {f"{name}, {what}": getattr(both[name], what) for name in both for what in ("step", "gradient")}
     seconds = take_turns(runs, sizes.rounds)
     return [{"what": what, "MAE-LM s": statistics.median(seconds[f"mae-lm, {what}"]),
              "MLM s": statistics.median(seconds[f"mlm, {what}"]),
@@ -267,23 +273,22 @@ def base_size(sizes: Sizes, place: Place) -> list[dict]:
 
 def cost_curve(what: str, values: tuple, field: str, sizes: Sizes, place: Place) -> list[dict]:
     """MAE-LM and MLM for each value of a field, in turns; MLM where it has no such field only once."""
-    runs, counts = {}, {}
+    keys, trainers = {}, {}
     for value, ablation in itertools.product(values, ("mae-lm", "mlm")):
         n = value if field == "seq_len" else sizes.at_length
         fields = {} if field == "seq_len" or (ablation, field) == ("mlm", "decoder_layers") else {field: value}
-        trainer = Trainer(sizes.cost, max(1, sizes.tokens // n), n, place, sizes.changes, ablation, **fields)
-        key = ablation, n, *fields.items()
-        runs[value, ablation] = key
-        counts.setdefault(key, trainer)
-    seconds = take_turns({key: trainer.gradient for key, trainer in counts.items()}, sizes.rounds)
+        keys[value, ablation] = key = ablation, n, *fields.items()
+        batch = max(1, sizes.tokens // n)
+        trainers.setdefault(key, Trainer(sizes.cost, batch, n, place, sizes.changes, ablation, **fields))
+    seconds = take_turns({key: trainer.gradient for key, trainer in trainers.items()}, sizes.rounds)
     rows = []
     for value in values:
-        mae, mlm, first = (runs[v, a] for v, a in ((value, "mae-lm"), (value, "mlm"), (values[0], "mae-lm")))
+        mae, mlm, first = keys[value, "mae-lm"], keys[value, "mlm"], keys[values[0], "mae-lm"]
         rows.append({"against": what, "value": value, "MAE-LM ms": 1e3 * statistics.median(seconds[mae]),
                      "MAE-LM / MLM": ratio(seconds[mae], seconds[mlm]),
-                     "by FLOPs": counts[mae].flops / counts[mlm].flops,
+                     "by FLOPs": trainers[mae].flops / trainers[mlm].flops,
                      "MAE-LM / its first": ratio(seconds[mae], seconds[first]),
-                     "first by FLOPs": counts[mae].flops / counts[first].flops})
+                     "first by FLOPs": trainers[mae].flops / trainers[first].flops})
     return rows
 
 
@@ -305,12 +310,14 @@ def draw_cost(rows: list[dict], path: Path) -> None:
     for axis, (what, group) in zip(axes, curves.items()):
         x = [row["value"] for row in group]
         for color, (measured, counted, label) in enumerate((
-                ("MAE-LM / MLM", "by FLOPs", "over MLM"), ("MAE-LM / its first", "first by FLOPs", "over its first point"))):
+                ("MAE-LM / MLM", "by FLOPs", "over MLM"),
+                ("MAE-LM / its first", "first by FLOPs", "over its first point"))):
             axis.plot(x, [row[counted] for row in group], "-", color=f"C{color}", label=f"{label}, by FLOPs")
             axis.plot(x, [row[measured] for row in group], "o", color=f"C{color}", label=f"{label}, measured")
         axis.set(xlabel=what, ylabel="time of forward and backward, as a ratio" if axis is axes[0] else None)
         axis.set_ylim(bottom=0)
     axes[0].set_xscale("log", base=2)
+    axes[0].xaxis.set_major_formatter("{x:.0f}")
     axes[-1].legend(fontsize="small")
     with atomic(path) as temporary:
         drawn.savefig(temporary, format="png", dpi=120)
@@ -336,8 +343,9 @@ def main(argv: list[str] | None = None) -> None:
     sizes = TINY if options.tiny else Sizes()
     place = replace(set_up("auto"), device=torch.device("cpu"))
     with clear_errors("bench/cpu.py"):
+        about = machine(place.device) | {"dtype": str(place.dtype)[6:]}
         found = write_report([where_time_goes, distance_to_the_limit, base_size, cost, compiling], (sizes, place),
-                             options.out / "cpu.json", machine(place.device) | {"dtype": str(place.dtype)[6:]}, options.budget)
+                             options.out / "cpu.json", about, options.budget)
         if "rows" in found["cost"]:
             draw_cost(found["cost"]["rows"], options.out / "cost.png")
 

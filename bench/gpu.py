@@ -26,9 +26,10 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from cpu import HERE, flops, machine, ratio, take_turns, wall_clock, write_report
 from data import clear_errors
-from maelm import ABLATIONS, CLS, MAELM, MASK, NUM_SPECIAL, PAD, SEP, Config, Corruption, RelativeBias, attention, corrupt
+from maelm import (ABLATIONS, CLS, MAELM, MASK, NUM_SPECIAL, PAD, SEP, Config, Corruption, RelativeBias, attention,
+                   corrupt)
 from speed import roberta
-from train import Parser, Place, TRAIN_PRESETS, TrainConfig, make_config, make_optimizers, train_step
+from train import TRAIN_PRESETS, Parser, Place, TrainConfig, make_config, make_optimizers, train_step
 
 PEAK = {"A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12}  # dense bf16, FLOP/s
 
@@ -54,8 +55,7 @@ class Sizes:
 TINY = Sizes(Config(vocab_size=300, seq_len=24, encoder_layers=1, encoder_dim=48, encoder_heads=2, decoder_layers=1),
              largest_batch=2, windows=1, steps=1, calls=1, kept=(19, 24), rows=2, kernel_rows=2, backends=("MATH",),
              compiler="eager", curve=make_config("toy", encoder_layers=1, encoder_dim=32, vocab_size=300, seq_len=16),
-             curve_train=TrainConfig(**TRAIN_PRESETS["toy"] | dict(batch_size=2, micro_batch_size=2, max_steps=8, warmup_steps=2)),
-             smooth=4)
+             curve_train=TrainConfig(batch_size=2, micro_batch_size=2, max_steps=8, warmup_steps=2), smooth=4)
 
 
 def cuda_clock(run: Callable[[], object], times: int) -> float:
@@ -104,9 +104,9 @@ class Contestant:
     def prepare(self, size: int) -> None:
         """Make the batches of `size` rows that steps take in turn."""
         generator = torch.Generator().manual_seed(0)
-        batches = []
+        shape, batches = (size, self.config.seq_len), []
         for _ in range(4):
-            tokens = torch.randint(NUM_SPECIAL, self.config.vocab_size, (size, self.config.seq_len), generator=generator)
+            tokens = torch.randint(NUM_SPECIAL, self.config.vocab_size, shape, generator=generator)
             corruption = corrupt(tokens, self.config, generator)
             batches.append((tokens.to(self.place.device), Corruption(*(x.to(self.place.device) for x in corruption))))
         self.batches = itertools.cycle(batches)
@@ -226,8 +226,8 @@ def device_name(device: torch.device) -> str:
 
 # ---- 2. Sections ---------------------------------------------------------------------------------------------
 def training(bench: Bench) -> list[dict]:
-    """A training step of each model, eager. MFU is counted FLOPs (cpu.flops) over the GPU's dense bf16 peak; peak memory
-    is of the step with weights and optimizer; tokens are all n of a row."""
+    """A training step of each model, eager. MFU is counted FLOPs (cpu.flops) over the GPU's dense bf16 peak; peak
+    memory is of the step with weights and optimizer; tokens are all n of a row."""
     return bench.race({c.name: (c, c.eager) for c in bench.contestants}) + bench.missing
 
 
@@ -282,8 +282,10 @@ def check_attention(bench: Bench, m: int, dtype: torch.dtype) -> list[dict]:
     q, k, v, upstream = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4))
     relative = RelativeBias(config).to(device)
     table = torch.randn(relative.table.weight.shape, generator=generator).to(device)
-    kept, hidden = positions(bench, B, m), torch.arange(m, device=device) >= m - 3 * torch.arange(B, device=device)[:, None]
-    distance, padding = kept[:, None, :] - kept[:, :, None] + config.seq_len - 1, hidden[:, None, None, :]
+    kept = positions(bench, B, m)
+    hidden = torch.arange(m, device=device) >= m - 3 * torch.arange(B, device=device)[:, None]  # 0, 3, 6 ... keys
+    bucket = relative.bucket[kept[:, None, :] - kept[:, :, None] + config.seq_len - 1]  # (B, m, m)
+    padding = hidden[:, None, None, :]
 
     def model_bias(table: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -304,10 +306,12 @@ def check_attention(bench: Bench, m: int, dtype: torch.dtype) -> list[dict]:
         flex = torch.compile(flex_attention, dynamic=False)
         calls["FlexAttention"] = lambda q, k, v, table: flex(
             q, k, v, score_mod=bias_by_distance(by_distance(table, relative), kept, hidden))
+    def formula(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        return exact(q, k, v, table[bucket].permute(0, 3, 1, 2), padding)
+
     double = [x.double() for x in (q, k, v, table)]
-    want = {False: with_gradients(lambda q, k, v, table: exact(q, k, v, table[relative.bucket[distance]].permute(0, 3, 1, 2), padding),
-                                  double, upstream),
-            True: with_gradients(lambda q, k, v: exact(q, k, v, 0.0, torch.zeros_like(padding)), double[:3], upstream)}
+    want = {False: with_gradients(formula, double, upstream),
+            True: with_gradients(lambda *qkv: exact(*qkv, 0.0, torch.zeros_like(padding)), double[:3], upstream)}
     rows = []
     for name, call in calls.items():
         plain = "no bias" in name
@@ -356,17 +360,19 @@ def kernels(bench: Bench) -> list[dict]:
         with bench.place.autocast():
             return relative(kept, kept)
 
-    def training_call(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], upstream: Tensor) -> Callable[[], object]:
+    def training_call(forward: Callable, leaves: tuple[Tensor, ...], upstream: Tensor) -> Callable[[], object]:
         return lambda: torch.autograd.grad(forward(), leaves, upstream)
 
     qkv, built = (q, k, v), one_hot()
     calls = {f"SDPA {backend}, bias": training_call(lambda backend=backend: sdpa(backend, bias), (*qkv, bias), upstream)
              for backend in bench.sizes.backends}
-    calls |= {f"SDPA {backend}, bias stored in rows of 8": training_call(lambda backend=backend: sdpa(backend, aligned), (*qkv, aligned), upstream)
+    calls |= {f"SDPA {backend}, bias stored in rows of 8":
+              training_call(lambda backend=backend: sdpa(backend, aligned), (*qkv, aligned), upstream)
               for backend in bench.sizes.backends if backend != "MATH"}
     calls["maelm.attention, bias"] = training_call(lambda: attention(q, k, v, bias), (*qkv, bias), upstream)
     calls["written out, bias"] = training_call(
-        lambda: ((q * d ** -0.5 @ k.transpose(-2, -1)) + bias).float().softmax(-1).to(q.dtype) @ v, (*qkv, bias), upstream)
+        lambda: (q * d ** -0.5 @ k.transpose(-2, -1) + bias).float().softmax(-1).to(q.dtype) @ v,
+        (*qkv, bias), upstream)
     calls["SDPA FLASH_ATTENTION, no bias"] = training_call(lambda: sdpa("FLASH_ATTENTION", None), qkv, upstream)
     if bench.device.type == "cuda":
         flex, score = torch.compile(flex_attention, dynamic=False), bias_by_distance(values, kept, hidden)
@@ -390,27 +396,29 @@ def kernels(bench: Bench) -> list[dict]:
                          bench.sizes.calls, bench.clock)
     count = 3 * 4 * B * heads * m * m * d
     return [{"kernel": name, "ms": errors.get(name) or 1e3 * statistics.median(seconds[name]),
-             "TFLOP/s": count / statistics.median(seconds[name]) / 1e12 if i < attentions and name in seconds else None,
+             "TFLOP/s": count / statistics.median(seconds[name]) / 1e12 if name in seconds and i < attentions else None,
              "GB": gigabytes(memory.get(name))} for i, name in enumerate(calls)]
 
 
 def kernel_names(bench: Bench) -> list[dict]:
     """The kernels that took most of the time of forward and backward of maelm.attention, from torch.profiler."""
     config, m = bench.sizes.config, bench.sizes.kept[0]
-    heads, rows = config.encoder_heads, []
-    for case, biased, p in (("bias", True, 0.0), ("bias, dropout", True, 0.1), ("no bias", False, 0.0), ("no bias, dropout", False, 0.1)):
+    heads, cuda, rows = config.encoder_heads, bench.device.type == "cuda", []
+    activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+    for case, biased, p in (("bias", True, 0.0), ("bias, dropout", True, 0.1), ("no bias", False, 0.0),
+                            ("no bias, dropout", False, 0.1)):
         q, k, v = (leaf(bench.sizes.rows, heads, m, config.encoder_dim // heads, bench=bench) for _ in range(3))
         bias = leaf(bench.sizes.rows, heads, m, m, bench=bench) if biased else None
         leaves = [x for x in (q, k, v, bias) if x is not None]
-        kind = torch.profiler.ProfilerActivity.CUDA if bench.device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
         torch.autograd.grad(attention(q, k, v, bias, p).sum(), leaves)
-        with torch.profiler.profile(activities=[kind]) as profiled:
+        with torch.profiler.profile(activities=[activity]) as profiled:
             torch.autograd.grad(attention(q, k, v, bias, p).sum(), leaves)
-        time_of = (lambda event: event.self_device_time_total) if bench.device.type == "cuda" else (lambda event: event.self_cpu_time_total)
-        events = sorted(profiled.key_averages(), key=time_of, reverse=True)[:4]
-        total = sum(time_of(event) for event in profiled.key_averages())
-        rows.append({"attention": case} | {f"kernel {i + 1}": f"{100 * time_of(event) / total:.0f} % {event.key[:90]}"
-                                           for i, event in enumerate(events)})
+        spent = {event.key: event.self_device_time_total if cuda else event.self_cpu_time_total
+                 for event in profiled.key_averages()}
+        longest = sorted(spent, key=spent.get, reverse=True)[:4]
+        total = sum(spent.values())
+        rows.append({"attention": case} | {f"kernel {i}": f"{100 * spent[key] / total:.0f} % {key[:90]}"
+                                           for i, key in enumerate(longest, 1)})
     return rows
 
 
@@ -442,14 +450,15 @@ def curves(bench: Bench) -> list[dict]:
     """Smoothed loss of the toy on the same rows: CPU in fp32, this device in fp32 and in bf16. Differences are from the
     CPU's loss, in nats."""
     rows = markov_rows(bench)
-    places = {"CPU fp32": Place(0, 1, torch.device("cpu"), torch.float32), "fp32": replace(bench.place, dtype=torch.float32),
-              "bf16": bench.place}
+    places = {"CPU fp32": Place(0, 1, torch.device("cpu"), torch.float32),
+              "fp32": replace(bench.place, dtype=torch.float32), "bf16": bench.place}
     found = {name: losses(bench, rows, place) for name, place in places.items()}
     apart = {f"{name} - CPU": found[name] - found["CPU fp32"] for name in ("fp32", "bf16")}
     every = range(0, len(found["bf16"]), bench.sizes.smooth)
-    return [*({"step": i + bench.sizes.smooth} | {name: x[i].item() for name, x in (found | apart).items()} for i in every),
-            *({"step": what} | {name: f(x.abs()).item() for name, x in apart.items()}
-              for what, f in (("largest difference", torch.max), ("mean difference", torch.mean)))]
+    table = [{"step": i + bench.sizes.smooth} | {name: x[i].item() for name, x in (found | apart).items()}
+             for i in every]
+    return table + [{"step": what} | {name: of(x.abs()).item() for name, x in apart.items()}
+                    for what, of in (("largest difference", torch.max), ("mean difference", torch.mean))]
 
 
 def compiled(bench: Bench) -> list[dict]:
@@ -473,14 +482,14 @@ def compiled(bench: Bench) -> list[dict]:
         chosen[name] = contestant, contestant.compiled
     for row in bench.race(chosen):
         rows[row["model"]] = row | {"first step s": rows.get(row["model"], {}).get("first step s")}
-    return sorted(rows.values(), key=lambda row: -len(row))
+    return sorted(rows.values(), key=len, reverse=True)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(prog="bench/gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of gpu-DEVICE.json")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, at a size for tests")
-    parser.add_argument("--batch", type=int, default=0, help="rows in a step; 0 = largest power of two that fits for all [0]")
+    parser.add_argument("--batch", type=int, default=0, help="rows in a step; 0 = as many as fit, a power of 2 [0]")
     parser.add_argument("--budget", type=float, default=450, help="seconds after which no section is started [450]")
     options = parser.parse_args(argv)
     if not (options.tiny or torch.cuda.is_available()):
@@ -490,8 +499,8 @@ def main(argv: list[str] | None = None) -> None:
     bench = Bench(TINY if options.tiny else Sizes(), place, options.batch, time.perf_counter() + 0.8 * options.budget)
     name = re.sub(r"\W+", "-", device_name(place.device).lower())
     with clear_errors("bench/gpu.py"):
-        write_report([training, correctness, kernels, kernel_names, curves, compiled], (bench,), options.out / f"gpu-{name}.json",
-                     machine(place.device) | {"dtype": str(place.dtype)[6:]}, options.budget)
+        write_report([training, correctness, kernels, kernel_names, curves, compiled], (bench,),
+                     options.out / f"gpu-{name}.json", machine(place.device) | {"dtype": "bfloat16"}, options.budget)
 
 
 if __name__ == "__main__":
