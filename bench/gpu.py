@@ -416,7 +416,7 @@ def kernel_names(bench: Bench) -> list[dict]:
         spent = {event.key: event.self_device_time_total if cuda else event.self_cpu_time_total
                  for event in profiled.key_averages()}
         longest = sorted(spent, key=spent.get, reverse=True)[:4]
-        total = sum(spent.values())
+        total = sum(spent.values()) or 1.0  # nothing, where the profiler may not read the GPU
         rows.append({"attention": case} | {f"kernel {i}": f"{100 * spent[key] / total:.0f} % {key[:90]}"
                                            for i, key in enumerate(longest, 1)})
     return rows
