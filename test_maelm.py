@@ -33,7 +33,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.flop_counter
+from torch.utils.flop_counter import FlopCounterMode
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
@@ -45,6 +45,10 @@ import rank  # noqa: E402
 import train  # noqa: E402
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "bench"))
+import cpu  # noqa: E402
+import gpu  # noqa: E402
+
 TINY = dict(vocab_size=300, seq_len=24, encoder_layers=2, encoder_dim=32, encoder_heads=4, dropout=0.0, mask_rate=0.25,
             decoder_layers=2, init_std=0.2)
 
@@ -196,6 +200,30 @@ def test_attention_is_the_formula_in_float64_with_gradient_of_the_bias():
     gradients = [torch.autograd.grad(out.sin().sum(), (q, k, v, bias), retain_graph=True) for out in (ours, direct)]
     for a, b in zip(*gradients):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_on_a_gpu_attention_is_fused_and_never_cudnns(monkeypatch):
+    """cuDNN's kernel may read a mask as another dtype and has returned NaN gradients for padded lengths."""
+    from torch._subclasses import FakeTensorMode
+    allowed = []
+
+    def fused(q, k, v, attn_mask, dropout_p):
+        allowed.append([getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("cudnn", "flash", "mem_efficient", "math")])
+        return q
+
+    monkeypatch.setattr(maelm.F, "scaled_dot_product_attention", fused)
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 8, 16, device="cuda")
+        maelm.attention(q, q, q, torch.empty(2, 4, 8, 8, device="cuda"))
+    assert allowed == [[False, True, True, True]]
+
+
+@pytest.mark.parametrize("m", [18, 20, 24])
+def test_a_bias_lies_in_memory_as_fused_kernels_want_it(m):
+    bias = maelm.RelativeBias(tiny())
+    positions = torch.arange(24).expand(3, -1)[:, :m]
+    found = bias(positions, positions)
+    assert found.shape == (3, 4, m, m) and found.stride(-1) == 1 and all(s % 8 == 0 for s in found.stride()[:-1])
 
 
 def test_a_layer_equals_pytorchs_own():
@@ -733,15 +761,6 @@ def test_learning_rate_warms_up_and_falls_linearly_to_zero():
     assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert np.allclose(np.diff(factors[4:]), -1 / 8) and train.learning_rate_factor(12, 4, 12) == 0
     assert train.learning_rate_factor(0, 0, 5) == 1
-
-
-@pytest.mark.parametrize("ablation", maelm.ABLATIONS)
-def test_flops_are_those_that_pytorch_counts_in_a_training_step(ablation):
-    config = train.make_config("toy", ablation, vocab_size=300, seq_len=20, encoder_dim=96, encoder_heads=12)
-    tokens = random_tokens(3, 20)
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        maelm.MAELM(config)(tokens, maelm.corrupt(tokens, config, generator(0))).backward()
-    assert counter.get_total_flops() == 3 * train.flops(config)
 
 
 def test_checkpointing_gives_the_same_gradients_from_fewer_saved_bytes():
@@ -1915,6 +1934,69 @@ def test_bad_input_is_named_in_one_line_before_any_run(task, flags, damage, mess
     assert not (tmp_path / "out" / "sweep.jsonl").exists()
 
 
+# ---- bench/ ---------------------------------------------------------------------------------------------------
+def test_counted_flops_are_pytorchs():
+    """Of forward and backward, for every row of Table 2; and of RoBERTa and ModernBERT of the same size."""
+    sizes = {"dec-512": dict(decoder_dim=16), "dec-1024": dict(decoder_dim=48)}
+    for name, change in maelm.ABLATIONS.items():
+        config = tiny(**TINY | dict(encoder_layers=3, dropout=0.1) | change | sizes.get(name, {}))
+        model, tokens = maelm.MAELM(config), random_tokens(2)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens, maelm.corrupt(tokens, config, generator(0))).backward()
+        assert counter.get_total_flops() == 2 * train.flops(config), name
+    for make in (gpu.roberta, gpu.modernbert):
+        config = tiny(encoder_dim=48, mask_in_encoder=1.0, decoder_layers=0)
+        model = make(config)
+        model.set_attn_implementation("eager")
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=random_tokens(2), labels=random_tokens(2)).loss.backward()
+        assert counter.get_total_flops() == 2 * train.flops(config, predicted=24), make
+
+
+@pytest.mark.parametrize("script, files, sections", [
+    ("cpu", {"cpu.json", "cost.png"}, ["where_time_goes", "distance_to_the_limit", "base_size", "cost", "compiling"]),
+    ("gpu", {"gpu-tiny.json"}, ["training", "correctness", "kernels", "kernel_names", "curves", "compiled"])])
+def test_every_section_of_a_benchmark_gives_its_table(script, files, sections, tmp_path):
+    done = subprocess.run([sys.executable, f"bench/{script}.py", "--tiny", "--out", str(tmp_path), "--budget", "1e6"],
+                          cwd=HERE, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == files
+    found = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert list(found["sections"]) == sections
+    for name, section in found["sections"].items():
+        assert section.get("rows") and set(section) == {"rows", "seconds"}, (name, section)
+        starts = {str(value).partition(":")[0] for row in section["rows"] for value in row.values()}
+        assert not {"not available", "fails", "skipped"} & starts, name
+        assert f"**{name}**" in done.stdout
+    if script == "gpu":  # what is compared with the formula is the formula
+        for row in found["sections"]["correctness"]["rows"]:
+            limit = {"bfloat16": 2e-2, "float32": 2e-6}[row["dtype"]]
+            assert max(row[key] or 0 for key in ("output", "q", "k", "v", "table")) < limit, row
+
+
+def test_a_section_that_fails_or_comes_too_late_is_recorded_and_the_rest_goes_on(tmp_path, capsys):
+    def good():
+        """Works."""
+        return [{"a": 1.0, "b": "x"}]
+
+    def bad():
+        """Fails."""
+        raise RuntimeError("no such kernel")
+    cpu.write_report([bad, good], (), tmp_path / "r.json", {}, budget=60)
+    sections = json.loads((tmp_path / "r.json").read_text())["sections"]
+    assert sections["bad"]["error"] == "RuntimeError: no such kernel" and sections["good"]["rows"] == [{"a": 1.0, "b": "x"}]
+    assert "| 1 | x |" in capsys.readouterr().out
+    cpu.write_report([good], (), tmp_path / "r.json", {}, budget=0)
+    assert "skipped" in json.loads((tmp_path / "r.json").read_text())["sections"]["good"]
+
+
+def test_without_a_gpu_the_benchmark_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        gpu.main([])
+    assert stopped.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
 # ---- README.md, docs ------------------------------------------------------------------------------------------------
 def commands_of(page):
     """Every python, torchrun and mkdir command in the shell blocks of a page."""
@@ -1993,6 +2075,8 @@ MUTANTS = [  # (claim, file, source, mistake)
     (test_decoder_input_is_the_two_case_formula, "maelm", "weight[MASK]", "weight[SEP]"),
     (test_attention_is_the_formula_in_float64_with_gradient_of_the_bias, "maelm", "q * q.shape[-1] ** -0.5", "q"),
     (test_attention_is_the_formula_in_float64_with_gradient_of_the_bias, "maelm", "logits + bias)", "logits + bias.detach())"),
+    (test_on_a_gpu_attention_is_fused_and_never_cudnns, "maelm", "sdpa_kernel([SDPBackend", "sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend"),
+    (test_counted_flops_are_pytorchs, "maelm", "if self.cross else None", "if True else None"),
     (test_a_layer_equals_pytorchs_own, "maelm", "nn.GELU(), nn.Linear(4", 'nn.GELU("tanh"), nn.Linear(4'),
     (test_a_layer_equals_pytorchs_own, "maelm", "return x if self.pre else self.norm(x)", "return self.norm(x)"),
     (test_last_layer_at_masked_positions_equals_the_full_layer, "maelm", "context = (y, *context)",
@@ -2071,6 +2155,10 @@ MUTANTS = [  # (claim, file, source, mistake)
     (test_the_grids_are_tables_5_and_6, "finetune", "if dim >= 1024", "if dim > 1024"),
     (test_every_epoch_is_a_permutation_in_batches_of_like_length, "finetune", "rows_of_step(seed, first + i, batch_size", "rows_of_step(seed, first, batch_size"),
     (test_every_epoch_is_a_permutation_in_batches_of_like_length, "finetune", 'drawn[np.argsort(length[drawn], kind="stable")]', "drawn"),
+    (test_counted_flops_are_pytorchs, "train", "m if config.decoder_layers else predicted, m", "m, m"),
+    (test_counted_flops_are_pytorchs, "train", "[length] * (layers - 1) + [last]", "[length] * layers"),
+    (test_counted_flops_are_pytorchs, "train", "+ 2 * q * s * dim", "+ q * s * dim"),
+    (test_counted_flops_are_pytorchs, "train", "[m] * config.decoder_cross", "[n] * config.decoder_cross"),
 ]
 FIXTURE_MUTANTS = [  # the same for claims about the finished run or the files
     (test_tokens_know_their_characters_even_where_lower_case_is_longer, "(c.lower() for c in text) if tokenizer.uncased else text", "text"),
@@ -2098,7 +2186,7 @@ def load_mutant(folder, file, source, mistake):
     """The module `file` with one mistake in it, imported under another name."""
     text = (HERE / f"{file}.py").read_text()
     assert text.count(source) == 1, f"{source!r} must occur once in {file}.py"
-    path = folder / f"{file}_mutant.py"
+    path = folder / f"{Path(file).stem}_mutant.py"
     path.write_text(text.replace(source, mistake))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
@@ -2116,7 +2204,7 @@ def test_the_claim_catches_the_mistake(claim, file, source, mistake, tmp_path, m
     names = claim.__code__.co_varnames[:claim.__code__.co_argcount]
     given = {name: mutant.load_pretrained(str(request.getfixturevalue("finished")[0]), 0.1) if name == "pretrained" else
              request.getfixturevalue(name) for name in names}
-    monkeypatch.setitem(globals(), file, mutant)
+    monkeypatch.setitem(globals(), Path(file).stem, mutant)
     with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError, KeyError, ZeroDivisionError)):
         claim(**given)
 
@@ -2495,7 +2583,7 @@ TASKS = {  # function or Class.method: from easy to hard
         ("embedding(positions)", "embedding(torch.arange(tokens.shape[1]))"),
         ("self.norm(h)", "h"), ("self.final_norm(", "("), ("self.p * self.training", "self.p"),
         ("self.p * self.training", "0.0"),
-        ("return states if", "return states[1:] if"), ("bias = hide(self.bias(positions, positions), padding)",
+        ("return states if", "return states[1:] if"), ("bias = attention_bias(self.bias, positions, positions, padding)",
                                                        "bias = self.bias(positions, positions)"))),
 }
 MEMORY = 4 << 30  # bytes of data that a task's process may hold

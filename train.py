@@ -100,8 +100,8 @@ TRAIN_PRESETS = {  # as differences from the defaults; Table 4
     "base++": dict(uncased=False, max_steps=2_000_000, learning_rate=2e-4),
     "large++": dict(uncased=False, max_steps=1_000_000, learning_rate=1e-4, clip_norm=1.0),
 }
-MAY_CHANGE = {"stop_at", "micro_batch_size", "compile", "checkpointing", "log_interval", "eval_interval", "checkpoint_interval",
-              "keep_checkpoints", "cache"}  # when a run is continued
+MAY_CHANGE = {"stop_at", "micro_batch_size", "compile", "checkpointing", "log_interval", "eval_interval",
+              "checkpoint_interval", "keep_checkpoints", "cache"}  # when a run is continued
 
 
 def make_config(preset: str = "base", ablation: str = "mae-lm", **flags) -> Config:
@@ -144,10 +144,10 @@ def parse(argv: list[str] | None) -> tuple[Config, TrainConfig, argparse.Namespa
     parser.add_argument("--ablation", default="mae-lm", choices=ABLATIONS, help="a row of Table 2 [mae-lm]")
     parser.add_argument("--out", type=Path, help="run folder [out/PRESET, or out/PRESET-ABLATION]")
     parser.add_argument("--resume", action="store_true", help="fail if there is no run to continue")
-    parser.add_argument("--estimate", action="store_true", help="print parameters, FLOPs, memory and time; do not train")
+    parser.add_argument("--estimate", action="store_true", help="print FLOPs, memory and time, and do not train")
     at_hand = int(os.environ.get("WORLD_SIZE", 0)) or max(1, torch.cuda.device_count())
     parser.add_argument("--devices", type=int, default=at_hand, help="for --estimate: how many [%(default)s at hand]")
-    parser.add_argument("--peak", type=float, default=312.0, help="for --estimate: of a device, TFLOP/s [an A100's 312]")
+    parser.add_argument("--peak", type=float, default=312.0, help="for --estimate: TFLOP/s of a device [312, an A100]")
     parser.add_argument("--mfu", type=float, default=0.5, help="for --estimate: the share of it in use [%(default)s]")
     parser.add_argument("--fill-mask", metavar="TEXT", help="predict each [MASK] of TEXT with the model of --init")
     parser.add_argument("--init", type=Path, help="a run folder, for --fill-mask")
@@ -479,8 +479,9 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows, count: int = 6) -> 
     model.eval()
     for row in rows[np.linspace(0, len(rows) - 1, 20 * count).astype(np.int64)]:
         plain = np.array([word(tokenizer, i).isalpha() for i in row])
-        words = [i for i in range(8, len(row) - 8) if tokenizer.decode([row[i]])[:1] == " " and SEP not in row[i - 8:i + 9]
-                 and len(word(tokenizer, row[i])) > 2 and plain[i - 8:i + 9].sum() > 14]  # prose
+        words = [i for i in range(8, len(row) - 8) if tokenizer.decode([row[i]])[:1] == " "
+                 and len(word(tokenizer, row[i])) > 2 and SEP not in row[i - 8:i + 9]
+                 and plain[i - 8:i + 9].sum() > 14]  # prose
         if not words or len(found) > count:
             continue
         at = words[len(words) // 2]
@@ -494,13 +495,14 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows, count: int = 6) -> 
 
 
 # ---- 7. What a run will take ---------------------------------------------------------------------------------
-def flops(config: Config) -> int:
-    """FLOPs of all matrix products in one training step on one row: 2 a multiply-add, and three times the forward
-    pass, as each product has two in the backward pass. Exact: only what is computed counts."""
-    n, d, D = config.seq_len, config.encoder_dim, config.decoder_dim
+def flops(config: Config, n: int = 0, predicted: int = 0) -> int:
+    """FLOPs of all matrix products in one training step on one row of n (0 = seq_len) tokens: 2 a multiply-add, and
+    three times the forward pass, as each product has two in the backward pass. Exact: only what is computed counts.
+    `predicted` positions have a loss; 0 = as many as MAELM has."""
+    n, d, D = n or config.seq_len, config.encoder_dim, config.decoder_dim
     k = config.masks_per_row(n)
     m = n - k + round(config.mask_in_encoder * k)  # tokens that the encoder reads
-    predicted = n - 1 if config.decoder_self == "uni" else k
+    predicted = predicted or (n - 1 if config.decoder_self == "uni" else k)
 
     def stack(layers: int, last: int, length: int, dim: int, sources: list[int]) -> int:
         """A stack that computes `last` positions in its last layer, with attention to each of `sources`."""
@@ -511,7 +513,8 @@ def flops(config: Config) -> int:
     products += predicted * (D * d + d * config.vocab_size)  # the head
     if config.decoder_layers:
         sources = [n] * (config.decoder_self != "none") + [m] * config.decoder_cross
-        products += stack(config.decoder_layers, predicted, n, D, sources) + (D != d) * (n + m * config.decoder_cross) * d * D
+        projected = (D != d) * (n + m * config.decoder_cross)
+        products += stack(config.decoder_layers, predicted, n, D, sources) + projected * d * D
     return 3 * 2 * products
 
 
@@ -539,14 +542,14 @@ def estimate(config: Config, train: TrainConfig, devices: int, peak: float, mfu:
     hours = work / (devices * peak * 1e12 * mfu) / 3600
     return "\n".join(f"{name:<20}{text}" for name, text in (
         ("parameters", f"{parameters:,}, of which {encoder:,} are the encoder's"),
-        ("FLOPs per token", f"{row / config.seq_len / 1e9:.3f} G = 3 x 2 x (sum over layers of 8 q d^2 + 2 (q + s) d^2 + "
-                            "2 q s d, with q queries and s keys, + k (d^2 + d V) of the head) / n"),
+        ("FLOPs per token", f"{row / config.seq_len / 1e9:.3f} G = 3 x 2 x (sum over layers of 8 q d^2 + 2 (q + s) d^2 "
+                            "+ 2 q s d, with q queries and s keys, + k (d^2 + d V) of the head) / n"),
         ("step", f"{train.batch_size:,} sequences, {tokens:,} tokens, {row * train.batch_size / 1e15:.3f} PFLOP"),
         ("accumulation", f"{train.batch_size // rows // devices} micro-batches of {rows} on each of {devices} devices"),
-        ("memory per device", f"{state / 1e9:.1f} GB for weights, gradients and Adam, and about {activations / 1e9:.1f} GB for "
-                              "activations"),
+        ("memory per device", f"{state / 1e9:.1f} GB for weights, gradients and Adam, and about "
+                              f"{activations / 1e9:.1f} GB for activations"),
         ("run", f"{steps:,} steps, {tokens * steps / 1e9:,.1f} G tokens, {work / 1e18:.3g} EFLOP"),
-        ("time", f"{hours:,.1f} hours ({devices * hours:,.0f} device-hours) at {mfu:.0%} of {peak:g} TFLOP/s on each device"),
+        ("time", f"{hours:,.1f} hours ({devices * hours:,.0f} device-hours) at {mfu:.0%} of {peak:g} TFLOP/s each"),
     ))
 
 
@@ -581,8 +584,8 @@ def check(config: Config, train: TrainConfig, rows: dict[str, Rows], out: Path, 
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     need, free = 12 * parameters * (train.keep_checkpoints + 1), shutil.disk_usage(there).free
     if free < need:
-        raise UserError(f"--out {out}: checkpoints need {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; free some "
-                        "space or choose another folder")
+        raise UserError(f"--out {out}: checkpoints need {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; free "
+                        "some space or choose another folder")
 
 
 def loop(model: MAELM, optimizers: list, rows: dict[str, Rows], train: TrainConfig, place: Place, out: Path,
@@ -593,7 +596,7 @@ def loop(model: MAELM, optimizers: list, rows: dict[str, Rows], train: TrainConf
     stopped = 0
     total, since, waited, clock = 0.0, step, 0.0, time.perf_counter()
     bar = tqdm(total=train.last_step, initial=step, unit="step", disable=place.rank > 0 or not sys.stderr.isatty())
-    with Interrupt() as interrupt, bar, ThreadPoolExecutor(1) as ahead:  # rows and masks of the next step are drawn during this one
+    with Interrupt() as interrupt, bar, ThreadPoolExecutor(1) as ahead:  # draws the next step's rows and masks
         coming = ahead.submit(batch_of_step, step, rows["train"], model.config, train)
         while step < train.last_step and not stopped:
             asked = time.perf_counter()
