@@ -623,7 +623,7 @@ def loop(model: MAELM, optimizers: list, rows: dict[str, Rows], train: TrainConf
                 val_loss = evaluate(model, rows["val"], train, place)
                 log.write(step=step, val_loss=val_loss, seconds=seconds)
                 if place.rank == 0:
-                    left = seconds / step * (train.last_step - step)
+                    left = (train.last_step - step) * train.batch_size * model.config.seq_len / speed
                     bar.write(f"step {step:>6,}/{train.last_step:,}  validation loss {val_loss:.3f}  "
                               f"{speed:,.0f} tokens/s  {left / 60:.1f} min left")
                 clock = time.perf_counter()
