@@ -14,7 +14,6 @@ is at most a shard, the sample and a few blocks a process, whatever the size of 
 """
 import argparse
 import ast
-import codecs
 import functools
 import gzip
 import hashlib
@@ -228,29 +227,16 @@ def read_docs(progress: bool = False) -> list[tuple[str, str]]:
 def lines(path: Path) -> Iterator[str]:
     """Lines of a text file, .gz and .xz unpacked, those beyond LONGEST_LINE in pieces; UserError names the file and
     the offset of undecodable bytes."""
-    reader = READERS.get(path.suffix, open)
     try:
-        with reader(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-            yield from iter(functools.partial(file.readline, LONGEST_LINE), "")
-    except UnicodeDecodeError as error:
-        with reader(path, "rb") as file:
-            offset, byte = first_bad_byte(file)
-        raise UserError(f"{path}: byte {offset} is not UTF-8 (0x{byte:02x}); convert the file, for example with "
-                        "iconv") from error
+        with READERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig", newline="\n") as file:
+            try:
+                yield from iter(functools.partial(file.readline, LONGEST_LINE), "")
+            except UnicodeDecodeError as error:
+                offset = file.buffer.tell() - len(error.object) + error.start  # error.object is what was read last
+                raise UserError(f"{path}: byte {offset} is not UTF-8 (0x{error.object[error.start]:02x}); convert the "
+                                "file, for example with iconv") from error
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
         raise UserError(f"{path}: damaged {path.suffix} file: {error}") from error
-
-
-def first_bad_byte(file: Iterable[bytes]) -> tuple[int, int]:
-    """Offset and value of the first byte that is no part of UTF-8."""
-    offset, decoder = 0, codecs.getincrementaldecoder("utf-8")()
-    for chunk in itertools.chain(iter(lambda: file.read(BLOCK_CHARACTERS), b""), [b""]):
-        offset += len(chunk)
-        try:
-            decoder.decode(chunk, final=not chunk)
-        except UnicodeDecodeError as error:
-            return offset - len(error.object) + error.start, error.object[error.start]
-    raise AssertionError("the file changed while it was read")
 
 
 def read_text(path: Path) -> Iterator[str]:
@@ -266,8 +252,7 @@ def read_jsonl(path: Path) -> Iterator[str]:
         try:
             record = json.loads(line) if line.strip() else {"text": ""}
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: not JSON, or of more than {LONGEST_LINE:,} characters: {error}"
-                            ) from error
+            raise UserError(f"{path}, line {number}: not JSON, or longer than {LONGEST_LINE:,}: {error}") from error
         yield text_field(record, f"{path}, line {number}")
 
 
@@ -377,13 +362,14 @@ def blocks(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
         yield block
 
 
-def numbered_blocks(found: list[tuple[str, str]], start: tuple[int, int]) -> Iterator[tuple[tuple[int, int], list[str]]]:
-    """Blocks of documents from `start` = (part, document) on, each with the place where the next block starts."""
-    for part in range(start[0], len(found)):
-        number = start[1] if part == start[0] else 0
+def blocks_from(place: tuple[int, int], found: list[tuple[str, str]]) -> Iterator[tuple[tuple[int, int], list[str]]]:
+    """The blocks of all documents from `place` = (part, number) on, each with the place where the next one starts."""
+    first, number = place
+    for part in range(first, len(found)):
         for block in blocks(itertools.islice(documents(found[part]), number, None), BLOCK_CHARACTERS):
             number += len(block)
             yield (part, number), block
+        number = 0
 
 
 def in_order(function: Callable, items: Iterable, processes: int) -> Iterator:
@@ -478,12 +464,11 @@ def pack(stream: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class ShardWriter:
-    """Packs the tokens of one part ("train" or "val") into rows and writes them as shards. `shards` lists those
-    written before and after, `rest` are the tokens that wait for the end of their row."""
+    """Packs the tokens of one part ("train" or "val") into rows (n,) and writes them as shards; `shards` lists them.
+    `rest` are the tokens of a row that is not full yet."""
 
-    def __init__(self, folder: Path, part: str, n: int, dtype: np.dtype, shards: list, rest: list[int]):
-        self.folder, self.part, self.n, self.shards = folder, part, n, shards
-        self.rest = np.array(rest, dtype)
+    def __init__(self, folder: Path, part: str, n: int, shards: list, rest: np.ndarray):
+        self.folder, self.part, self.n, self.shards, self.rest = folder, part, n, shards, rest
         self.rows, self.tokens, self.min_real = [], 0, n
 
     def add(self, stream: np.ndarray) -> None:
@@ -506,20 +491,56 @@ class ShardWriter:
         self.rows, self.tokens = [], 0
 
 
-def content_hash(source: str) -> str:
-    """A hash of all that --data reads."""
-    return hashlib.blake2b(" ".join(map(fingerprint, parts(source))).encode(), digest_size=8).hexdigest()
+def write_shards(source: str, out: Path, meta: dict, processes: int) -> None:
+    """Tokenize the corpus from `meta["progress"]` on. Whenever a part has SHARD_TOKENS, both end a shard, and
+    progress.json says what is done: the next document, the bytes, the tokens that wait. At the end it becomes
+    meta.json. UserError if a part is too small for a row."""
+    dtype, place, done = np.dtype(meta["dtype"]), meta["progress"]["place"], meta["progress"]["bytes"]
+    writers = {part: ShardWriter(out, part, meta["seq_len"], meta[part], np.array(rest, dtype))
+               for part, rest in meta["progress"]["rest"].items()}
+
+    def save() -> None:
+        for writer in writers.values():
+            writer.flush()
+            meta["min_real"] = min(meta["min_real"], writer.min_real)
+        rest = {part: writer.rest.tolist() for part, writer in writers.items()}
+        write_json(out / "progress.json", meta | {"progress": {"place": place, "bytes": done, "rest": rest}})
+
+    for stale in out.glob(".*.tmp"):  # of a command that was killed
+        stale.unlink()
+    encode = functools.partial(encode_block, Tokenizer.load(out), meta["val_share"], dtype)
+    processes = min(processes, 1 + (meta["bytes"] - done) // PROCESS_BYTES)
+    with bytes_read("tokenizing", total=meta["bytes"], initial=done) as bar:
+        for place, size, streams in in_order(encode, blocks_from(place, parts(source)), processes):
+            for part, writer in writers.items():
+                writer.add(streams[part])
+            done += size
+            bar.update(size)
+            if max(writer.tokens for writer in writers.values()) >= SHARD_TOKENS:
+                save()
+    save()
+    for part in writers:
+        if not meta[part]:
+            raise too_small(source, part, meta["seq_len"])
+    del meta["progress"]
+    write_json(out / "meta.json", meta)
+    (out / "progress.json").unlink()
+
+
+def too_small(source: str, part: str, seq_len: int) -> UserError:
+    return UserError(f"--data {source}: its {part} part is too small for one row of seq_len={seq_len} tokens; use more "
+                     "text, a smaller --seq-len, or another --val-share")
 
 
 def begun(out: Path, options: dict) -> dict | None:
-    """What an earlier command wrote about `out`, finished or not; None if nothing. UserError if its options differ."""
+    """What an earlier command with the same options wrote about `out`; None if nothing. UserError if they differ."""
     known = [path for path in (out / "meta.json", out / "progress.json") if path.is_file()]
-    meta = json.loads(known[0].read_text()) if known else None
-    for field in options if meta else ():
-        if meta.get(field) != options[field]:
+    meta = json.loads(known[0].read_text()) if known else options
+    for field, value in options.items():
+        if meta.get(field) != value:
             raise UserError(f"{out}: holds a corpus prepared with {field}={meta.get(field)}, this command has "
-                            f"{field}={options[field]}: choose another --out, or delete the folder")
-    return meta
+                            f"{field}={value}: choose another --out, or delete the folder")
+    return meta if known else None
 
 
 def prepare(source: str, out: Path, vocab_size: int, seq_len: int, uncased: bool, val_share: float,
@@ -531,14 +552,14 @@ def prepare(source: str, out: Path, vocab_size: int, seq_len: int, uncased: bool
                "sample_mb": sample_mb, "content_hash": content_hash(source)}
     meta = begun(out, options)
     if meta is None:
-        texts, facts = sample(itertools.chain.from_iterable(map(documents, parts(source))), val_share, sample_mb * 10 ** 6)
+        every = itertools.chain.from_iterable(map(documents, parts(source)))
+        texts, facts = sample(every, val_share, sample_mb * 10 ** 6)
         if not texts:
             raise too_small(source, "train", seq_len)
-        tokenizer = Tokenizer.train(map(bytes.decode, texts), vocab_size, uncased)
-        tokenizer.save(out)
+        Tokenizer.train(map(bytes.decode, texts), vocab_size, uncased).save(out)
         meta = {"source": source, **options, **facts, "dtype": "uint16" if vocab_size <= 1 << 16 else "uint32",
                 "min_real": seq_len, "train": [], "val": [],
-                "progress": {"place": [0, 0], "bytes": 0, "rest": {"train": [], "val": []}}}
+                "progress": {"place": (0, 0), "bytes": 0, "rest": {"train": [], "val": []}}}
         write_json(out / "progress.json", meta)
         del texts
     if "progress" in meta:
@@ -546,46 +567,9 @@ def prepare(source: str, out: Path, vocab_size: int, seq_len: int, uncased: bool
     return out
 
 
-def too_small(source: str, part: str, seq_len: int) -> UserError:
-    return UserError(f"--data {source}: its {part} part is too small for one row of seq_len={seq_len} tokens; use more "
-                     "text, a smaller --seq-len, or another --val-share")
-
-
-def write_shards(source: str, out: Path, meta: dict, processes: int) -> None:
-    """Tokenize the corpus from `meta["progress"]` on. Whenever a part has SHARD_TOKENS, both end a shard, and
-    progress.json says what is done: the next document and the tokens that wait. At the end it becomes meta.json."""
-    progress, dtype = meta["progress"], np.dtype(meta["dtype"])
-    writers = {part: ShardWriter(out, part, meta["seq_len"], dtype, meta[part], progress["rest"][part])
-               for part in ("train", "val")}
-
-    def save(place: tuple[int, int], done: int) -> None:
-        for writer in writers.values():
-            writer.flush()
-        meta["min_real"] = min(meta["min_real"], *(writer.min_real for writer in writers.values()))
-        meta["progress"] = {"place": place, "bytes": done,
-                            "rest": {part: writer.rest.tolist() for part, writer in writers.items()}}
-        write_json(out / "progress.json", meta)
-
-    for stale in out.glob(".*.tmp"):  # of a command that was killed
-        stale.unlink()
-    encode = functools.partial(encode_block, Tokenizer.load(out), meta["val_share"], dtype)
-    place, done = progress["place"], progress["bytes"]
-    processes = min(processes, 1 + (meta["bytes"] - done) // PROCESS_BYTES)
-    with bytes_read("tokenizing", total=meta["bytes"], initial=done) as bar:
-        for place, size, streams in in_order(encode, numbered_blocks(parts(source), place), processes):
-            for part, writer in writers.items():
-                writer.add(streams[part])
-            done += size
-            bar.update(size)
-            if max(writer.tokens for writer in writers.values()) >= SHARD_TOKENS:
-                save(place, done)
-    save(place, done)
-    for part in writers:
-        if not meta[part]:
-            raise too_small(source, part, meta["seq_len"])
-    del meta["progress"]
-    write_json(out / "meta.json", meta)
-    (out / "progress.json").unlink()
+def content_hash(source: str) -> str:
+    """A hash of all that --data reads."""
+    return hashlib.blake2b(" ".join(map(fingerprint, parts(source))).encode(), digest_size=8).hexdigest()
 
 
 def corpus(source: str, cache: Path, vocab_size: int, seq_len: int, uncased: bool, val_share: float) -> Path:
@@ -684,8 +668,8 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--seq-len", type=int, default=512, help="tokens in a row")
     command.add_argument("--uncased", action=argparse.BooleanOptionalAction, default=True)
     command.add_argument("--val-share", type=float, default=0.01, help="share of documents held out")
-    command.add_argument("--sample-mb", type=int, default=200, help="million bytes of text, at most, that the tokenizer "
-                         "learns from: the training documents with the highest hashes, from all over the corpus")
+    command.add_argument("--sample-mb", type=int, default=200, help="the tokenizer learns from at most so many million "
+                         "bytes of text: the training documents with the highest hashes, from all over the corpus")
     command.add_argument("--processes", type=int, help="that tokenize (default: one per core); the result is the same")
     arguments = vars(parser.parse_args(argv))
     del arguments["command"]
