@@ -117,6 +117,8 @@ class Tokenizer:
         """Learn merges until `vocab_size` rows are used, special tokens and bytes included (fewer if the text
         has no more pairs). Ties between equally frequent pairs go to the lower ids."""
         letters = byte_letters()
+        most = 1 << 16  # characters; tokenizers needs a hundred times the memory of what it is given at once
+        texts = (text[i:i + most] for text in texts for i in range(0, len(text), most))
         learner = tokenizers.Tokenizer(tokenizers.models.BPE())
         dress(learner, uncased)
         learner.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
@@ -509,7 +511,7 @@ def write_shards(source: str, out: Path, meta: dict, processes: int) -> None:
     for stale in out.glob(".*.tmp"):  # of a command that was killed
         stale.unlink()
     encode = functools.partial(encode_block, Tokenizer.load(out), meta["val_share"], dtype)
-    processes = min(processes, 1 + (meta["bytes"] - done) // PROCESS_BYTES)
+    processes = min(processes, 1 + max(0, meta["bytes"] - done) // PROCESS_BYTES)
     with bytes_read("tokenizing", total=meta["bytes"], initial=done) as bar:
         for place, size, streams in in_order(encode, blocks_from(place, parts(source)), processes):
             for part, writer in writers.items():
