@@ -7,10 +7,10 @@ shards `train-00000.npy`, `val-00000.npy`, ...: NumPy arrays (rows, seq_len) of 
 vocabulary needs it, memory-mapped when read. A row is `[CLS]` and seq_len - 1 tokens of documents that are
 joined by `[SEP]`. A document is in validation if the hash of its text says so: no text is in both parts.
 
-The corpus is read twice, once for a sample that the tokenizer learns from and once for the shards, by one process,
-and tokenized by `--processes` others. The shards depend on the text and the options alone. A command that was ended
-in any way continues, when given again, after the last shard it wrote. Text is never held whole: in each pass memory
-is at most a shard, the sample and a few blocks a process, whatever the size of the corpus; `LONGEST` cuts documents.
+The corpus is read twice, for a sample that the tokenizer learns from and for the shards, by one process that others
+(`--processes`) tokenize for. The shards are a function of the text and the options alone. A command that ended in any
+way continues after its last shard when it is given again. Memory does not grow with the corpus: less than 1 GB with
+two processes and 0.1 GB for each further one (the sample, a shard, two blocks a process); `LONGEST` cuts documents.
 """
 import argparse
 import ast
@@ -21,6 +21,7 @@ import importlib.util
 import itertools
 import json
 import lzma
+import mmap
 import os
 import re
 import signal
@@ -409,8 +410,8 @@ def work(item: object) -> object:
 
 def bytes_read(description: str, **more) -> tqdm:
     """A progress bar in bytes; a line a minute where stderr is no terminal."""
-    shown = dict(mininterval=0.1) if sys.stderr.isatty() else dict(
-        mininterval=60, delay=60, bar_format="{desc}: {n_fmt}B of {total_fmt}B, {rate_fmt}, {remaining} left\n")
+    line = "{desc}: {n_fmt}B" + ", of {total_fmt}B, {remaining} left" * bool(more) + ", {rate_fmt}\n"
+    shown = {} if sys.stderr.isatty() else dict(mininterval=60, delay=60, bar_format=line)
     return tqdm(desc=description, unit="B", unit_scale=True, leave=False, miniters=1, **shown, **more)
 
 
@@ -610,6 +611,8 @@ class Rows:
         if shard.shape != shape or shard.dtype != dtype:
             raise UserError(f"{path}: bad header: {shard.dtype} {shard.shape}, meta.json says {dtype} {shape}; "
                             "prepare the data again")
+        if hasattr(mmap, "MADV_RANDOM"):  # rows are drawn at random: do not read what lies around each
+            shard.base.madvise(mmap.MADV_RANDOM)
         return shard
 
     def __len__(self) -> int:
