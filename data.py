@@ -6,24 +6,35 @@ A prepared folder holds `tokenizer.json` (the `tokenizers` format, which transfo
 shards `train-00000.npy`, `val-00000.npy`, ...: NumPy arrays (rows, seq_len) of uint16, or of uint32 where the
 vocabulary needs it, memory-mapped when read. A row is `[CLS]` and seq_len - 1 tokens of documents that are
 joined by `[SEP]`. A document is in validation if the hash of its text says so: no text is in both parts.
+
+The corpus is read twice, for a sample that the tokenizer learns from and for the shards, by one process that others
+(`--processes`) tokenize for. The shards are a function of the text and the options alone. A command that ended in any
+way continues after its last shard when it is given again. Memory does not grow with the corpus: less than 1 GB with
+two processes and 0.1 GB for each further one (the sample, a shard, two blocks a process); `LONGEST` cuts documents.
 """
 import argparse
 import ast
+import functools
 import gzip
 import hashlib
 import importlib.util
 import itertools
 import json
 import lzma
+import mmap
 import os
 import re
+import signal
 import sys
 import sysconfig
+import threading
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +42,13 @@ import tiktoken
 import tokenizers
 from tqdm import tqdm
 
-from maelm import CLS, NUM_SPECIAL, SEP
-
-SPECIALS = ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]  # ids 0 to 3
-SHARD_TOKENS = 1 << 27  # a shard of uint16 is 256 MB
+SPECIALS = ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]  # ids 0 to 3, as in maelm.py: workers need no PyTorch
+CLS, SEP, NUM_SPECIAL = SPECIALS.index("[CLS]"), SPECIALS.index("[SEP]"), len(SPECIALS)
+SHARD_TOKENS = 1 << 25  # a shard of uint16 is 64 MB
 BLOCK_CHARACTERS = 1 << 20  # text that is encoded at a time
+LONGEST = 1 << 22  # characters; a longer document, longer than any book, is cut into several
+LONGEST_LINE = 1 << 26  # characters
+PROCESS_BYTES = 1 << 26  # of text for each process: a small corpus is not worth starting one
 
 
 class UserError(ValueError):
@@ -105,6 +118,8 @@ class Tokenizer:
         """Learn merges until `vocab_size` rows are used, special tokens and bytes included (fewer if the text
         has no more pairs). Ties between equally frequent pairs go to the lower ids."""
         letters = byte_letters()
+        most = 1 << 16  # characters; tokenizers needs a hundred times the memory of what it is given at once
+        texts = (text[i:i + most] for text in texts for i in range(0, len(text), most))
         learner = tokenizers.Tokenizer(tokenizers.models.BPE())
         dress(learner, uncased)
         learner.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
@@ -200,31 +215,30 @@ def docstrings(path: Path) -> list[str]:
     return [text.strip() for text in found if len(text.split()) > 3]
 
 
-def read_docs(progress: bool = False) -> Iterator[tuple[str, str]]:
+@functools.cache
+def read_docs(progress: bool = False) -> list[tuple[str, str]]:
     """(library, text) of every distinct documentation string on this machine: English that needs no download."""
     files = docs_files()
-    seen = set()
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        results = pool.map(docstrings, [path for _, path in files], chunksize=64)
-        for (library, _), texts in zip(files, tqdm(results, "reading documentation", len(files), unit="file",
-                                                   leave=False, disable=not progress)):
-            for text in texts:
-                if text not in seen:
-                    seen.add(text)
-                    yield library, text
+    texts = in_order(docstrings, [path for _, path in files], os.cpu_count() or 1)
+    first = {}
+    for (library, _), found in zip(files, tqdm(texts, "reading documentation", len(files), unit="file", leave=False,
+                                               disable=not progress)):
+        for text in found:
+            first.setdefault(text, library)
+    return [(library, text) for text, library in first.items()]
 
 
 def lines(path: Path) -> Iterator[str]:
-    """Lines of a text file, .gz and .xz unpacked; UserError names the file and offset of undecodable bytes."""
-    offset = 0
+    """Lines of a text file, .gz and .xz unpacked, those beyond LONGEST_LINE in pieces; UserError names the file and
+    the offset of undecodable bytes."""
     try:
-        with READERS.get(path.suffix, open)(path, "rb") as file:
-            for line in file:
-                yield line.decode("utf-8-sig" if offset == 0 else "utf-8")
-                offset += len(line)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: byte {offset + error.start} is not UTF-8 (0x{error.object[error.start]:02x}); "
-                        "convert the file, for example with iconv") from error
+        with READERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig", newline="\n") as file:
+            try:
+                yield from iter(functools.partial(file.readline, LONGEST_LINE), "")
+            except UnicodeDecodeError as error:
+                offset = file.buffer.tell() - len(error.object) + error.start  # error.object is what was read last
+                raise UserError(f"{path}: byte {offset} is not UTF-8 (0x{error.object[error.start]:02x}); convert the "
+                                "file, for example with iconv") from error
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
         raise UserError(f"{path}: damaged {path.suffix} file: {error}") from error
 
@@ -233,7 +247,7 @@ def read_text(path: Path) -> Iterator[str]:
     """Documents of a .txt file: separated by blank lines."""
     for blank, group in itertools.groupby(lines(path), key=str.isspace):
         if not blank:
-            yield "".join(group).strip()
+            yield from ("".join(document).strip() for document in blocks(group, LONGEST))
 
 
 def read_jsonl(path: Path) -> Iterator[str]:
@@ -242,7 +256,7 @@ def read_jsonl(path: Path) -> Iterator[str]:
         try:
             record = json.loads(line) if line.strip() else {"text": ""}
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: not JSON: {error}") from error
+            raise UserError(f"{path}, line {number}: not JSON, or longer than {LONGEST_LINE:,}: {error}") from error
         yield text_field(record, f"{path}, line {number}")
 
 
@@ -251,7 +265,7 @@ def text_field(record: object, where: str) -> str:
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         columns = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
         raise UserError(f"{where}: no text column `text`; found: {columns}")
-    return record["text"]
+    return record["text"].encode(errors="replace").decode()  # JSON can hold half a surrogate pair
 
 
 def read_parquet(path: Path) -> Iterator[str]:
@@ -263,7 +277,7 @@ def read_parquet(path: Path) -> Iterator[str]:
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{path}: not a Parquet file: {error}") from error
     text_field({name: "" for name in file.schema_arrow.names}, str(path))
-    for batch in file.iter_batches(columns=["text"], batch_size=1024):
+    for batch in file.iter_batches(columns=["text"], batch_size=64):
         yield from (text for text in batch.column(0).to_pylist() if text)
 
 
@@ -310,7 +324,7 @@ def text_format(path: Path) -> str | None:
 
 
 def documents(part: tuple[str, str]) -> Iterator[str]:
-    """The texts of one part of a source, empty ones left out."""
+    """The texts of one part of a source, those beyond LONGEST cut, empty ones left out."""
     kind, name = part
     if kind == "docs":
         texts = (text for _, text in read_docs(progress=sys.stderr.isatty()))
@@ -318,24 +332,132 @@ def documents(part: tuple[str, str]) -> Iterator[str]:
         texts = read_hub(name)
     else:
         texts = FORMATS[kind](Path(name))
-    return (text for text in texts if text and not text.isspace())
+    pieces = (text[i:i + LONGEST] for text in texts for i in range(0, len(text), LONGEST))
+    return (text for text in pieces if text and not text.isspace())
 
 
 def fingerprint(part: tuple[str, str]) -> str:
-    """A hash of what a part contains: of the files' bytes, or of the name of a Hub data set."""
+    """A hash of what a part contains: of each file's size and bytes (beyond 64 MiB of 64 pieces of 1 MiB, evenly
+    spread), or of the name of a Hub data set."""
     kind, name = part
     digest = hashlib.blake2b(f"{kind}:{name if kind == 'hf' else ''}".encode(), digest_size=16)
     files = [path for _, path in docs_files()] if kind == "docs" else [] if kind == "hf" else [Path(name)]
     for path in files:
+        size = path.stat().st_size
+        digest.update(size.to_bytes(8))
         with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "blake2b").digest())
+            for start in range(0, size, max(1 << 20, size // 64)):
+                file.seek(start)
+                digest.update(file.read(1 << 20))
     return digest.hexdigest()
 
 
-# ---- 3. Packed shards ---------------------------------------------------------------------------------------
+# ---- 3. Blocks of documents, in processes ----------------------------------------------------------------------
+def blocks(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
+    """Group texts, in order, into lists of at least so many characters; the last one may have fewer."""
+    block, size = [], 0
+    for text in texts:
+        block.append(text)
+        size += len(text)
+        if size >= characters:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
+def blocks_from(place: tuple[int, int], found: list[tuple[str, str]]) -> Iterator[tuple[tuple[int, int], list[str]]]:
+    """The blocks of all documents from `place` = (part, number) on, each with the place where the next one starts."""
+    first, number = place
+    for part in range(first, len(found)):
+        for block in blocks(itertools.islice(documents(found[part]), number, None), BLOCK_CHARACTERS):
+            number += len(block)
+            yield (part, number), block
+        number = 0
+
+
+def in_order(function: Callable, items: Iterable, processes: int) -> Iterator:
+    """`function` of each item, in order, computed in so many processes (in this one if 1). At most two items a
+    process are held. UserError if a process is killed."""
+    if processes == 1:
+        yield from map(function, items)
+        return
+    waiting: deque = deque()
+    try:
+        with ProcessPoolExecutor(processes, get_context("spawn"), start_worker, (function,)) as pool:
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                if len(waiting) > 2 * processes:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise UserError("a process was killed, perhaps for want of memory: give fewer --processes; the same command "
+                        "continues") from error
+
+
+def start_worker(function: Callable) -> None:
+    """Make this process compute `function` and end with its parent, by Ctrl-C or however that one ends."""
+    global work_here
+    work_here = function
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
+    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
+
+
+def work(item: object) -> object:
+    """The function of `start_worker`, in a worker."""
+    return work_here(item)
+
+
+def bytes_read(description: str, **more) -> tqdm:
+    """A progress bar in bytes; a line a minute where stderr is no terminal."""
+    line = "{desc}: {n_fmt}B" + ", of {total_fmt}B, {remaining} left" * bool(more) + ", {rate_fmt}\n"
+    shown = {} if sys.stderr.isatty() else dict(mininterval=60, delay=60, bar_format=line)
+    return tqdm(desc=description, unit="B", unit_scale=True, leave=False, miniters=1, **shown, **more)
+
+
+# ---- 4. Packed shards ---------------------------------------------------------------------------------------
+def unit_hash(text: bytes) -> float:
+    """A number in [0, 1) that is a function of a document alone."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest()) / 2 ** 32
+
+
 def in_validation(text: str, share: float) -> bool:
-    """Whether a document belongs to the validation part: a function of its text alone."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) < share * 2 ** 32
+    """Whether a document belongs to the validation part: those with the lowest hashes do."""
+    return unit_hash(text.encode(errors="replace")) < share
+
+
+def sample(texts: Iterable[str], val_share: float, most: int) -> tuple[list[bytes], dict]:
+    """Training documents of at most `most` bytes in all, UTF-8, from all over the corpus: those with the highest
+    hashes, of a share 1, 1/2, 1/4, ... of all documents, the largest that fits. Also what is to be said of it."""
+    kept, size, total, share = [], 0, 0, 1.0
+    with bytes_read("reading") as bar:
+        for text in map(str.encode, texts):
+            total += len(text)
+            bar.update(len(text))
+            if unit_hash(text) >= max(val_share, 1 - share):
+                kept.append(text)
+                size += len(text)
+            while size > most:
+                share /= 2
+                kept = [text for text in kept if unit_hash(text) >= 1 - share]
+                size = sum(map(len, kept))
+    rule = f"the training documents among the {share:g} of all with the highest hashes"
+    return kept, {"bytes": total, "sample": {"rule": rule, "documents": len(kept), "bytes": size}}
+
+
+def encode_block(tokenizer: Tokenizer, val_share: float, dtype: np.dtype,
+                 block: tuple[tuple[int, int], list[str]]) -> tuple[tuple[int, int], int, dict[str, np.ndarray]]:
+    """The place and the texts of a block to the place, the bytes of text and the tokens of either part (length,)
+    dtype: its documents, each followed by `[SEP]`."""
+    place, texts = block
+    pieces = {"train": [np.empty(0, dtype)], "val": [np.empty(0, dtype)]}
+    size, sep = 0, np.array([SEP], dtype)
+    for text in texts:
+        raw = text.encode()
+        size += len(raw)
+        pieces["val" if unit_hash(raw) < val_share else "train"] += [tokenizer.encode(text), sep]
+    return place, size, {part: np.concatenate(found, dtype=dtype, casting="unsafe") for part, found in pieces.items()}
 
 
 def pack(stream: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -346,99 +468,112 @@ def pack(stream: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class ShardWriter:
-    """Packs documents of one part ("train" or "val") into shards of at most SHARD_TOKENS tokens."""
+    """Packs the tokens of one part ("train" or "val") into rows (n,) and writes them as shards; `shards` lists them.
+    `rest` are the tokens of a row that is not full yet."""
 
-    def __init__(self, folder: Path, part: str, n: int, dtype: np.dtype):
-        self.folder, self.part, self.n, self.dtype = folder, part, n, dtype
-        self.rest = np.empty(0, dtype)
-        self.rows, self.shards, self.min_real = [], [], n
+    def __init__(self, folder: Path, part: str, n: int, shards: list, rest: np.ndarray):
+        self.folder, self.part, self.n, self.shards, self.rest = folder, part, n, shards, rest
+        self.rows, self.tokens, self.min_real = [], 0, n
 
-    def add(self, documents: Iterable[np.ndarray]) -> None:
-        """Append encoded documents, each followed by `[SEP]`; writes a shard whenever one is full."""
-        pieces = [piece for ids in documents for piece in (ids.astype(self.dtype), np.array([SEP], self.dtype))]
-        rows, self.rest = pack(np.concatenate([self.rest, *pieces]), self.n)
+    def add(self, stream: np.ndarray) -> None:
+        """Append tokens (length,)."""
+        rows, self.rest = pack(np.concatenate([self.rest, stream]), self.n)
         real = (rows >= NUM_SPECIAL).sum(axis=1)
         rows, real = rows[real >= self.n // 4], real[real >= self.n // 4]  # rows of separators teach nothing
         self.min_real = min(self.min_real, int(real.min(initial=self.n)))
         self.rows.append(rows)
-        if sum(map(len, self.rows)) * self.n >= SHARD_TOKENS:
-            self.flush()
+        self.tokens += rows.size
 
     def flush(self) -> None:
         """Write the rows collected so far as the next shard, if there are any."""
-        rows = np.concatenate([np.empty((0, self.n), self.dtype), *self.rows])
-        if len(rows):
+        if self.tokens:
             path = self.folder / f"{self.part}-{len(self.shards):05d}.npy"
+            rows = np.concatenate(self.rows)
             with atomic(path) as temporary, open(temporary, "wb") as file:
                 np.save(file, rows)
             self.shards.append([path.name, len(rows)])
-        self.rows = []
+        self.rows, self.tokens = [], 0
 
 
-def encode_blocks(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[list[str], list[np.ndarray]]]:
-    """Group texts into blocks of about BLOCK_CHARACTERS and encode them, in order, on all cores (tiktoken frees
-    Python's lock); at most two blocks a core are held."""
-    waiting: deque = deque()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for block in blocks(texts):
-            waiting.append((block, pool.submit(lambda block=block: [tokenizer.encode(text) for text in block])))
-            if len(waiting) > 2 * (os.cpu_count() or 1):
-                block, encoded = waiting.popleft()
-                yield block, encoded.result()
-        for block, encoded in waiting:
-            yield block, encoded.result()
+def write_shards(source: str, out: Path, meta: dict, processes: int) -> None:
+    """Tokenize the corpus from `meta["progress"]` on. Whenever a part has SHARD_TOKENS, both end a shard, and
+    progress.json says what is done: the next document, the bytes, the tokens that wait. At the end it becomes
+    meta.json. UserError if a part is too small for a row."""
+    dtype, place, done = np.dtype(meta["dtype"]), meta["progress"]["place"], meta["progress"]["bytes"]
+    writers = {part: ShardWriter(out, part, meta["seq_len"], meta[part], np.array(rest, dtype))
+               for part, rest in meta["progress"]["rest"].items()}
+
+    def save() -> None:
+        for writer in writers.values():
+            writer.flush()
+            meta["min_real"] = min(meta["min_real"], writer.min_real)
+        rest = {part: writer.rest.tolist() for part, writer in writers.items()}
+        write_json(out / "progress.json", meta | {"progress": {"place": place, "bytes": done, "rest": rest}})
+
+    for stale in out.glob(".*.tmp"):  # of a command that was killed
+        stale.unlink()
+    encode = functools.partial(encode_block, Tokenizer.load(out), meta["val_share"], dtype)
+    processes = min(processes, 1 + max(0, meta["bytes"] - done) // PROCESS_BYTES)
+    with bytes_read("tokenizing", total=meta["bytes"], initial=done) as bar:
+        for place, size, streams in in_order(encode, blocks_from(place, parts(source)), processes):
+            for part, writer in writers.items():
+                writer.add(streams[part])
+            done += size
+            bar.update(size)
+            if max(writer.tokens for writer in writers.values()) >= SHARD_TOKENS:
+                save()
+    save()
+    for part in writers:
+        if not meta[part]:
+            raise too_small(source, part, meta["seq_len"])
+    del meta["progress"]
+    write_json(out / "meta.json", meta)
+    (out / "progress.json").unlink()
 
 
-def blocks(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Group texts, in order, into lists of at least BLOCK_CHARACTERS characters."""
-    block, size = [], 0
-    for text in texts:
-        block.append(text)
-        size += len(text)
-        if size >= BLOCK_CHARACTERS:
-            yield block
-            block, size = [], 0
-    if block:
-        yield block
+def too_small(source: str, part: str, seq_len: int) -> UserError:
+    return UserError(f"--data {source}: its {part} part is too small for one row of seq_len={seq_len} tokens; use more "
+                     "text, a smaller --seq-len, or another --val-share")
+
+
+def begun(out: Path, options: dict) -> dict | None:
+    """What an earlier command with the same options wrote about `out`; None if nothing. UserError if they differ."""
+    known = [path for path in (out / "meta.json", out / "progress.json") if path.is_file()]
+    meta = json.loads(known[0].read_text()) if known else options
+    for field, value in options.items():
+        if meta.get(field) != value:
+            raise UserError(f"{out}: holds a corpus prepared with {field}={meta.get(field)}, this command has "
+                            f"{field}={value}: choose another --out, or delete the folder")
+    return meta if known else None
 
 
 def prepare(source: str, out: Path, vocab_size: int, seq_len: int, uncased: bool, val_share: float,
-            sample_mb: int = 500) -> Path:
-    """Train a tokenizer on the first `sample_mb` million characters of the training documents, the same share
-    from each file, and write shards to `out`. Returns `out`; UserError for bad, missing or too little text."""
-    found = parts(source)
-    single = list(documents(found[0])) if found == [("docs", "")] else None  # small, and slow to read twice
-
-    def texts(limit: float) -> Iterator[str]:
-        for part in found:
-            size = 0
-            for text in single or documents(part):
-                yield text
-                size += len(text)
-                if size >= limit:
-                    break
-
-    tokenizer = Tokenizer.train((t for t in texts(sample_mb * 1e6 / len(found)) if not in_validation(t, val_share)),
-                                vocab_size, uncased)
-    dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-    writers = {part: ShardWriter(out, part, seq_len, dtype) for part in ("train", "val")}
-    with tqdm(desc="tokenizing", unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False) as bar:
-        for block, encoded in encode_blocks(texts(float("inf")), tokenizer):
-            held_out = [in_validation(text, val_share) for text in block]
-            for part, wanted in (("train", False), ("val", True)):
-                writers[part].add(ids for ids, val in zip(encoded, held_out) if val == wanted)
-            bar.update(sum(map(len, block)))
-    for writer in writers.values():
-        writer.flush()
-        if not writer.shards:
-            raise UserError(f"--data {source}: its {writer.part} part is too small for one row of seq_len={seq_len} "
-                            "tokens; use more text, a smaller --seq-len, or another --val-share")
-    tokenizer.save(out)
-    write_json(out / "meta.json", {
-        "source": source, "seq_len": seq_len, "vocab_size": vocab_size, "uncased": uncased, "val_share": val_share,
-        "dtype": dtype.name, "min_real": min(writer.min_real for writer in writers.values()),
-        **{part: writer.shards for part, writer in writers.items()}})
+            sample_mb: int = 200, processes: int | None = None) -> Path:
+    """Train a tokenizer on a `sample` of at most `sample_mb` million bytes and write shards to `out`, in so many
+    processes (default: one per core); or go on with that; or find it done. Returns `out`; UserError for bad, missing
+    or too little text, and for an `out` that holds another corpus."""
+    options = {"vocab_size": vocab_size, "seq_len": seq_len, "uncased": uncased, "val_share": val_share,
+               "sample_mb": sample_mb, "content_hash": content_hash(source)}
+    meta = begun(out, options)
+    if meta is None:
+        every = itertools.chain.from_iterable(map(documents, parts(source)))
+        texts, facts = sample(every, val_share, sample_mb * 10 ** 6)
+        if not texts:
+            raise too_small(source, "train", seq_len)
+        Tokenizer.train(map(bytes.decode, texts), vocab_size, uncased).save(out)
+        meta = {"source": source, **options, **facts, "dtype": "uint16" if vocab_size <= 1 << 16 else "uint32",
+                "min_real": seq_len, "train": [], "val": [],
+                "progress": {"place": (0, 0), "bytes": 0, "rest": {"train": [], "val": []}}}
+        write_json(out / "progress.json", meta)
+        del texts
+    if "progress" in meta:
+        write_shards(source, out, meta, processes or os.cpu_count() or 1)
     return out
+
+
+def content_hash(source: str) -> str:
+    """A hash of all that --data reads."""
+    return hashlib.blake2b(" ".join(map(fingerprint, parts(source))).encode(), digest_size=8).hexdigest()
 
 
 def corpus(source: str, cache: Path, vocab_size: int, seq_len: int, uncased: bool, val_share: float) -> Path:
@@ -446,14 +581,14 @@ def corpus(source: str, cache: Path, vocab_size: int, seq_len: int, uncased: boo
     and found again by the hash of its content and of these arguments."""
     if (Path(source).expanduser() / "meta.json").is_file():
         return Path(source).expanduser()
-    key = [[fingerprint(part) for part in parts(source)], vocab_size, seq_len, uncased, val_share, 1]
+    key = [content_hash(source), vocab_size, seq_len, uncased, val_share, 2]
     folder = cache.expanduser() / hashlib.blake2b(json.dumps(key).encode(), digest_size=8).hexdigest()
     if not (folder / "meta.json").is_file():
         prepare(source, folder, vocab_size, seq_len, uncased, val_share)
     return folder
 
 
-# ---- 4. Rows of a step --------------------------------------------------------------------------------------
+# ---- 5. Rows of a step --------------------------------------------------------------------------------------
 class Rows:
     """All rows of one part ("train", "val") of a prepared folder, memory-mapped; UserError for a bad shard."""
 
@@ -465,7 +600,7 @@ class Rows:
                                 f"--{field.replace('_', '-')} {meta[field]} or prepare it again")
         self.min_real, self.vocab_size = meta["min_real"], vocab_size
         self.shards = [self.open(folder / name, (count, seq_len), meta["dtype"]) for name, count in meta[part]]
-        self.ends = np.cumsum([len(shard) for shard in self.shards])
+        self.ends = np.cumsum([len(shard) for shard in self.shards], dtype=np.int64)
 
     @staticmethod
     def open(path: Path, shape: tuple[int, int], dtype: str) -> np.ndarray:
@@ -477,6 +612,8 @@ class Rows:
         if shard.shape != shape or shard.dtype != dtype:
             raise UserError(f"{path}: bad header: {shard.dtype} {shard.shape}, meta.json says {dtype} {shape}; "
                             "prepare the data again")
+        if hasattr(mmap, "MADV_RANDOM"):  # rows are drawn at random: do not read what lies around each
+            shard.base.madvise(mmap.MADV_RANDOM)
         return shard
 
     def __len__(self) -> int:
@@ -527,7 +664,7 @@ def rows_of_step(seed: int, step: int, batch_size: int, total: int) -> np.ndarra
     return x.astype(np.int64)
 
 
-# ---- 5. Command line ----------------------------------------------------------------------------------------
+# ---- 6. Command line ----------------------------------------------------------------------------------------
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     command = parser.add_subparsers(dest="command", required=True).add_parser("prepare", allow_abbrev=False)
@@ -537,6 +674,9 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--seq-len", type=int, default=512, help="tokens in a row")
     command.add_argument("--uncased", action=argparse.BooleanOptionalAction, default=True)
     command.add_argument("--val-share", type=float, default=0.01, help="share of documents held out")
+    command.add_argument("--sample-mb", type=int, default=200, help="the tokenizer learns from at most so many million "
+                         "bytes of text: the training documents with the highest hashes, from all over the corpus")
+    command.add_argument("--processes", type=int, help="that tokenize (default: one per core); the result is the same")
     arguments = vars(parser.parse_args(argv))
     del arguments["command"]
     source = arguments.pop("data")

@@ -632,6 +632,172 @@ def test_damaged_or_foreign_shards_are_refused(corpus, tmp_path):
         data.Rows(folder, "train", 320, 24)[np.array([1, 3])]
 
 
+# ---- data.py: large corpora ------------------------------------------------------------------------------------
+SMALL = dict(BLOCK_CHARACTERS=2000, SHARD_TOKENS=2400, PROCESS_BYTES=1)  # a small text has many blocks and shards
+OPTIONS = ["--vocab-size", "320", "--seq-len", "24", "--val-share", "0.1"]
+
+
+def prepare_small(monkeypatch, source, out, processes=1):
+    for name, value in SMALL.items():
+        monkeypatch.setattr(data, name, value)
+    return contents(data.prepare(str(source), out, 320, 24, True, 0.1, processes=processes))
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_shards_do_not_depend_on_processes_nor_rows_on_shards(corpus, tmp_path, monkeypatch):
+    source = f"{corpus[0]}+{write_corpus(tmp_path / 'other.txt', 100)}"
+    large = data.prepare(source, tmp_path / "large", 320, 24, True, 0.1)
+    one, three = (prepare_small(monkeypatch, source, tmp_path / str(n), n) for n in (1, 3))
+    assert one == three and {"train-00003.npy", "val-00003.npy", "meta.json", "tokenizer.json"} < set(one)
+    for part in ("train", "val"):
+        whole, many = (data.Rows(folder, part, 320, 24) for folder in (large, tmp_path / "1"))
+        assert len(whole.shards) == 1 < len(many.shards) and len(whole) == len(many)
+        assert np.array_equal(*(rows[np.arange(len(whole))] for rows in (whole, many)))
+
+
+class End(BaseException):
+    """The end of a process."""
+
+
+def end_after(monkeypatch, writes):
+    """Let the process end before the next file after so many were written."""
+    left, rename = iter(range(writes)), os.replace
+
+    def replace(source, target):
+        if next(left, None) is None:
+            raise End
+        rename(source, target)
+    monkeypatch.setattr(os, "replace", replace)
+
+
+def test_preparing_continues_wherever_it_ended(corpus, tmp_path, monkeypatch):
+    whole, out, ends = prepare_small(monkeypatch, corpus[0], tmp_path / "whole"), tmp_path / "out", 0
+    while not (out / "meta.json").is_file():
+        done = json.loads((out / "progress.json").read_text()) if (out / "progress.json").is_file() else {}
+        files = {name: (out / name).stat().st_ino for part in ("train", "val") for name, _ in done.get(part, ())}
+        with monkeypatch.context() as patch, contextlib.suppress(End):
+            end_after(patch, 3 + ends % 2)  # the shards of both parts and progress.json; or one file of the next, too
+            ends += 1
+            assert ends < 50
+            prepare_small(patch, corpus[0], out)
+        assert files == {name: (out / name).stat().st_ino for name in files}, "a finished shard was written again"
+    assert ends > 5 and contents(out) == whole
+
+
+def test_a_killed_command_leaves_no_process_and_continues(corpus, tmp_path, monkeypatch):
+    whole, out = prepare_small(monkeypatch, corpus[0], tmp_path / "whole"), tmp_path / "out"
+    code = ("import data, time\n"
+            f"data.__dict__.update({SMALL})\n"
+            "rename = data.os.replace\n"
+            "data.os.replace = lambda a, b: time.sleep(1000 * ('train-00001' in str(b))) or rename(a, b)\n"
+            "data.main()")
+    command = [sys.executable, "-c", code, "prepare", "--data", str(corpus[0]), "--out", str(out), *OPTIONS]
+    process = subprocess.Popen([*command, "--processes", "2"], cwd=HERE, stdout=subprocess.PIPE)
+    while not list(out.glob(".train-00001.npy.*.tmp")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.communicate(timeout=60)  # the pipe is closed when the workers, which have it too, have ended
+    assert not (out / "meta.json").is_file() and (out / "train-00000.npy").is_file()
+    assert prepare_small(monkeypatch, corpus[0], out) == whole
+
+
+def test_a_folder_of_another_corpus_is_refused_and_a_finished_one_left_alone(corpus, tmp_path, capsys):
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_bytes(corpus[0].read_bytes())
+    command = ["prepare", "--data", str(text), "--out", str(out), *OPTIONS]
+    data.main(command)
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    data.main([*command, "--processes", "2"])
+    capsys.readouterr()
+    error = fails(lambda: data.main([*command, "--seq-len", "32"]), capsys)
+    assert "prepared with seq_len=24, this command has seq_len=32: choose another --out, or delete the folder" in error
+    (out / "meta.json").rename(out / "progress.json")  # an unfinished one, too
+    assert "uncased=True, this command has uncased=False" in fails(lambda: data.main([*command, "--no-uncased"]), capsys)
+    (out / "progress.json").rename(out / "meta.json")
+    text.write_text(text.read_text() + "\n\nOne more document.")
+    assert "prepared with content_hash=" in fails(lambda: data.main(command), capsys)
+    assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
+
+
+def test_the_tokenizer_learns_from_training_documents_all_over_the_corpus():
+    texts = [sentence(i) + " é" for i in range(4000)]
+    size = sum(len(text.encode()) for text in texts)
+    whole, facts = data.sample(texts, 0.1, size)
+    assert [text.decode() for text in whole] == [text for text in texts if not data.in_validation(text, 0.1)]
+    assert facts["bytes"] == size
+    for val_share in (0.1, 0.9):
+        some, facts = data.sample(texts, val_share, size // 10)
+        assert size / 30 < facts["sample"]["bytes"] == sum(map(len, some)) <= size / 10
+        places = [texts.index(text.decode()) for text in some]
+        assert places == sorted(places) and abs(np.mean(places) / 4000 - 0.5) < 0.1
+        assert sorted(some) == sorted(data.sample(reversed(texts), val_share, size // 10)[0])
+        assert not any(data.in_validation(text.decode(), val_share) for text in some)
+
+
+def test_text_is_read_only_a_little_ahead_of_what_is_written():
+    read = []
+    for written, text in enumerate(data.in_order(str.upper, (read.append(i) or f"a{i}" for i in range(40)), 2)):
+        assert text == f"A{written}" and len(read) <= written + 5
+    assert written == 39
+
+
+def test_a_huge_document_is_cut_and_a_huge_line_of_json_refused(tmp_path, monkeypatch):
+    for name, value in (("LONGEST", 100), ("LONGEST_LINE", 150)):
+        monkeypatch.setattr(data, name, value)
+    text = "é🙂 wörds " * 100
+    (tmp_path / "a.txt").write_text(text + "\n\nshort")
+    (tmp_path / "b.txt").write_text(text.replace(" ", "\n"))
+    pieces = list(data.documents((".txt", str(tmp_path / "a.txt"))))
+    assert "".join(pieces).replace(" ", "") == text.replace(" ", "") + "short" and max(map(len, pieces)) <= 100
+    assert pieces[-1] == "short" and len(pieces) < 25
+    assert max(len(piece) for piece in data.documents((".txt", str(tmp_path / "b.txt")))) <= 100
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "fine \ud800"}) + "\n" + json.dumps({"text": text}) + "\n")
+    documents = data.documents((".jsonl", str(tmp_path / "c.jsonl")))
+    assert next(documents) == "fine ?"
+    with pytest.raises(data.UserError, match="c.jsonl, line 2: not JSON, or longer than 150"):
+        next(documents)
+
+
+def test_a_hundred_gigabytes_of_shards_are_read_by_the_row(tmp_path):
+    count, rows, n = 25, 1 << 22, 512  # 10^11 bytes and 5 * 10^10 tokens, in sparse files
+    for i in range(count):
+        shard = np.lib.format.open_memmap(tmp_path / f"train-{i:05d}.npy", "w+", np.uint16, (rows, n))
+        shard[0], shard[-1] = 4 + 2 * i, 5 + 2 * i
+    meta = {"seq_len": n, "vocab_size": 100, "min_real": n, "dtype": "uint16",
+            "train": [[f"train-{i:05d}.npy", rows] for i in range(count)]}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    found = data.Rows(tmp_path, "train", 100, n)
+    assert len(found) * n > 5 * 10 ** 10
+    ends = np.arange(count)[:, None] * rows + [0, rows - 1]
+    assert np.array_equal(found[ends.flatten()], np.arange(4, 4 + 2 * count)[:, None].repeat(n, 1))
+    for step in (0, 51_199, 10 ** 7):
+        assert found[data.rows_of_step(1, step, 2048, len(found))].shape == (2048, n)
+
+
+@pytest.mark.parametrize("claim, source, mistake", [
+    (test_shards_do_not_depend_on_processes_nor_rows_on_shards, "yield waiting.popleft().result()\n            while",
+     "yield waiting.pop().result()\n            while"),
+    (test_shards_do_not_depend_on_processes_nor_rows_on_shards, "        self.rows, self.tokens = [], 0\n\n\n",
+     "        self.rows, self.tokens, self.rest = [], 0, self.rest[:0]\n\n\n"),
+    (test_preparing_continues_wherever_it_ended, "writer.rest.tolist()", "[]"),
+    (test_preparing_continues_wherever_it_ended, '"place": place, "bytes"', '"place": (0, 0), "bytes"'),
+    (test_preparing_continues_wherever_it_ended, "            number += len(block)\n", ""),
+    (test_a_killed_command_leaves_no_process_and_continues, "        stale.unlink()", "        pass"),
+    (test_the_tokenizer_learns_from_training_documents_all_over_the_corpus, "max(val_share, 1 - share)", "1 - share"),
+    (test_text_is_read_only_a_little_ahead_of_what_is_written, "> 2 * processes", "> 20 * processes"),
+])
+def test_claims_about_large_corpora_catch_the_mistake(claim, source, mistake, corpus, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)  # where processes find the mutant
+    monkeypatch.setitem(globals(), "data", load_mutant(tmp_path, "data", source, mistake))
+    given = dict(corpus=corpus, tmp_path=tmp_path, monkeypatch=monkeypatch)
+    with pytest.raises(AssertionError):
+        claim(**{name: given[name] for name in claim.__code__.co_varnames[:claim.__code__.co_argcount]})
+
+
 # ---- train.py -------------------------------------------------------------------------------------------------
 MODEL = ["--vocab-size", "320", "--seq-len", "24", "--encoder-layers", "2", "--encoder-dim", "32", "--encoder-heads", "2"]
 QUICK = [*MODEL, "--dropout", "0.1", "--precision", "fp32", "--batch-size", "8", "--micro-batch-size", "4", "--max-steps", "6",
