@@ -55,6 +55,20 @@ class UserError(ValueError):
     """Something that the user can put right; the message names the file or field, the value and the fix."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Answers a bad command line with one line and exit code 2."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def parse_args(self, argv: list[str] | None = None) -> argparse.Namespace:
+        options, unknown = self.parse_known_args(argv)
+        if unknown:
+            valid = sorted(flag for action in self._actions for flag in action.option_strings if flag[:5] != "--no-")
+            self.error(f"unknown flag {unknown[0]}; the flags are {' '.join(valid)}")
+        return options
+
+
 @contextmanager
 def clear_errors(program: str) -> Iterator[None]:
     """Turn UserError and OSError into one line on stderr and exit code 2."""
@@ -666,18 +680,26 @@ def rows_of_step(seed: int, step: int, batch_size: int, total: int) -> np.ndarra
 
 # ---- 6. Command line ----------------------------------------------------------------------------------------
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    command = parser.add_subparsers(dest="command", required=True).add_parser("prepare", allow_abbrev=False)
-    command.add_argument("--data", default="docs", help="docs, a file, a folder, hf:NAME[:CONFIG]; joined by +")
-    command.add_argument("--out", type=Path, required=True, help="folder for the tokenizer and the shards")
-    command.add_argument("--vocab-size", type=int, default=32768, help="special tokens, bytes and merges in all")
-    command.add_argument("--seq-len", type=int, default=512, help="tokens in a row")
-    command.add_argument("--uncased", action=argparse.BooleanOptionalAction, default=True)
-    command.add_argument("--val-share", type=float, default=0.01, help="share of documents held out")
-    command.add_argument("--sample-mb", type=int, default=200, help="the tokenizer learns from at most so many million "
-                         "bytes of text: the training documents with the highest hashes, from all over the corpus")
-    command.add_argument("--processes", type=int, help="that tokenize (default: one per core); the result is the same")
+    parser = Parser(prog="data.py", description=__doc__, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("command", choices=["prepare"])
+    add("--data", default="docs", help="docs, a file, a folder, hf:NAME[:CONFIG]; joined by +")
+    add("--out", type=Path, required=True, help="folder for the tokenizer and the shards")
+    add("--vocab-size", type=int, default=32768, help="special tokens, bytes and merges in all")
+    add("--seq-len", type=int, default=512, help="tokens in a row")
+    add("--uncased", action=argparse.BooleanOptionalAction, default=True, help="lower-case all text")
+    add("--val-share", type=float, default=0.01, help="share of documents held out")
+    add("--sample-mb", type=int, default=200, help="the tokenizer learns from at most so many million bytes: the "
+        "training documents with the highest hashes, from all over the corpus")
+    add("--processes", type=int, default=os.cpu_count() or 1, help="that tokenize; any number gives the same files"
+        " [%(default)s]")
     arguments = vars(parser.parse_args(argv))
+    for name, least in (("vocab_size", 261), ("seq_len", 2), ("sample_mb", 1), ("processes", 1)):
+        if arguments[name] < least:
+            parser.error(f"--{name.replace('_', '-')} {arguments[name]}: use at least {least}")
+    if not 0 < arguments["val_share"] < 1:
+        parser.error(f"--val-share {arguments['val_share']}: use a number between 0 and 1")
     del arguments["command"]
     source = arguments.pop("data")
     with clear_errors("data.py"):

@@ -40,11 +40,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import (Tokenizer, UserError, atomic, clear_errors, in_validation, lines, read_docs, rows_of_step, seed_of,
-                  write_json)
+from data import (Parser, Tokenizer, UserError, atomic, clear_errors, in_validation, lines, read_docs, rows_of_step,
+                  seed_of, write_json)
 from maelm import CLS, MAELM, PAD, SEP
 from rank import CENTERINGS, Moments, figure, load_encoder, open_hub, tau_rank
-from train import Parser, Place, TrainConfig, add_flags, learning_rate_factor, set_up
+from train import Place, TrainConfig, add_flags, learning_rate_factor, set_up
 
 
 # ---- 1. Tasks: section 4.1, App. B --------------------------------------------------------------------------

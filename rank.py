@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from data import (Rows, Tokenizer, UserError, atomic, clear_errors, documents, in_validation, mix, parts, seed_of,
-                  write_json)
+from data import (Parser, Rows, Tokenizer, UserError, atomic, clear_errors, documents, in_validation, mix, parts,
+                  seed_of, write_json)
 from maelm import CLS, MASK, NUM_SPECIAL, SEP, Config, Encoder
-from train import Parser, Place, TrainConfig, load_corpus, load_model, set_up
+from train import Place, TrainConfig, load_corpus, load_model, set_up
 
 CURVES = {"with_mask": "with", "without_mask": "without", "mask_only": "[MASK]"}
 CENTERINGS = {"uncentered": False, "centered": True}

@@ -1001,7 +1001,7 @@ def test_presets_are_table_4():
     (["--preset", "huge"], "invalid choice: 'huge' .*toy.*large"),
     (["--ablation", "bert"], "invalid choice: 'bert' .*mae-lm.*dec-1024"),
     (["--max-steps", "many"], "--max-steps: invalid int value: 'many'"),
-    (["--norm", "mid"], "norm='mid': use post or pre"),
+    (["--norm", "mid"], "norm='mid': it needs norm in \('post', 'pre'\)"),
     (["--optimizer", "sgd"], "optimizer='sgd': use adamw or muon"),
     (["--warmup-steps", "1000000"], "warmup_steps=1000000: it exceeds max_steps="),
     (["--batch-size", "0"], "batch_size=0: use a positive number"),
@@ -2906,7 +2906,7 @@ def tasks_named(names):
 
 
 def main(argv=None):
-    parser = train.Parser(prog="test_maelm.py", description="For classes: see docs/teaching.md.", allow_abbrev=False)
+    parser = data.Parser(prog="test_maelm.py", description="For classes: see docs/teaching.md.", allow_abbrev=False)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--blank", nargs="+", metavar="NAME", help="print maelm.py without their bodies; or all")
     what.add_argument("--grade", metavar="FILE", help="test each task that FILE holds; exit code 0 = full marks")

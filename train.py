@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from data import Rows, Tokenizer, UserError, atomic, clear_errors, corpus, rows_of_step, seed_of, write_json
+from data import Parser, Rows, Tokenizer, UserError, atomic, clear_errors, corpus, rows_of_step, seed_of, write_json
 from maelm import ABLATIONS, CLS, MAELM, MASK, NUM_SPECIAL, PRESETS, SEP, Block, Config, Corruption, corrupt
 
 
@@ -118,13 +118,6 @@ def make_config(preset: str = "base", ablation: str = "mae-lm", **flags) -> Conf
     return Config(**{**PRESETS[preset], **change, **flags})
 
 
-class Parser(argparse.ArgumentParser):
-    """Answers a bad command line with one line and exit code 2."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
     """A flag for every field of a dataclass, with the comment behind the field as its help."""
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(config), re.M))
@@ -153,10 +146,7 @@ def parse(argv: list[str] | None) -> tuple[Config, TrainConfig, argparse.Namespa
     parser.add_argument("--init", type=Path, help="a run folder, for --fill-mask")
     for config in (Config, TrainConfig):
         add_flags(parser, config)
-    options, unknown = parser.parse_known_args(argv)
-    if unknown:
-        valid = sorted(flag for action in parser._actions for flag in action.option_strings if flag[:5] != "--no-")
-        parser.error(f"unknown flag {unknown[0]}; the flags are {' '.join(valid)}")
+    options = parser.parse_args(argv)
     given = vars(options)
     flags = [{f.name: given[f.name] for f in fields(config) if f.name in given} for config in (Config, TrainConfig)]
     for name in ("devices", "peak", "mfu"):

@@ -27,9 +27,9 @@ sys.path.insert(0, str(HERE.parent))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from data import atomic, clear_errors, write_json  # noqa: E402
+from data import Parser, atomic, clear_errors, write_json  # noqa: E402
 from maelm import MAELM, NUM_SPECIAL, Config, Corruption, corrupt  # noqa: E402
-from train import (TRAIN_PRESETS, Parser, Place, TrainConfig, flops, make_config, make_optimizers,  # noqa: E402
+from train import (TRAIN_PRESETS, Place, TrainConfig, flops, make_config, make_optimizers,  # noqa: E402
                    set_up, train_step)
 
 

@@ -25,11 +25,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from cpu import HERE, machine, ratio, take_turns, wall_clock, write_report
-from data import clear_errors
+from data import Parser, clear_errors
 from maelm import (ABLATIONS, CLS, MAELM, MASK, NUM_SPECIAL, PAD, SEP, Config, Corruption, RelativeBias, attention,
                    corrupt)
 from speed import roberta
-from train import TRAIN_PRESETS, Parser, Place, TrainConfig, flops, make_config, make_optimizers, train_step
+from train import TRAIN_PRESETS, Place, TrainConfig, flops, make_config, make_optimizers, train_step
 
 PEAK = {"A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12}  # dense bf16, FLOP/s
 

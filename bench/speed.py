@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,8 +26,9 @@ sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402
 
+from data import Parser  # noqa: E402
 from maelm import MAELM, MASK, NUM_SPECIAL, Config, corrupt  # noqa: E402
-from train import Parser, make_config, set_up  # noqa: E402
+from train import make_config, set_up  # noqa: E402
 
 # size -> (batch, steps a round, dropouts)
 SIZES = {"toy": (64, 4, (0.0, 0.1)), "small": (16, 2, (0.0, 0.1)), "base": (2, 1, (0.1, 0.0))}
@@ -50,7 +50,7 @@ def worker(name: str, size: str, dropout: float, seq_len: int, threads: int, pip
     torch.set_num_threads(threads)
     place = set_up("auto")
     ours = name != "roberta"
-    config = replace(make_config(size, name if ours else "mlm", **({"seq_len": seq_len} if seq_len else {})), dropout=dropout)
+    config = make_config(size, name if ours else "mlm", **({"seq_len": seq_len} if seq_len else {}), dropout=dropout)
     model = (MAELM(config) if ours else roberta(config)).to(place.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(0)
@@ -108,7 +108,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "speed.json")
     options = parser.parse_args(argv)
     place = set_up("auto")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True,
+                            text=True).stdout.strip()
     cpu = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")] if Path(
         "/proc/cpuinfo").is_file() else [platform.processor()]
     result = {"machine": f"{cpu[0]}, {options.threads} threads", "autocast": str(place.dtype)[6:], "commit": commit,
@@ -122,7 +123,8 @@ def main(argv: list[str] | None = None) -> None:
                 speeds = found[name]["tokens_per_second"]
                 ratios = sorted(a / b for a, b in zip(speeds, found["roberta"]["tokens_per_second"]))
                 found[name]["ratio"] = ratios[0], statistics.median(ratios), ratios[-1]
-                print(f"{size:6} {dropout:7} {name:8} {statistics.median(speeds):9,.0f} {found[name]['peak_mb']:8,.0f}   "
+                print(f"{size:6} {dropout:7} {name:8} {statistics.median(speeds):9,.0f} "
+                      f"{found[name]['peak_mb']:8,.0f}   "
                       + "  ".join(f"{r:.2f}" for r in found[name]["ratio"]), flush=True)
             result["runs"].append({"size": size, "dropout": dropout, "batch": SIZES[size][0], "models": found})
     options.out.parent.mkdir(parents=True, exist_ok=True)
