@@ -1001,7 +1001,7 @@ def test_presets_are_table_4():
     (["--preset", "huge"], "invalid choice: 'huge' .*toy.*large"),
     (["--ablation", "bert"], "invalid choice: 'bert' .*mae-lm.*dec-1024"),
     (["--max-steps", "many"], "--max-steps: invalid int value: 'many'"),
-    (["--norm", "mid"], "norm='mid': it needs norm in \('post', 'pre'\)"),
+    (["--norm", "mid"], r"norm='mid': it needs norm in \('post', 'pre'\)"),
     (["--optimizer", "sgd"], "optimizer='sgd': use adamw or muon"),
     (["--warmup-steps", "1000000"], "warmup_steps=1000000: it exceeds max_steps="),
     (["--batch-size", "0"], "batch_size=0: use a positive number"),
