@@ -546,6 +546,7 @@ def write_shards(source: str, out: Path, meta: dict, processes: int) -> None:
 
 
 def too_small(source: str, part: str, seq_len: int) -> UserError:
+    """What to say of a part without a single row."""
     return UserError(f"--data {source}: its {part} part is too small for one row of seq_len={seq_len} tokens; use more "
                      "text, a smaller --seq-len, or another --val-share")
 
