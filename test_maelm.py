@@ -1,7 +1,7 @@
 """Claims of the paper and of the README, as tests. Each important claim is also shown to catch wrong code: MUTANTS
 lists small mistakes in the source, and the last test of a section runs a claim against each of them.
 
-    pytest                          # all of it, a few minutes on two cores
+    pytest                          # all of it, 10 minutes on one core; -n 2 uses two
     python test_maelm.py -h         # for classes: --blank makes an assignment, --grade marks it; docs/teaching.md
 """
 import ast
