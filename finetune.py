@@ -993,8 +993,11 @@ def report(result: dict) -> str:
 
 
 def seconds_of(checkpoint: str) -> float:
-    """Pre-training time of a checkpoint of train.py."""
-    return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["seconds"]
+    """Pre-training time of a checkpoint of train.py; UserError if it is none."""
+    try:
+        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["seconds"]
+    except (KeyError, RuntimeError, EOFError) as error:
+        raise UserError(f"--figure3 {checkpoint}: not a whole checkpoint of train.py") from error
 
 
 # ---- 8. Figure 3 and the average of Table 1 -----------------------------------------------------------------
@@ -1059,6 +1062,8 @@ def main(argv: list[str] | None = None) -> None:
         for task in tasks:
             for split in range(len(TASKS[task].files)):
                 locate(task, options.data, split)  # a missing file is found before the first run
+        for checkpoint in options.figure3 or ():
+            seconds_of(checkpoint)
         place = set_up(options.given.get("precision", "auto"))
         torch.set_float32_matmul_precision("highest")  # TF32 is too coarse for effective ranks
         try:

@@ -77,7 +77,7 @@ class Config:
         if self.decoder_dim == 0:
             object.__setattr__(self, "decoder_dim", self.encoder_dim)
         for rule in (  # each about the field that it names first
-            "vocab_size > 260", "seq_len > 1", "encoder_layers > 0", "norm in ('post', 'pre')",
+            "vocab_size > 260", "seq_len > 1", "encoder_layers > 0", "norm in ('post', 'pre')", "init_std > 0",
             "encoder_heads > 0 and encoder_dim % encoder_heads == 0", "position_init in ('normal', 'sinusoid')",
             "mask_rate > 0 and mask_rate < 1", "mask_in_encoder >= 0 and mask_in_encoder <= 1",
             "rel_pos_buckets == 0 or rel_pos_buckets >= 4 and rel_pos_buckets % 2 == 0",
@@ -396,5 +396,5 @@ class MAELM(nn.Module):
 
 def sinusoid_(table: Tensor, std: float) -> None:
     """Fill position embeddings (n, d) in place with sines and cosines (Vaswani et al., 2017) of deviation std."""
-    angle = torch.arange(len(table))[:, None] * 10000 ** -torch.linspace(0, 1, table.shape[1] // 2)
-    table.data.copy_(std * 2 ** 0.5 * torch.cat([angle.sin(), angle.cos()], dim=1))
+    angle = torch.arange(len(table))[:, None] * 10000 ** -torch.linspace(0, 1, (table.shape[1] + 1) // 2)
+    table.data.copy_(std * 2 ** 0.5 * torch.cat([angle.sin(), angle.cos()], dim=1)[:, :table.shape[1]])

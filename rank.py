@@ -688,6 +688,9 @@ def analyse_all(options: argparse.Namespace, place: Place) -> None:
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
     with clear_errors("rank.py"):
+        for name in options.models:  # before the first is measured
+            if not name.startswith("hf:") and not Path(name).exists():
+                raise UserError(f"{name}: no such run folder or checkpoint")
         place = set_up("fp32")
         torch.set_float32_matmul_precision("highest")  # TF32, as in training, is too coarse for a covariance
         if options.models:

@@ -832,6 +832,25 @@ def test_a_run_folder_holds_what_the_readme_says(finished):
     assert [line["step"] for line in log if "val_loss" in line] == [0, 3, 6]
 
 
+def test_speed_and_seconds_do_not_depend_on_when_it_is_evaluated(corpus, tmp_path, monkeypatch):
+    """With a clock that only a step moves, by 1 s, and an evaluation, by 100 s."""
+    now = [0.0]
+
+    def passing(seconds, function):
+        def slow(*arguments):
+            now[0] += seconds
+            return function(*arguments)
+        return slow
+
+    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(train, "train_step", passing(1, train.train_step))
+    monkeypatch.setattr(train, "evaluate", passing(100, train.evaluate))
+    run(corpus, tmp_path / "run", "--log-interval", "4", "--eval-interval", "1")
+    log = train.read_log(tmp_path / "run")
+    assert [line["seconds"] for line in log if "val_loss" in line and line["step"]] == [1, 2, 3, 4, 5, 6]
+    assert [line["tokens_per_second"] for line in log if "loss" in line] == [8 * 24, 8 * 24]
+
+
 @pytest.mark.parametrize("stop", [1, 2, 4])
 def test_a_continued_run_equals_an_uninterrupted_one_bitwise(corpus, finished, tmp_path, stop):
     run(corpus, tmp_path / "run", "--stop-at", str(stop))
@@ -997,6 +1016,9 @@ def test_presets_are_table_4():
     (["--preset", "huge"], "invalid choice: 'huge' .*toy.*large"),
     (["--ablation", "bert"], "invalid choice: 'bert' .*mae-lm.*dec-1024"),
     (["--max-steps", "many"], "--max-steps: invalid int value: 'many'"),
+    (["--init", "out/toy"], "--init out/toy: for --fill-mask only"), (["--estimate", "--mfu", "nan"], "--mfu nan: use a positive"),
+    (["--estimate", "--preset", "base", "--devices", "6"], "batch_size=2048 is not a multiple of 6 processes; change --batch-size"),
+    (["--init-std", "-1"], "init_std=-1.0: it needs init_std > 0"), (["--seed", "9" * 20], "use 0 <= seed < 2"),
     (["--norm", "mid"], r"norm='mid': it needs norm in \('post', 'pre'\)"),
     (["--optimizer", "sgd"], "optimizer='sgd': use adamw or muon"),
     (["--warmup-steps", "1000000"], "warmup_steps=1000000: it exceeds max_steps="),
@@ -1404,7 +1426,7 @@ rank.main(sys.argv[1:])
     ([], "MODEL: name a run folder or hf:NAME"), (["a", "a"], "name each model once"), (["a", "--tau", "1.5"], "use 0 < tau < 1"),
     (["a", "--tokens", "0"], "--tokens: use a positive number"), (["a", "--val-share", "2"], "0 < share <= 1"),
     (["hf:a", "--theory"], "--theory: for run folders of train.py only"), (["no/such/run"], "no/such/run: no such run folder"),
-    (["hf:no/such/folder"], "hf:no/such/folder: transformers cannot load it")])
+    ([".", "no/such/run"], "no/such/run: no such run folder"), (["hf:no/such/folder"], "hf:no/such/folder: transformers cannot load it")])
 def test_a_bad_rank_command_gets_one_line(flags, message, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert message in fails(lambda: rank.main(flags), capsys)

@@ -74,12 +74,13 @@ class TrainConfig:
                 "batch_size", "micro_batch_size", "max_steps", "learning_rate", "muon_learning_rate", "clip_norm",
                 "log_interval", "eval_interval", "eval_rows", "checkpoint_interval", "adam_epsilon")),
             *((f, getattr(self, f) >= 0, "use 0 or a positive number") for f in (
-                "stop_at", "warmup_steps", "weight_decay", "keep_checkpoints", "seed")),
+                "stop_at", "warmup_steps", "weight_decay", "keep_checkpoints")),
+            ("seed", 0 <= self.seed < 2 ** 63, "use 0 <= seed < 2^63"),
             *((f, 0 <= getattr(self, f) < 1, "use 0 <= beta < 1") for f in ("adam_beta1", "adam_beta2")),
             ("val_share", 0 < self.val_share < 1, "use 0 < val_share < 1"),
             ("optimizer", self.optimizer in ("adamw", "muon"), "use adamw or muon"),
             ("precision", self.precision in ("auto", "fp32", "bf16"), "use auto, fp32 or bf16"),
-            ("warmup_steps", self.warmup_steps <= self.max_steps, f"it exceeds max_steps={self.max_steps}"),
+            ("warmup_steps", self.warmup_steps <= self.max_steps, f"it exceeds max_steps={self.max_steps}; pass both"),
         ):
             if not sound:
                 raise ValueError(f"{field}={getattr(self, field)!r}: {fix}")
@@ -150,8 +151,10 @@ def parse(argv: list[str] | None) -> tuple[Config, TrainConfig, argparse.Namespa
     given = vars(options)
     flags = [{f.name: given[f.name] for f in fields(config) if f.name in given} for config in (Config, TrainConfig)]
     for name in ("devices", "peak", "mfu"):
-        if given[name] <= 0:
-            parser.error(f"--{name} {given[name]:g}: use a positive number")
+        if not 0 < given[name] <= (1 if name == "mfu" else 1e6):
+            parser.error(f"--{name} {given[name]:g}: use a positive number" + ", at most 1" * (name == "mfu"))
+    if options.init and options.fill_mask is None:
+        parser.error(f"--init {options.init}: for --fill-mask only; pre-training starts from random weights")
     suffix = "" if options.ablation == "mae-lm" else f"-{options.ablation}"
     options.out = options.out or Path("out") / f"{options.preset}{suffix}"
     try:
@@ -255,8 +258,11 @@ def piece(batch: tuple[Tensor, Corruption], start: int, size: int, device: torch
 
 def micro_batch(train: TrainConfig, world: int) -> int:
     """Sequences at a time on each of `world` devices. UserError if the batch is not a whole number of them."""
+    if train.batch_size % world:
+        raise UserError(f"batch_size={train.batch_size} is not a multiple of {world} processes; change --batch-size or "
+                        "their number")
     size = min(train.micro_batch_size, train.batch_size // world)
-    if size == 0 or train.batch_size % (size * world):
+    if train.batch_size % (size * world):
         raise UserError(f"batch_size={train.batch_size} is not a multiple of micro_batch_size={size} times {world} "
                         "processes; change --micro-batch-size")
     return size
@@ -281,7 +287,7 @@ def train_step(model: nn.Module, optimizers: list, batch: tuple[Tensor, Corrupti
     try:
         nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm, error_if_nonfinite=True)
     except RuntimeError as error:
-        raise UserError(f"step {step}: the gradient is not finite; continue from the last checkpoint with a lower "
+        raise UserError(f"step {step}: the gradient is not finite; start again with a lower "
                         "--learning-rate or --clip-norm in another --out") from error
     factor = learning_rate_factor(step, train.warmup_steps, train.max_steps)
     for optimizer, peak in optimizers:
@@ -358,7 +364,12 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> tuple[MAELM,
     folder, path = (folder.parent, folder) if folder.suffix == ".pt" else (folder, None)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder; train.py makes one")
-    state = torch.load(path, map_location=device, weights_only=True) if path else load_checkpoint(folder, device)
+    try:
+        state = torch.load(path, map_location=device, weights_only=True) if path else load_checkpoint(folder, device)
+    except (OSError, RuntimeError, EOFError) as error:
+        raise UserError(f"{path}: no checkpoint, or a damaged one ({str(error).splitlines()[0]})") from error
+    if state is not None and "model" not in state:
+        raise UserError(f"{path}: not a checkpoint of train.py, which alone holds a decoder")
     if state is None:
         raise UserError(f"{folder}: holds no checkpoint; run train.py --out {folder} first")
     model = MAELM(Config(**state["config"]))
@@ -609,14 +620,16 @@ def loop(model: MAELM, optimizers: list, rows: dict[str, Rows], train: TrainConf
                 bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
                 total, since, waited, clock = 0.0, step, 0.0, time.perf_counter()
             if step % train.eval_interval == 0 or last and not stopped:
-                seconds += time.perf_counter() - clock
+                start = time.perf_counter()
+                if step > since:
+                    speed = (step - since) * train.batch_size * model.config.seq_len / (start - clock)
                 val_loss = evaluate(model, rows["val"], train, place)
-                log.write(step=step, val_loss=val_loss, seconds=seconds)
+                log.write(step=step, val_loss=val_loss, seconds=seconds + start - clock)
                 if place.rank == 0:
                     left = (train.last_step - step) * train.batch_size * model.config.seq_len / speed
                     bar.write(f"step {step:>6,}/{train.last_step:,}  validation loss {val_loss:.3f}  "
                               f"{speed:,.0f} tokens/s  {left / 60:.1f} min left")
-                clock = time.perf_counter()
+                clock += time.perf_counter() - start
             if (step % train.checkpoint_interval == 0 or last) and place.rank == 0:
                 save_checkpoint(out, step, model, optimizers, seconds, train.keep_checkpoints)
     return stopped
