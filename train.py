@@ -593,9 +593,9 @@ def loop(model: MAELM, optimizers: list, rows: dict[str, Rows], train: TrainConf
          log: "Log", state: dict) -> int:
     """Train from state["step"] to train.last_step. Returns 0, or the number of the signal that ended it."""
     network = DistributedDataParallel(model, gradient_as_bucket_view=True) if place.world > 1 else model
-    step, seconds = state["step"], state["seconds"]
-    stopped = 0
-    total, since, waited, clock = 0.0, step, 0.0, time.perf_counter()
+    step, tokens, stopped = state["step"], train.batch_size * model.config.seq_len, 0
+    clock = time.perf_counter() - state["seconds"]  # so that now - clock is the time of training, evaluations apart
+    total, waited, since, mark = 0.0, 0.0, step, state["seconds"]  # since the last line of the log
     bar = tqdm(total=train.last_step, initial=step, unit="step", disable=place.rank > 0 or not sys.stderr.isatty())
     with Interrupt() as interrupt, bar, ThreadPoolExecutor(1) as ahead:  # draws the next step's rows and masks
         coming = ahead.submit(batch_of_step, step, rows["train"], model.config, train)
@@ -609,27 +609,24 @@ def loop(model: MAELM, optimizers: list, rows: dict[str, Rows], train: TrainConf
             step += 1
             stopped = int(place.max(interrupt.signal))
             last = step == train.last_step or stopped
+            seconds = time.perf_counter() - clock
+            speed = (step - since) * tokens / (seconds - mark)
             # ---- log, evaluate, save
             bar.update()
             if step % train.log_interval == 0 or last:
-                loss, now = place.sum(total)[0] / place.world / (step - since), time.perf_counter()
-                speed = (step - since) * train.batch_size * model.config.seq_len / (now - clock)
-                seconds += now - clock
+                loss = place.sum(total)[0] / place.world / (step - since)
                 log.write(step=step, loss=loss, lr=optimizers[0][0].param_groups[0]["lr"], tokens_per_second=speed,
-                          seconds=seconds, waiting=waited / (now - clock))
+                          seconds=seconds, waiting=waited / (seconds - mark))
                 bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
-                total, since, waited, clock = 0.0, step, 0.0, time.perf_counter()
+                total, waited, since, mark = 0.0, 0.0, step, seconds
             if step % train.eval_interval == 0 or last and not stopped:
-                start = time.perf_counter()
-                if step > since:
-                    speed = (step - since) * train.batch_size * model.config.seq_len / (start - clock)
                 val_loss = evaluate(model, rows["val"], train, place)
-                log.write(step=step, val_loss=val_loss, seconds=seconds + start - clock)
+                log.write(step=step, val_loss=val_loss, seconds=seconds)
                 if place.rank == 0:
-                    left = (train.last_step - step) * train.batch_size * model.config.seq_len / speed
+                    left = (train.last_step - step) * tokens / speed
                     bar.write(f"step {step:>6,}/{train.last_step:,}  validation loss {val_loss:.3f}  "
                               f"{speed:,.0f} tokens/s  {left / 60:.1f} min left")
-                clock += time.perf_counter() - start
+                clock = time.perf_counter() - seconds
             if (step % train.checkpoint_interval == 0 or last) and place.rank == 0:
                 save_checkpoint(out, step, model, optimizers, seconds, train.keep_checkpoints)
     return stopped
