@@ -496,13 +496,18 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows, count: int = 6) -> 
 
 
 # ---- 7. What a run will take ---------------------------------------------------------------------------------
+def tokens_read(config: Config, n: int) -> int:
+    """m of section 3: how many of n tokens the encoder reads, as `corrupt` leaves them."""
+    k = config.masks_per_row(n)
+    return n - k + round(config.mask_in_encoder * k)
+
+
 def flops(config: Config, n: int = 0, predicted: int = 0) -> int:
     """FLOPs of all matrix products in one training step on one row of n (0 = seq_len) tokens: 2 a multiply-add, and
     three times the forward pass, as each product has two in the backward pass. Exact: only what is computed counts.
     `predicted` positions have a loss; 0 = as many as MAELM has."""
     n, d, D = n or config.seq_len, config.encoder_dim, config.decoder_dim
-    k = config.masks_per_row(n)
-    m = n - k + round(config.mask_in_encoder * k)  # tokens that the encoder reads
+    k, m = config.masks_per_row(n), tokens_read(config, n)
     predicted = predicted or (n - 1 if config.decoder_self == "uni" else k)
 
     def stack(layers: int, last: int, length: int, dim: int, sources: list[int]) -> int:
@@ -523,7 +528,7 @@ def memory(config: Config, train: TrainConfig, parameters: int, rows: int) -> tu
     """Bytes of weights, gradients and Adam's moments in float32, and about those of the activations of `rows` rows in
     bf16 with a fused attention kernel: 40 d a token and layer, 10 a logit, 4 an entry of the attention bias."""
     n, d, k = config.seq_len, config.encoder_dim, config.masks_per_row(config.seq_len)
-    m = n - k + round(config.mask_in_encoder * k)
+    m = tokens_read(config, n)
     layers, kept = [m * d] * config.encoder_layers + [n * config.decoder_dim] * config.decoder_layers, 40
     if train.checkpointing:  # 4 bytes of input a layer, and one whole layer at a time
         layers, kept = layers + [10 * max(layers)], 4
