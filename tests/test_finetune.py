@@ -1,0 +1,697 @@
+"""Claims about finetune.py: metrics, answers and windows, batches, data, runs."""
+import csv
+import itertools
+import json
+import math
+import re
+import string
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import data
+import finetune
+import maelm
+import rank
+import train
+from conftest import (HERE, OBJECTS, SUBJECTS, VERBS, catches, fails, generator, one_place, run_with_wrong_version,
+                      sentence, wrong_versions)
+
+
+# ---- Metrics --------------------------------------------------------------------------------------------------------
+@catches("finetune.ranks", "(counts - 1) / 2", "(counts - 1)")
+@catches("finetune.matthews", "t, p = t - t.mean(0), p - p.mean(0)", "t, p = t - 0.5, p - 0.5")
+def test_metrics_equal_scikit_learn_and_scipy():
+    import scipy.stats, sklearn.metrics, warnings  # noqa: E401
+    random = np.random.default_rng(0)
+    for labels, n in itertools.product((1, 2, 3, 10), (2, 3, 7, 1000)):
+        for true, guess in ((random.integers(labels, size=n), random.integers(labels, size=n)),
+                            (random.integers(labels, size=n), np.zeros(n, int)), (np.ones(n, int), random.integers(labels, size=n)),
+                            (np.ones(n, int), np.ones(n, int)), (random.normal(size=n).round(1), random.normal(size=n))):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                expected = scipy.stats.spearmanr(guess, true).statistic
+                assert finetune.spearman(guess, true) == pytest.approx(expected, abs=1e-12, nan_ok=True)
+                if true.dtype == int:
+                    assert finetune.accuracy(guess, true) == pytest.approx(sklearn.metrics.accuracy_score(true, guess), abs=1e-12)
+                    assert finetune.matthews(guess, true) == pytest.approx(sklearn.metrics.matthews_corrcoef(true, guess), abs=1e-12)
+
+
+@catches("finetune.matthews", "math.sqrt((t * t).sum() * (p * p).sum())", "(t * t).sum()")
+@catches("finetune.matthews", "(t * p).sum() /", "abs((t * p).sum()) /")
+def test_matthews_of_two_labels_is_the_textbook_formula():
+    true, guess = np.array([1] * 8 + [0] * 4), np.array([1] * 6 + [0] * 2 + [0] * 3 + [1])  # TP 6, FN 2, TN 3, FP 1
+    assert finetune.matthews(guess, true) == pytest.approx((6 * 3 - 1 * 2) / math.sqrt(7 * 8 * 4 * 5))
+    assert finetune.matthews(1 - guess, true) == pytest.approx((2 * 1 - 3 * 6) / math.sqrt(5 * 8 * 4 * 7))
+
+
+@catches("finetune.matthews", " if np.ptp(true) and np.ptp(predicted) else 0.0", "")
+def test_matthews_is_one_for_equal_labels_and_zero_for_a_constant():
+    true = np.array([0, 1, 2, 1, 0, 2, 2])
+    assert finetune.matthews(true, true) == pytest.approx(1)
+    assert [finetune.matthews(np.ones(7, int), true), finetune.matthews(true, np.ones(7, int))] == [0, 0]
+
+
+@catches("finetune.matthews", "np.eye(len(labels))[index.reshape(2, -1)]", "1.0 * index.reshape(2, -1)")
+def test_matthews_does_not_depend_on_the_names_of_the_labels():
+    true, guess = np.random.default_rng(0).integers(3, size=(2, 50))
+    for names in itertools.permutations((0, 1, 7)):
+        renamed = finetune.matthews(np.array(names)[guess], np.array(names)[true])
+        assert renamed == pytest.approx(finetune.matthews(true, guess))
+
+
+@catches("finetune.matthews", "t - t.mean(0), p - p.mean(0)", "t - t.mean(0), p")
+def test_matthews_of_three_labels_is_gorodkins():
+    true, guess = np.random.default_rng(1).integers(3, size=(2, 60))
+    true[:30] = guess[:30]
+    right, t, p = (true == guess).sum(), np.bincount(true), np.bincount(guess)
+    scale = math.sqrt((60 ** 2 - t @ t) * (60 ** 2 - p @ p))
+    assert finetune.matthews(guess, true) == pytest.approx((60 * right - t @ p) / scale)
+
+
+def plain_words(text):
+    """SQuAD's normal form by scanning characters: an independent reading of the published rules."""
+    kept, words, word = [c for c in text.lower() if c not in set(string.punctuation)], [], ""
+    for c in [*kept, " "]:
+        if c.isalnum() or c == "_":
+            word += c
+        else:
+            words += [word if word not in ("a", "an", "the") else " ", c]
+            word = ""
+    return "".join(words).split()
+
+
+def plain_f1(a, b):
+    a, b, common = plain_words(a), plain_words(b), 0
+    if not a or not b:
+        return float(a == b)
+    rest = list(b)
+    for word in a:
+        if word in rest:
+            rest.remove(word)
+            common += 1
+    precision, recall = common / len(a), common / len(b)
+    return 2 * precision * recall / (precision + recall) if common else 0.0
+
+
+def adversarial_strings(count=1000):
+    pieces = ["a", "an", "the", "The", "A", "AN", "theatre", "an-other", "a.", "the's", "’", "“", "_", "é", "İ", "ẞ", "数", " ", "  ", "\t", "\n",
+              "\u00a0", "\u2003", ".", "...", "!", "$", "5", "5.0", "U.S.", "cat", "Cat", "cat's", "-", "—", "", "\u200b", "ﬁ", "½", "a’s"]
+    random = np.random.default_rng(1)
+    return ["".join(random.choice(pieces, random.integers(0, 7))) for _ in range(count)]
+
+
+@catches("finetune.normalize", r"\b(a|an|the)\b", r"(a|an|the)\b")
+@catches("finetune.token_f1", "Counter(p) & Counter(t)", "Counter(set(p)) & Counter(set(t))")
+@catches("finetune.token_f1", "return float(p == t)", "return 0.0")
+def test_squad_scores_equal_an_independent_reading_of_the_rules():
+    texts = adversarial_strings()
+    for a, b in zip(texts, texts[1:] + texts[:1]):
+        for x, y in ((a, b), (a, a + " the "), (a + b, b + a)):
+            assert finetune.exact_match(x, y) == float(plain_words(x) == plain_words(y)), (x, y)
+            assert finetune.token_f1(x, y) == pytest.approx(plain_f1(x, y), abs=1e-12), (x, y)
+
+
+def random_squad(n, seed):
+    random = np.random.default_rng(seed)
+    texts = ["the cat", "cat", "a dog", "dog cat", "", "a", "cat cat dog"]
+    questions = [finetune.Question(str(i), "?", "", tuple((0, t) for t in random.choice(texts, random.integers(0, 3)))) for i in range(n)]
+    return questions, list(random.choice(texts, n)), random.integers(-3, 4, n) + random.choice([0, 0.5], n)
+
+
+@catches("finetune.squad_metrics", "np.where(null > threshold,", "np.where(null < threshold,")
+@catches("finetune.best_threshold", "np.where(empty, 0.0, -1.0)", "np.zeros(len(empty))")
+@catches("finetune.best_threshold", "null[order[best - 1]]", "null[order[best % len(order)]]")
+def test_squad_metrics_equal_every_threshold_tried():
+    for n, seed in itertools.product((1, 2, 30), range(20)):
+        questions, answers, null = random_squad(n, seed)
+        answers = [a if plain_words(a) else "dog" for a in answers] if seed % 2 else answers
+        null = null + np.linspace(0, 0.01, n)  # no ties: each threshold is one that can be had
+        found = finetune.squad_metrics(questions, answers, null, 0.25)
+        for name, score in (("exact", lambda a, b: float(plain_words(a) == plain_words(b))), ("f1", plain_f1)):
+            def at(threshold):
+                values = []
+                for q, a, o in zip(questions, answers, null):
+                    true = [t for _, t in q.answers if plain_words(t)] or [""]
+                    given = a if o <= threshold else ""
+                    values.append(max(score(given, t) for t in true) if o <= threshold else float(not q.answers))
+                return 100 * np.mean(values)
+            assert found[name] == pytest.approx(at(0.25))
+            if all(map(plain_words, answers)):  # the official search knows no right answers to unanswerable questions
+                best = found[f"best_{name}"]
+                assert best == pytest.approx(max(at(t) for t in (-np.inf, *null)))
+                assert best == pytest.approx(at(-np.inf)) or best == pytest.approx(at(found[f"best_{name}_threshold"]))
+
+
+# ---- Answers and windows --------------------------------------------------------------------------------------------
+@pytest.fixture
+def pretrained(finished):
+    """The encoder of the finished run, as fine-tuning sees it."""
+    return finetune.load_pretrained(str(finished[0]), dropout=0.1)
+
+
+UNICODE = "İstanbul'da  ÇOK Straße, \"naïve\" café—数学🙂 ΣΑΣα [MASK]\tend.\u00a0x"
+
+
+@catches("finetune.character_spans", "(c.lower() for c in text) if tokenizer.uncased else text", "text")
+def test_tokens_know_their_characters_even_where_lower_case_is_longer(corpus):
+    tokenizer = data.Tokenizer.load(corpus[1])
+    for text in (UNICODE, UNICODE * 3, "İİİ a", "", "  ", "plain"):
+        ids, starts, ends = finetune.character_spans(tokenizer)(text)
+        assert ids.tolist() == tokenizer.encode(text).tolist() and maelm.MASK not in ids
+        assert (starts <= ends).all() and (np.diff(starts) >= 0).all() and (np.diff(ends) >= 0).all()
+        for i, start, end in zip(ids, starts, ends):
+            piece = tokenizer.tiktoken.decode_single_token_bytes(int(i))
+            assert piece.strip() in text[start:end].lower().encode() or not text[start:end]
+        covered = {c for start, end in zip(starts, ends) for c in range(start, end)}
+        assert covered >= {c for c in range(len(text)) if not text[c].isspace()}
+
+
+@catches("finetune.without_space", "np.minimum(starts + space[starts], ends)", "starts")
+@catches("finetune.answer_tokens", 'np.searchsorted(ends, a, side="right")', "np.searchsorted(ends, a)")
+def test_every_answer_of_whole_tokens_is_recovered_exactly(corpus):
+    spans = finetune.character_spans(data.Tokenizer.load(corpus[1]))
+    for context in (UNICODE, "The cat sees a tree today, number 12. " + UNICODE):
+        _, starts, ends = spans(context)
+        for start, end in itertools.combinations(range(len(context) + 1), 2):
+            answer = context[start:end]
+            if not answer.strip():
+                continue
+            first, last, exact = finetune.answer_tokens(finetune.Question("1", "", context, ((start, answer),)), starts, ends)
+            got = context[starts[first]:ends[last]]
+            assert answer.strip() in got and exact == (got == answer.strip())
+            if start in starts and end in ends and not answer[0].isspace() and not answer[-1].isspace():
+                assert exact, answer
+        for word in re.finditer(r"[^\W\d_]+", context):
+            question = finetune.Question("1", "", context, ((word.start(), word[0]),))
+            assert finetune.answer_tokens(question, starts, ends)[2], word[0]
+
+
+@catches("finetune.cut_at_answer", "b, len(q.context)]", "len(q.context)]")
+@catches("finetune.Spans.encode", "if training and q.answers", "if q.answers")
+def test_in_training_every_answer_is_recovered_exactly_and_elsewhere_none_changes_the_tokens(corpus, pretrained):
+    spans = finetune.character_spans(data.Tokenizer.load(corpus[1]))
+    context = "The cat sees a tree today, number 12. " + UNICODE
+    plain = spans(context)[0].tolist()
+    cut = 0
+    for start, end in itertools.combinations(range(len(context) + 1), 2):
+        answer = context[start:end].strip()
+        if not answer:
+            continue
+        q = finetune.Question("1", "", context, ((start, context[start:end]),))
+        ids, starts, ends = finetune.cut_at_answer(spans, q)
+        first, last, exact = finetune.answer_tokens(q, starts, ends)
+        assert exact and context[starts[first]:ends[last]] == answer
+        cut += len(ids) > len(plain)
+    assert cut
+    inside = [finetune.Question("1", "who?", "a cat.", ((3, "a"),))]  # "a" of "cat"
+    kind, encoded = squad_task(pretrained, inside, training=True)
+    row, (first, last, passage) = encoded.ids[0], encoded.targets[0].tolist()
+    assert pretrained.spans("a")[0].tolist() == row[first:last + 1].tolist() and "1 answers begin or end" in encoded.remarks[-1]
+    natural = squad_task(pretrained, inside)[1].ids[0]
+    assert natural[passage:-1].tolist() == pretrained.encode("a cat.").tolist() != row[passage:-1].tolist()
+
+
+def squad_task(pretrained, questions, training=False, **fields):
+    tune = finetune.TuneConfig(**{"max_query": 6, "doc_stride": 5, "seq_len": 24, "n_best": 4, "max_answer": 5} | fields)
+    kind = finetune.Spans("squad2", questions, pretrained, tune)
+    return kind, kind.encode(questions, training)
+
+
+@catches("finetune.Spans.encode", "max(0, len(context) - room) + stride, stride)",
+         "max(1, len(context) - room), stride)")
+@catches("finetune.Spans.encode", "last < offset + room", "last <= offset + room")
+def test_windows_cover_the_context_and_their_targets_are_the_answer(pretrained):
+    context = " ".join(sentence(i) for i in (0, 1, 18, 3))
+    questions = [finetune.Question(m[0], f"where is {m[0]}, and why is the question so long?", context, ((m.start(), m[0]),))
+                 for m in re.finditer(r"\w+", context)]
+    questions.append(finetune.Question("none", "what?", context, ()))
+    kind, encoded = squad_task(pretrained, questions)
+    _, starts, ends = kind.contexts[context]
+    for number, q in enumerate(questions):
+        mine = [i for i, (n, _) in enumerate(encoded.windows) if n == number]
+        covered, found = set(), 0
+        for i in mine:
+            row, (a, b, first), offset = encoded.ids[i], encoded.targets[i].tolist(), encoded.windows[i][1]
+            assert len(row) <= 24 and row[0] == maelm.CLS and row[-1] == maelm.SEP and row[first - 1] == maelm.SEP
+            assert row[first:-1].tolist() == kind.contexts[context][0][offset:offset + len(row) - 1 - first].tolist()
+            covered |= set(range(offset, offset + len(row) - 1 - first))
+            if a:
+                found += 1
+                assert first <= a <= b < len(row) - 1
+                assert context[starts[a - first + offset]:ends[b - first + offset]] == q.answers[0][1]
+        assert covered == set(range(len(starts))) and bool(found) == bool(q.answers)
+    assert f"{len(questions) - 1} questions are cut off" in encoded.remarks
+
+
+@catches("finetune.Spans.masked", "(position >= targets[:, 2:])", "(position >= 1)")
+@catches("finetune.Spans.decode", "unfold(1, longest, 1)", "unfold(1, longest, 1).flip(2)")
+def test_the_best_spans_are_those_of_a_search_over_all(pretrained):
+    questions = [finetune.Question("1", "who?", sentence(0) + " " + sentence(5), ())]
+    kind, encoded = squad_task(pretrained, questions)
+    tokens, padding, targets = finetune.collate(encoded, np.arange(len(encoded.ids)), maelm.PAD, torch.device("cpu"))
+    logits = torch.randn(*tokens.shape, 2, generator=generator(0)) * 3
+    out = kind.decode(logits, targets, padding)
+    for row, ids, (_, _, first), x in zip(out, encoded.ids, targets.tolist(), logits):
+        allowed = range(first, len(ids) - 1)
+        spans = sorted(((float(x[a, 0] + x[b, 1]), a, b) for a in allowed for b in allowed if a <= b < a + 5), reverse=True)[:4]
+        assert row[0] == x[0].sum() and row[1:5].tolist() == pytest.approx([s[0] for s in spans])
+        assert list(zip(row[5:9].tolist(), row[9:].tolist())) == [s[1:] for s in spans]
+
+
+@catches("finetune.Spans.score", "shift = offset - passage", "shift = -passage")
+@catches("finetune.Spans.score", "null - [texts[0][1] for texts in best]", "[texts[0][1] for texts in best] - null")
+def test_a_perfect_model_gets_100_percent(pretrained):
+    context = " ".join(sentence(i) for i in range(4))
+    questions = [finetune.Question(w, "who?", context, ((context.index(w), w),)) for w in ("cat", "dog", "friend")]
+    questions.append(finetune.Question("none", "what?", context, ()))
+    kind, encoded = squad_task(pretrained, questions)
+    tokens, padding, targets = finetune.collate(encoded, np.arange(len(encoded.ids)), maelm.PAD, torch.device("cpu"))
+    logits = 10.0 * F.one_hot(targets[:, :2], tokens.shape[1]).transpose(1, 2)
+    metrics, files = kind.score(kind.decode(logits, targets, padding).numpy(), encoded)
+    assert metrics["exact"] == metrics["f1"] == metrics["best_f1"] == 100
+    assert files["predictions.json"] == {"cat": "cat", "dog": "dog", "friend": "friend", "none": ""}
+    assert kind.loss(logits, targets, padding) < 0.1
+    assert all(len(texts) <= 4 and texts == sorted(texts, key=lambda t: -t["score"]) for texts in files["nbest.json"].values())
+
+
+# ---- Inputs and batches ---------------------------------------------------------------------------------------------
+def encode_sentences(pretrained, examples, name="rte", **fields):
+    kind = finetune.Sentences(name, examples, pretrained, finetune.TuneConfig(**fields))
+    return kind, kind.encode(examples)
+
+
+def some_pairs(count=40):
+    return [finetune.Example(sentence(i) * (1 + i % 3), sentence(i + 1) if i % 5 else "", finetune.ENTAILMENT[i % 2]) for i in range(count)]
+
+
+@catches("finetune.Sentences.encode", "max(room // 2, room - len(a))", "room // 2")
+def test_inputs_are_cls_a_sep_b_sep_and_the_longer_text_is_cut(pretrained):
+    a, b = "the cat", "a dog sees a tree today, number 3, at last, number 4, my friend"
+    A, B = (pretrained.encode(x).tolist() for x in (a, b))
+    _, one = encode_sentences(pretrained, [finetune.Example(a, None, "entailment")])
+    _, two = encode_sentences(pretrained, [finetune.Example(a, b, "entailment"), finetune.Example(b, a, "entailment"), finetune.Example(b, b, "entailment")])
+    assert one.ids[0].tolist() == [maelm.CLS, *A, maelm.SEP] and not one.remarks
+    room = 24 - 3
+    assert two.ids[0].tolist() == [maelm.CLS, *A, maelm.SEP, *B[:room - len(A)], maelm.SEP]
+    assert two.ids[1].tolist() == [maelm.CLS, *B[:room - len(A)], maelm.SEP, *A, maelm.SEP]
+    assert two.ids[2].tolist() == [maelm.CLS, *B[:room - room // 2], maelm.SEP, *B[:room // 2], maelm.SEP]
+    assert two.remarks == ["3 of 3 inputs are cut off at 24 tokens"]
+
+
+@catches("finetune.Tuned.forward", "[None], padding)", "[None], None)")
+def test_padded_and_unpadded_batches_give_the_same_logits(pretrained):
+    kind, encoded = encode_sentences(pretrained, some_pairs())
+    model = finetune.Tuned(pretrained.fresh(0), kind.head()).eval()
+    tokens, padding, _ = finetune.collate(encoded, np.arange(40), maelm.PAD, torch.device("cpu"))
+    assert padding.any()
+    together, _ = model(tokens, padding)
+    for i in range(40):
+        alone, _ = model(*finetune.collate(encoded, np.array([i]), maelm.PAD, torch.device("cpu"))[:2])
+        torch.testing.assert_close(alone[0], together[i], atol=1e-5, rtol=0)
+
+
+def job_of(pretrained, kind, encoded, **fields):
+    return finetune.Job("rte", pretrained, kind, {"train": encoded, "dev": encoded}, finetune.TuneConfig(**{"learning_rate": 1e-3} | fields),
+                        one_place(), Path("unused"), [])
+
+
+@catches("finetune.evaluate", "numpy()[np.argsort(order)]", "numpy()")
+@catches("finetune.evaluate", "moments.add(h[~padding].float())", "moments.add(h.flatten(0, 1).float())")
+def test_evaluation_is_in_the_order_of_the_examples(pretrained):
+    kind, encoded = encode_sentences(pretrained, some_pairs())
+    model = finetune.Tuned(pretrained.fresh(0), kind.head()).eval()
+    kind.decode = lambda logits, targets, padding: targets[:, None]
+    outputs, moments = finetune.evaluate(model, encoded, job_of(pretrained, kind, encoded), batch_size=7)
+    assert outputs[:, 0].tolist() == encoded.targets.tolist() and moments.count == sum(map(len, encoded.ids))
+
+
+@catches("finetune.batches", "rows_of_step(seed, first + i, batch_size", "rows_of_step(seed, first, batch_size")
+@catches("finetune.batches", 'drawn[np.argsort(length[drawn], kind="stable")]', "drawn")
+def test_every_epoch_is_a_permutation_in_batches_of_like_length():
+    lengths = np.random.default_rng(0).integers(2, 60, 330)
+    encoded = finetune.Encoded([np.zeros(n, np.int64) for n in lengths], None, [], [], [])
+    drawn = list(finetune.batches(encoded, 1, 66, 10))
+    assert len(drawn) == 66 and all(len(batch) == 10 for batch in drawn)
+    assert sorted(np.concatenate(drawn)) == sorted([*range(330)] * 2)
+    assert np.mean([np.ptp(lengths[batch]) for batch in drawn]) < 12
+    assert [b.tolist() for b in finetune.batches(encoded, 1, 66, 10)] == [b.tolist() for b in drawn]
+    assert [b.tolist() for b in finetune.batches(encoded, 2, 66, 10)] != [b.tolist() for b in drawn]
+    means = [lengths[batch].mean() for batch in drawn[:16]]
+    assert means != sorted(means)  # short ones do not come first
+
+
+@catches("finetune.train", "    model.train()\n", "")
+def test_dropout_is_on_in_training_and_off_in_evaluation(pretrained, finished):
+    kind, encoded = encode_sentences(pretrained, some_pairs())
+    model = finetune.Tuned(pretrained.fresh(0).eval(), kind.head())
+    job = job_of(pretrained, kind, encoded)
+    seen = []
+    model.head[0].register_forward_hook(lambda module, *_: seen.append(module.training and model.encoder.training))
+    finetune.train(model, job, finetune.TuneConfig(epochs=0.1, learning_rate=1e-3), 1)
+    assert seen and all(seen) and model.head[0].p == 0.1
+    tokens, padding, _ = finetune.collate(encoded, np.arange(8), maelm.PAD, torch.device("cpu"))
+    for rate in (0.0, 0.1):  # the pre-training rate is replaced by that of fine-tuning
+        encoder = finetune.load_pretrained(str(finished[0]), rate).fresh(0).train()
+        assert torch.equal(*(encoder(tokens, torch.arange(tokens.shape[1])[None], padding) for _ in range(2))) == (rate == 0)
+    seen.clear()
+    finetune.evaluate(model, encoded, job)
+    assert seen and not any(seen)
+
+
+def test_effective_ranks_are_those_of_the_hidden_states(pretrained):
+    kind, encoded = encode_sentences(pretrained, some_pairs())
+    model = finetune.Tuned(pretrained.fresh(0), kind.head())
+    _, moments = finetune.evaluate(model, encoded, job_of(pretrained, kind, encoded), batch_size=8)
+    with torch.no_grad():
+        h = torch.cat([model.encoder(torch.from_numpy(ids)[None], torch.arange(len(ids))[None])[0] for ids in encoded.ids])
+    assert finetune.effective_ranks(moments) == {"uncentered": rank.effective_rank(h), "centered": rank.effective_rank(h - h.mean(0))}
+
+
+@catches("finetune.grid", "if dim >= 1024", "if dim > 1024")
+def test_the_grids_are_tables_5_and_6():
+    for group, size, epochs, rates, sizes, warmup in (
+            ("small", 768, (2, 3, 5, 10), (2e-5, 3e-5, 4e-5, 5e-5), (16, 32), (0.06, 0.1)),
+            ("small", 1024, (2, 3, 5, 10), (7e-6, 1e-5, 2e-5, 3e-5), (16, 32), (0.06, 0.1)),
+            ("large", 768, (2, 3, 5), (1e-5, 2e-5, 3e-5, 4e-5), (32,), (0.06,)),
+            ("large", 1024, (2, 3, 5), (5e-6, 7e-6, 1e-5, 2e-5), (32,), (0.06,)),
+            ("squad", 768, (2, 3), (2e-5, 3e-5, 4e-5, 5e-5), (16, 32), (0.06, 0.1)),
+            ("squad", 1024, (2, 3), (7e-6, 1e-5, 2e-5, 3e-5), (16, 32), (0.06, 0.1))):
+        found = {tuple(setting.values()) for setting in finetune.grid(group, size, {})}
+        assert found == set(itertools.product(epochs, rates, sizes, warmup))
+    assert {s["epochs"] for s in finetune.grid("small", 128, {"epochs": 7.0})} == {7.0}
+    groups = {name: finetune.TASKS[name].group for name in (*finetune.GLUE, "squad2")}
+    assert [n for n, g in groups.items() if g == "small"] == ["cola", "rte", "mrpc", "stsb"]
+    assert [n for n, g in groups.items() if g == "large"] == ["mnli", "qqp", "qnli", "sst2"]
+    tune = finetune.TuneConfig()
+    assert (tune.seq_len, tune.adam_epsilon, tune.adam_beta1, tune.adam_beta2, tune.dropout, tune.weight_decay) == (
+        512, 1e-6, 0.9, 0.98, 0.1, 0.01)
+
+
+# ---- Data of tasks --------------------------------------------------------------------------------------------------
+PAIRS = ("index", "sentence1", "sentence2", "label")
+
+
+def write_glue(folder, count=12):
+    """All eight tasks and SQuAD in the formats of their releases, a few rows each."""
+    def rows(name, file, header, line):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        body = "".join("\t".join(map(str, line(i))) + "\n" for i in range(count))
+        (folder / name / file).write_text(("\t".join(header) + "\n" if header else "") + body, encoding="utf-8")
+
+    a, b, entailed = sentence, lambda i: sentence(i + 3), lambda i: ("entailment", "not_entailment")[i % 2]
+    three = ("neutral", "entailment", "contradiction")
+    for part in ("train", "dev"):
+        rows("CoLA", f"{part}.tsv", None, lambda i: ("gj04", i % 2, "*", f'"{a(i)}'))
+        rows("SST-2", f"{part}.tsv", ("sentence", "label"), lambda i: (a(i) + " ", i % 2))
+        rows("MRPC", f"{part}.tsv", ("\ufeffQuality", "#1 ID", "#2 ID", "#1 String", "#2 String"), lambda i: (i % 2, 1, 2, a(i), b(i)))
+        rows("RTE", f"{part}.tsv", PAIRS, lambda i: (i, a(i), b(i), entailed(i)))
+        rows("QNLI", f"{part}.tsv", ("index", "question", "sentence", "label"), lambda i: (i, a(i), b(i), entailed(i)))
+        rows("QQP", f"{part}.tsv", ("id", "qid1", "qid2", "question1", "question2", "is_duplicate"), lambda i: (i, 1, 2, a(i), b(i), i % 2))
+        rows("STS-B", f"{part}.tsv", ("index", "genre", "filename", "year", "old_index", "source1", "source2", "sentence1", "sentence2", "score"),
+             lambda i: (i, "g", "f", 2012, 1, "none", "none", a(i), b(i), f"{i % 6:.3f}"))
+    mnli = ("index", "promptID", "sentence1", "sentence2", "label1", "gold_label")
+    for file in ("train.tsv", "dev_matched.tsv", "dev_mismatched.tsv"):
+        rows("MNLI", file, mnli, lambda i: (i, 7, a(i), b(i), "wrong", three[i % 3]))
+    with open(folder / "QQP" / "train.tsv", "a") as file:
+        file.write("99\t1\t2\tcut off\n")
+    for part in ("train", "dev"):
+        write_squad(folder / "SQuAD" / f"{part}-v2.0.json", count)
+    return folder
+
+
+def write_squad(path, count=12, change=lambda qas: qas):
+    paragraphs = []
+    for i in range(count):
+        context, subject = sentence(i), SUBJECTS[i % 4]
+        qas = [{"id": f"q{i}", "question": "who is it?", "is_impossible": False, "answers": [{"text": subject, "answer_start": 0}]},
+               {"id": f"n{i}", "question": "what not?", "is_impossible": True, "answers": []}]
+        paragraphs.append({"context": context, "qas": change(qas)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"version": "v2.0", "data": [{"title": "t", "paragraphs": paragraphs}]}))
+
+
+@pytest.fixture(scope="session")
+def glue(tmp_path_factory):
+    return write_glue(tmp_path_factory.mktemp("glue"))
+
+
+@catches("finetune.read_tsv", "names = header or next(rows, ())", "names = next(rows, ())")
+def test_the_original_files_are_read_as_they_are(glue):
+    labels = {"cola": "01", "sst2": "01", "mrpc": "01", "qqp": "01", "rte": finetune.ENTAILMENT, "qnli": finetune.ENTAILMENT,
+              "mnli": ("neutral", "entailment", "contradiction"), "stsb": [f"{i}.000" for i in range(6)]}
+    for name in finetune.GLUE:
+        parts, remarks = finetune.read_task(name, str(glue), 0.01, 0, 0)
+        assert list(parts) == ["train", "dev", "dev_mm"][:2 + (name == "mnli")] and "the official one" in remarks[0]
+        for rows in parts.values():
+            assert [e.label for e in rows] == [labels[name][i % len(labels[name])] for i in range(12)]
+            assert [e.text for e in rows] == [f'"{sentence(i)}' if name == "cola" else sentence(i) for i in range(12)]
+            assert [e.text2 for e in rows] == [None if name in ("cola", "sst2") else sentence(i + 3) for i in range(12)]
+    parts, _ = finetune.read_task("squad2", str(glue), 0.01, 0, 0)
+    assert len(parts["train"]) == 24 and parts["train"][1].answers == () and parts["dev"][4].answers == ((0, "my friend"),)
+
+
+def test_official_counts_of_rows_are_not_remarked_on(glue, monkeypatch):
+    monkeypatch.setitem(finetune.TASKS, "rte", replace(finetune.TASKS["rte"], rows=(12, 12)))
+    finetune.read_task.cache_clear()
+    assert finetune.read_task("rte", str(glue), 0.01, 0, 0)[1] == []
+    parts, remarks = finetune.read_task("rte", str(glue), 0.01, 5, 3)
+    assert [len(rows) for rows in parts.values()] == [5, 3] and remarks[0] == "train: 5 of 12 rows are used"
+
+
+@catches("finetune.read_docs_parts", "and not in_validation(text, val_share)]", "]")
+def test_docs_never_touches_the_pre_training_validation_part(monkeypatch):
+    documents = [(("torch", "numpy", "tqdm")[i % 3], f"{sentence(i)} {i}") for i in range(6000)]
+    monkeypatch.setattr(finetune, "read_docs", lambda progress: iter(documents))
+    for share in (0.01, 0.3):
+        parts = finetune.read_docs_parts(finetune.TASKS["docs"], share)
+        assert [len(rows) for rows in parts.values()] == [200, 300]
+        texts = {part: {e.text for e in rows} for part, rows in parts.items()}
+        assert not texts["train"] & texts["dev"] and {e.label for e in parts["dev"]} == {"torch", "numpy"}
+        assert not any(data.in_validation(t, share) for t in texts["train"] | texts["dev"])
+        assert all((t, library) in {(t, lib) for lib, t in documents} for t, _, library in parts["dev"])
+
+
+# ---- Runs -----------------------------------------------------------------------------------------------------------
+FAST = ["--epochs", "1", "--seeds", "2", "--batch-size", "4", "--precision", "fp32"]
+
+
+def tune(finished, task, source, out, *flags):
+    """Run finetune.py; returns result.json."""
+    finetune.main(["--init", str(finished[0]), "--task", task, "--data", str(source), "--out", str(out), *FAST, *flags])
+    return json.loads((out / "result.json").read_text())
+
+
+def test_glue_is_eight_tasks_and_their_average(finished, glue, tmp_path):
+    result = tune(finished, "glue", glue, tmp_path / "glue", "--seeds", "1")
+    assert list(result["medians"]) == list(finetune.GLUE)
+    assert result["average"] is None or result["average"] == pytest.approx(np.mean(list(result["medians"].values())))
+    metrics = {name: json.loads((tmp_path / "glue" / f"{name}-run" / "result.json").read_text())["metrics"] for name in finetune.GLUE}
+    assert set(metrics["mnli"]) == {"accuracy", "accuracy_mm"}
+    assert {name: next(iter(m), "spearman") for name, m in metrics.items()} == {name: finetune.TASKS[name].metric for name in finetune.GLUE}
+
+
+def test_squad_writes_what_the_official_evaluation_reads(finished, glue, tmp_path):
+    result = tune(finished, "squad2", glue, tmp_path / "run", "--max-query", "8")
+    assert result["metric"] == "f1" and {"exact", "f1", "best_exact", "best_f1", "best_f1_threshold"} <= set(result["metrics"])
+    predictions, odds = (json.loads((tmp_path / "run" / f"{name}.json").read_text()) for name in ("predictions", "null_odds"))
+    ids = {f"{kind}{i}" for kind in "qn" for i in range(12)}
+    assert set(predictions) == set(odds) == ids
+    assert all((odds[i] > 0) == (predictions[i] == "") for i in ids)
+
+
+def test_the_fine_tuned_encoder_can_be_started_from_and_measured(finished, glue, tmp_path):
+    result = tune(finished, "rte", glue, tmp_path / "run", "--learning-rate", "1e-3")
+    before = finetune.load_pretrained(str(finished[0]), 0.0).fresh(0).state_dict()
+    after = finetune.load_pretrained(str(tmp_path / "run"), 0.0).fresh(0).state_dict()
+    assert before.keys() == after.keys() and not any("decoder" in name or "head" in name for name in after)
+    assert not torch.equal(before["blocks.0.ffn.f.0.weight"], after["blocks.0.ffn.f.0.weight"])
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert maelm.Config(**config["model"]) == maelm.Config(**finished[1]["config"])
+    shares = [finetune.load_pretrained(str(folder), 0.0).val_share for folder in (finished[0], tmp_path / "run")]
+    assert shares == [0.1, 0.1]  # of the prepared corpus, not the default of train.py
+    ranks = result["effective_rank"]
+    assert set(ranks["before"]) == {"uncentered", "centered"} and len(ranks["after"]) == 2 and ranks["d"] == 32
+    assert rank.load_encoder(tmp_path / "run", torch.device("cpu"))[0].state_dict().keys() == after.keys()
+
+
+def test_one_seed_gives_one_result_and_random_weights_are_others(finished, glue, tmp_path):
+    first, again = (tune(finished, "stsb", glue, tmp_path / name, "--learning-rate", "1e-3") for name in "ab")
+    assert first == again and first["values"][0] != first["values"][1]
+    lines = [finetune.read_runs(tmp_path / name) for name in "ab"]
+    assert [line["loss"] for line in lines[0]] == [line["loss"] for line in lines[1]]
+    assert torch.equal(*(torch.load(tmp_path / n / "encoder.pt")["encoder"]["token_embedding.weight"] for n in "ab"))
+    fresh = [finetune.load_pretrained(name, 0.1).fresh for name in (str(finished[0]), f"random:{finished[0]}")]
+    weights = [[f(seed).state_dict()["token_embedding.weight"] for seed in (1, 2)] for f in fresh]
+    assert torch.equal(*weights[0]) and not torch.equal(*weights[1]) and not torch.equal(weights[0][0], weights[1][0])
+
+
+SWEEP = ["--sweep", "--epochs", "0.5", "--warmup-share", "0.06", "--batch-size", "4"]
+
+
+def strip(result):
+    """result.json without times."""
+    return result | {"sweep": [{k: v for k, v in line.items() if k != "seconds"} for line in result["sweep"]]}
+
+
+def test_a_sweep_that_was_cut_off_continues_and_ends_as_one_that_was_not(finished, glue, tmp_path, capsys):
+    whole = tune(finished, "rte", glue, tmp_path / "a", *SWEEP)
+    assert len(whole["sweep"]) == 4 and {line["seed"] for line in whole["sweep"]} == {0} and whole["seeds"] == [1, 2]
+    assert whole["setting"]["learning_rate"] == max(whole["sweep"], key=finetune.worth)["learning_rate"]
+    assert whole["median"] == np.median(whole["values"])
+    lines = (tmp_path / "a" / "sweep.jsonl").read_text().splitlines()
+    assert len(lines) == 6
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "sweep.jsonl").write_text("\n".join(lines[:2]) + "\n" + lines[2][:30])
+    capsys.readouterr()
+    cut = tune(finished, "rte", glue, tmp_path / "b", *SWEEP)
+    assert strip(cut) == strip(whole) and capsys.readouterr().out.count(" s\n") == 4 + 4  # 4 runs, and the table of 4
+    tune(finished, "rte", glue, tmp_path / "b", *SWEEP)
+    assert len(finetune.read_runs(tmp_path / "b")) == 6
+
+
+def test_processes_share_a_sweep(finished, glue, tmp_path):
+    command = [sys.executable, "finetune.py", "--init", str(finished[0]), "--task", "rte", "--data", str(glue), "--out",
+               str(tmp_path / "run"), *FAST, *SWEEP]
+    both = [subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    runs = finetune.read_runs(tmp_path / "run")
+    assert len(runs) == len({(r["learning_rate"], r["seed"]) for r in runs}) == 6
+    whole = tune(finished, "rte", glue, tmp_path / "alone", *SWEEP)
+    assert strip(json.loads((tmp_path / "run" / "result.json").read_text())) == strip(whole)
+
+
+def test_another_setup_in_the_same_folder_is_refused(finished, glue, tmp_path, capsys):
+    tune(finished, "rte", glue, tmp_path / "run")
+    before = (tmp_path / "run" / "sweep.jsonl").read_bytes()
+    capsys.readouterr()
+    assert "holds other runs: task='rte' there, 'cola' here" in fails(lambda: tune(finished, "cola", glue, tmp_path / "run"), capsys)
+    assert (tmp_path / "run" / "sweep.jsonl").read_bytes() == before
+
+
+def test_a_run_that_diverges_is_recorded_and_loses(finished, glue, tmp_path):
+    result = tune(finished, "rte", glue, tmp_path / "run", "--learning-rate", "1e30", "--epochs", "3")
+    assert result["values"] == [None, None] and result["median"] is None
+
+
+def test_every_format_of_ones_own_data_gives_the_same(finished, tmp_path):
+    import pyarrow, pyarrow.parquet  # noqa: E401
+    records = [{"text": f'{sentence(i)} "quoted", and\nmore', "text2": sentence(2 * i), "label": VERBS[i % 4]} for i in range(16)]
+    results = []
+    for suffix in ("csv", "jsonl", "parquet"):
+        folder = tmp_path / suffix
+        folder.mkdir()
+        for part in ("train", "dev"):
+            path = folder / f"{part}.{suffix}"
+            if suffix == "csv":
+                with open(path, "w", newline="") as file:
+                    writer = csv.DictWriter(file, list(records[0]))
+                    writer.writeheader()
+                    writer.writerows(records)
+            elif suffix == "jsonl":
+                path.write_text("".join(json.dumps(r) + "\n" for r in records))
+            else:
+                pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+        results.append(tune(finished, "custom", folder, folder / "run"))
+    assert results[0] == results[1] == results[2] and results[0]["metric"] == "accuracy"
+    (tmp_path / "numbers").mkdir()
+    for part in ("train", "dev"):
+        (tmp_path / "numbers" / f"{part}.jsonl").write_text("".join(json.dumps({"text": r["text"], "label": i / 2}) + "\n" for i, r in enumerate(records)))
+    assert tune(finished, "custom", tmp_path / "numbers", tmp_path / "numbers" / "run")["metric"] == "spearman"
+
+
+def test_fine_tuning_learns(finished, tmp_path):
+    (tmp_path / "data").mkdir()
+    for part, shift in (("train", 0), ("dev", 1000)):
+        (tmp_path / "data" / f"{part}.jsonl").write_text("".join(
+            json.dumps({"text": sentence(i + shift), "label": OBJECTS[(i + shift) // 16 % 2]}) + "\n" for i in range(160)))
+    result = tune(finished, "custom", tmp_path / "data", tmp_path / "run", "--epochs", "4", "--learning-rate", "3e-3", "--seeds", "1", "--batch-size", "8")
+    assert result["median"] > 95
+
+
+def test_figure_3_is_drawn_from_the_checkpoints_of_a_run(finished, glue, tmp_path):
+    paths = [str(path) for path in train.checkpoints(finished[0])]
+    finetune.main(["--figure3", *paths, "--task", "rte", "--data", str(glue), "--out", str(tmp_path / "f"), *FAST])
+    points = json.loads((tmp_path / "f" / "figure3.json").read_text())
+    assert [p["checkpoint"] for p in points] == paths and (tmp_path / "f" / "figure3.png").stat().st_size > 5000
+    assert [p["hours"] * 3600 for p in points] == pytest.approx([torch.load(p, weights_only=True)["seconds"] for p in paths])
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_encoders_of_the_hub_go_through_the_same_code(family, glue, tmp_path):
+    import tokenizers
+    import transformers
+    words = sorted({w for i in range(60) for w in re.findall(r"\w+|[^\w\s]", sentence(i))})
+    special = {"bert": ("[CLS]", "[PAD]", "[SEP]", "[MASK]"), "roberta": ("<s>", "<pad>", "</s>", "<mask>")}[family]
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate([*special, "[UNK]", *words])}, "[UNK]"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    pair = {"bert": "[CLS] $A [SEP] $B:1 [SEP]:1", "roberta": "<s> $A </s> </s> $B </s>"}[family]
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        f"{special[0]} $A {special[2]}", pair, [(special[0], 0), (special[2], 2)])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=model, cls_token=special[0], pad_token=special[1], sep_token=special[2],
+                                                     mask_token=special[3], unk_token="[UNK]", model_max_length=40)
+    config = {"bert": transformers.BertConfig, "roberta": transformers.RobertaConfig}[family](
+        vocab_size=len(model.get_vocab()), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=42, pad_token_id=1, type_vocab_size=2 if family == "bert" else 1)
+    torch.manual_seed(0)
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path / "hub")
+    tokenizer.save_pretrained(tmp_path / "hub")
+    text = finetune.load_pretrained(f"hf:{tmp_path / 'hub'}", 0.1)
+    pair = some_pairs()[1]
+    _, encoded = encode_sentences(text, [pair, pair._replace(text2=None)])
+    assert [ids.tolist() for ids in encoded.ids] == [tokenizer(*texts)["input_ids"] for texts in (pair[:2], pair[:1])] and text.seq_len == 40
+    both = tokenizer(sentence(1), sentence(2), return_tensors="pt", return_token_type_ids=family == "bert")
+    encoder = text.fresh(0).eval()
+    with torch.no_grad():
+        ours = encoder(both["input_ids"], None, torch.zeros_like(both["input_ids"], dtype=torch.bool))
+        torch.testing.assert_close(ours, encoder.model(**both).last_hidden_state)
+    for task in ("rte", "squad2"):
+        result = tune([f"hf:{tmp_path / 'hub'}"], task, glue, tmp_path / task, "--seeds", "1")
+        assert result["median"] is not None and transformers.AutoModel.from_pretrained(tmp_path / task).config.hidden_size == 32
+
+
+def break_answer(qas):
+    return [{**q, "answers": [{"text": "nobody", "answer_start": 3}] if q["id"] == "q7" else q["answers"]} for q in qas]
+
+
+@pytest.mark.parametrize("task, flags, damage, message", [
+    ("rte", [], lambda d: (d / "RTE" / "dev.tsv").write_text("index\tsentence1\tsentence2\tlabel\n1\ta\tb\tmaybe\n"),
+     "label 'maybe' of 'a' is not in the task: entailment, not_entailment"),
+    ("rte", [], lambda d: (d / "RTE" / "dev.tsv").write_text("index\tsentence1\tlabel\n1\ta\tentailment\n"),
+     "dev.tsv, record 1: no column `sentence2`; found: index, sentence1, label"),
+    ("rte", [], lambda d: (d / "RTE" / "train.tsv").write_text("index\tsentence1\tsentence2\tlabel\n"), "rte, part train in .*: empty"),
+    ("rte", [], lambda d: (d / "RTE" / "train.tsv").unlink(), "no train.tsv there or in RTE/"),
+    ("glue", [], lambda d: (d / "STS-B" / "dev.tsv").unlink(), "no dev.tsv there or in STS-B/"),
+    ("stsb", [], lambda d: (d / "STS-B" / "dev.tsv").write_text("sentence1\tsentence2\tscore\na\tb\tmuch\n"), "label 'much' of 'a' is not in"),
+    ("squad2", [], lambda d: write_squad(d / "SQuAD" / "dev-v2.0.json", change=break_answer),
+     "question q7: answer 'nobody' is not in its context, at character 3"),
+    ("squad2", [], lambda d: (d / "SQuAD" / "train-v2.0.json").write_text("{}"), "not in the format of SQuAD: no 'data'"),
+    ("custom", [], lambda d: (d / "train.csv").write_text("text,kind\na,b\n") and (d / "dev.csv").write_text("text,label\na,b\n"),
+     "train.csv, record 1: no column `label`; found: text, kind"),
+    ("custom", [], lambda d: [(d / f"{p}.jsonl").write_text(json.dumps({"text": "x", "label": p}) + "\n") for p in ("train", "dev")],
+     "label 'dev' of 'x' is not in the task: train"),
+    ("rte", ["--init", "no/such"], lambda d: None, "no/such: no such run folder"),
+    ("rte", ["--epochs", "0"], lambda d: None, "epochs=0.0: use a positive number"),
+    ("rte", ["--seeds", "0"], lambda d: None, "--seeds 0: use a positive number"),
+    ("rte", ["--figure3", "missing.pt"], lambda d: None, "--figure3 missing.pt: needs checkpoints"),
+    ("sst3", [], lambda d: None, "invalid choice: 'sst3'.*mnli.*squad2"),
+])
+def test_bad_input_is_named_in_one_line_before_any_run(task, flags, damage, message, finished, tmp_path, capsys):
+    finetune.read_task.cache_clear()
+    folder = write_glue(tmp_path / "data")
+    damage(folder)
+    error = fails(lambda: tune(finished, task, folder, tmp_path / "out", *flags), capsys)
+    assert re.search(message, error), error
+    assert not (tmp_path / "out" / "sweep.jsonl").exists()
+
+
+# ---- Wrong versions -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("claim, wrong", wrong_versions(globals()))
+def test_the_claim_catches_the_wrong_version(claim, wrong, request, monkeypatch):
+    run_with_wrong_version(claim, wrong, request, monkeypatch)

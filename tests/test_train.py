@@ -1,0 +1,268 @@
+"""Claims about train.py: runs, the schedule, flags, costs."""
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import data
+import maelm
+import train
+from conftest import (HERE, TINY, QUICK, catches, fails, generator, model_and_batch, random_tokens, run, same,
+                      run_with_wrong_version, tiny, wrong_versions)
+
+
+# ---- Runs -----------------------------------------------------------------------------------------------------------
+def test_a_run_folder_holds_what_the_readme_says(finished):
+    out, _ = finished
+    assert {p.name for p in out.iterdir()} == {"config.json", "tokenizer.json", "log.jsonl", "loss.png", "step_0000003.pt",
+                                               "step_0000006.pt"}
+    log = train.read_log(out)
+    assert log[0]["unigram_entropy"] > 1 and log[0]["step"] == 0
+    steps = [line for line in log if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert all({"lr", "tokens_per_second", "seconds", "waiting"} <= set(line) and 0 <= line["waiting"] <= 1 for line in steps)
+    assert [line["step"] for line in log if "val_loss" in line] == [0, 3, 6]
+
+
+def test_speed_and_seconds_do_not_depend_on_when_it_is_evaluated(corpus, tmp_path, monkeypatch):
+    """With a clock that only a step moves, by 1 s, and an evaluation, by 100 s."""
+    now = [0.0]
+
+    def passing(seconds, function):
+        def slow(*arguments):
+            now[0] += seconds
+            return function(*arguments)
+        return slow
+
+    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(train, "train_step", passing(1, train.train_step))
+    monkeypatch.setattr(train, "evaluate", passing(100, train.evaluate))
+    run(corpus, tmp_path / "run", "--log-interval", "4", "--eval-interval", "1")
+    log = train.read_log(tmp_path / "run")
+    assert [line["seconds"] for line in log if "val_loss" in line and line["step"]] == [1, 2, 3, 4, 5, 6]
+    assert [line["tokens_per_second"] for line in log if "loss" in line] == [8 * 24, 8 * 24]
+
+
+@catches("train.pretrain", "optimizer.load_state_dict(saved)", "pass", stop=4)
+@catches("train.train_step", "torch.manual_seed(seed_of(train.seed, step, number))", "pass", stop=4)
+@catches("train.batch_of_step", "rows_of_step(train.seed, step, train",
+         "rows_of_step(train.seed, np.random.randint(1000), train", stop=4)
+@pytest.mark.parametrize("stop", [1, 2, 4])
+def test_a_continued_run_equals_an_uninterrupted_one_bitwise(corpus, finished, tmp_path, stop):
+    run(corpus, tmp_path / "run", "--stop-at", str(stop))
+    assert same(run(corpus, tmp_path / "run"), finished[1])
+    steps = [line["step"] for line in train.read_log(tmp_path / "run") if "loss" in line]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_two_processes_equal_one_with_accumulation_over_20_steps_with_dropout(corpus, tmp_path):
+    longer = ["--max-steps", "20", "--eval-interval", "10", "--checkpoint-interval", "20"]
+    one = run(corpus, tmp_path / "one", *longer)["model"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py", "--data",
+               str(corpus[1]), "--out", str(tmp_path / "two"), *QUICK, *longer]
+    subprocess.run(command, cwd=HERE, check=True, capture_output=True, timeout=240)
+    two = torch.load(tmp_path / "two" / "step_0000020.pt", weights_only=True)["model"]
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, atol=1e-6, rtol=0)
+    losses = [[line["loss"] for line in train.read_log(tmp_path / name) if "loss" in line] for name in ("one", "two")]
+    assert len(losses[0]) == 20 and np.allclose(*losses, atol=1e-6, rtol=0)
+
+
+def test_the_seed_decides_everything(corpus, finished, tmp_path):
+    assert same(run(corpus, tmp_path / "same"), finished[1])
+    assert not same(run(corpus, tmp_path / "other", "--seed", "1"), finished[1])
+
+
+def test_the_same_command_never_destroys_a_finished_run(corpus, finished, capsys):
+    out, _ = finished
+    before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()}
+    run(corpus, out)
+    assert "finished at step 6" in capsys.readouterr().out
+    assert before == {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()}
+
+
+def test_a_diverging_run_stops_with_a_clear_line(corpus, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        run(corpus, tmp_path / "run", "--learning-rate", "1e30", "--optimizer", "adamw")
+    assert exit.value.code == 2 and "the gradient is not finite" in capsys.readouterr().err
+
+
+def test_training_learns_the_little_language_and_fills_in_its_words(corpus, tmp_path, capsys):
+    for ablation in ("mae-lm", "mlm"):
+        out = tmp_path / ablation
+        run(corpus, out, "--max-steps", "300", "--batch-size", "16", "--eval-interval", "300", "--ablation", ablation,
+            "--dropout", "0", "--checkpoint-interval", "300")
+        log = train.read_log(out)
+        assert log[-1]["val_loss"] < 0.5 * log[0]["unigram_entropy"], ablation
+        capsys.readouterr()
+        train.main(["--fill-mask", "my friend likes [MASK] bread today, number 12.", "--init", str(out)])
+        assert capsys.readouterr().out.startswith("[MASK] 1: some 0.")
+
+
+# ---- The schedule ---------------------------------------------------------------------------------------------------
+def test_learning_rate_warms_up_and_falls_linearly_to_zero():
+    factors = [train.learning_rate_factor(s, 4, 12) for s in range(12)]
+    assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert np.allclose(np.diff(factors[4:]), -1 / 8) and train.learning_rate_factor(12, 4, 12) == 0
+    assert train.learning_rate_factor(0, 0, 5) == 1
+
+
+@catches("train.learning_rate_factor", "(step + 1) / warmup_steps", "step / warmup_steps")
+def test_warm_up_rises_in_equal_steps_and_ends_at_the_peak():
+    assert [train.learning_rate_factor(s, 4, 12) for s in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1])
+
+
+@catches("train.learning_rate_factor", "/ (max_steps - warmup_steps)", "/ max_steps")
+@catches("train.learning_rate_factor", "step < warmup_steps", "step <= warmup_steps")
+def test_after_warm_up_the_rate_falls_linearly_to_zero():
+    factors = [train.learning_rate_factor(s, 4, 12) for s in range(4, 13)]
+    assert factors == pytest.approx([1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0])
+
+
+@catches("train.learning_rate_factor", "(max_steps - step)", "(max_steps - step - 1)")
+def test_without_warm_up_the_first_step_has_the_peak_rate():
+    assert [train.learning_rate_factor(s, 0, 2) for s in range(2)] == pytest.approx([1, 0.5])
+
+
+# ---- What a step costs ----------------------------------------------------------------------------------------------
+@catches("maelm.Decoder.forward", "if self.cross else None", "if True else None")
+@catches("train.flops", "m if config.decoder_layers else predicted, m", "m, m")
+@catches("train.flops", "[length] * (layers - 1) + [last]", "[length] * layers")
+@catches("train.flops", "+ 2 * q * s * dim", "+ q * s * dim")
+@catches("train.flops", "[m] * config.decoder_cross", "[n] * config.decoder_cross")
+def test_counted_flops_are_pytorchs(bench):
+    """Of forward and backward, for every row of Table 2; and of RoBERTa and ModernBERT of the same size."""
+    sizes = {"dec-512": dict(decoder_dim=16), "dec-1024": dict(decoder_dim=48)}
+    for name, change in maelm.ABLATIONS.items():
+        config = tiny(**TINY | dict(encoder_layers=3, dropout=0.1) | change | sizes.get(name, {}))
+        model, tokens = maelm.MAELM(config), random_tokens(2)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens, maelm.corrupt(tokens, config, generator(0))).backward()
+        assert counter.get_total_flops() == 2 * train.flops(config), name
+    for make in (bench.gpu.roberta, bench.gpu.modernbert):
+        config = tiny(encoder_dim=48, mask_in_encoder=1.0, decoder_layers=0)
+        model = make(config)
+        model.set_attn_implementation("eager")
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=random_tokens(2), labels=random_tokens(2)).loss.backward()
+        assert counter.get_total_flops() == 2 * train.flops(config, predicted=24), make
+
+
+def test_checkpointing_gives_the_same_gradients_from_fewer_saved_bytes():
+    def step(model, tokens, corruption):
+        saved = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.update({x.data_ptr(): x.nbytes}) or x, lambda x: x):
+            torch.manual_seed(3)
+            loss = model(tokens, corruption)
+        loss.backward()
+        return [p.grad for p in model.parameters()], sum(saved.values())
+
+    model, *batch = model_and_batch(dropout=0.2, encoder_layers=4)
+    before, whole = step(model.train(), *batch)
+    model, *batch = model_and_batch(dropout=0.2, encoder_layers=4)
+    train.checkpoint_activations(model)
+    after, part = step(model.train(), *batch)
+    assert all(torch.equal(a, b) for a, b in zip(before, after)) and part < whole / 2
+
+
+def test_a_compiled_run_does_not_compile_again_after_its_first_steps_and_equals_the_eager_one(corpus, tmp_path, monkeypatch):
+    def end(name, *flags):
+        losses = []
+        original = train.train_step
+
+        def step(*arguments):
+            torch.compiler.set_stance("fail_on_recompile" if len(losses) > 2 else "default")
+            losses.append(float(original(*arguments)))
+            return torch.tensor(losses[-1])
+
+        monkeypatch.setattr(train, "train_step", step)
+        monkeypatch.setattr(maelm.MAELM, "compile", lambda self, **options: torch.nn.Module.compile(self, backend="aot_eager", **options))
+        run(corpus, tmp_path / name, "--max-steps", "7", "--eval-interval", "2", "--dropout", "0", *flags)
+        monkeypatch.setattr(train, "train_step", original)
+        torch.compiler.set_stance("default")
+        return losses
+
+    torch.testing.assert_close(end("compiled", "--compile"), end("eager"), rtol=1e-5, atol=0)
+
+
+def test_an_estimate_states_what_a_run_takes_without_making_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train.main("--preset base --estimate --devices 64 --mfu 0.4 --peak 300".split())
+    printed = capsys.readouterr().out
+    work = train.flops(maelm.Config()) * 2048 * 125_000
+    assert f"{work / 64 / 300e12 / 0.4 / 3600:,.1f} hours" in printed and "131.1 G tokens" in printed
+    assert f"{sum(p.numel() for p in maelm.MAELM(maelm.Config()).parameters()):,}, of which" in printed
+    assert "1 micro-batches of 32 on each of 64 devices" in printed and not list(tmp_path.iterdir())
+
+
+# ---- The command ----------------------------------------------------------------------------------------------------
+def test_default_preset_ablation_flag_in_rising_precedence():
+    config, recipe, _ = train.parse(["--preset", "base++", "--ablation", "enc-mask", "--encoder-layers", "6", "--seed", "3"])
+    assert (config.vocab_size, config.mask_in_encoder, config.encoder_layers, config.seq_len) == (64000, 1.0, 6, 512)
+    assert (recipe.learning_rate, recipe.seed, recipe.batch_size) == (2e-4, 3, 2048)
+    config, _, _ = train.parse(["--ablation", "enc-mask-dec-resets", "--no-decoder-reset"])
+    assert config == train.parse(["--ablation", "enc-mask"])[0]
+
+
+def test_presets_are_table_4():
+    table = {"base": (125_000, 5e-4, 32, 128, 2.0), "base++": (2_000_000, 2e-4, 64, 128, 2.0),
+             "large++": (1_000_000, 1e-4, 128, 256, 1.0)}
+    for name, expected in table.items():
+        c, t, _ = train.parse(["--preset", name])
+        assert (t.max_steps, t.learning_rate, c.rel_pos_buckets, c.rel_pos_max_distance, t.clip_norm) == expected
+        assert (t.batch_size, t.warmup_steps, t.adam_epsilon, t.adam_beta1, t.adam_beta2, t.weight_decay, t.optimizer) == (
+            2048, 10_000, 1e-6, 0.9, 0.98, 0.01, "adamw")
+        assert (c.dropout, c.mask_rate, c.seq_len, c.norm, c.decoder_layers, c.init_std) == (0.1, 0.15, 512, "post", 4, 0.02)
+        assert c.decoder_dim == c.encoder_dim and t.uncased == (name == "base")
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--encoder-layer", "3"], "unknown flag --encoder-layer; the flags are .*--encoder-layers"),
+    (["--preset", "huge"], "invalid choice: 'huge' .*toy.*large"),
+    (["--ablation", "bert"], "invalid choice: 'bert' .*mae-lm.*dec-1024"),
+    (["--max-steps", "many"], "--max-steps: invalid int value: 'many'"),
+    (["--init", "out/toy"], "--init out/toy: for --fill-mask only"), (["--estimate", "--mfu", "nan"], "--mfu nan: use a positive"),
+    (["--estimate", "--preset", "base", "--devices", "6"], "batch_size=2048 is not a multiple of 6 processes; change --batch-size"),
+    (["--init-std", "-1"], "init_std=-1.0: it needs init_std > 0"), (["--seed", "9" * 20], "use 0 <= seed < 2"),
+    (["--norm", "mid"], r"norm='mid': it needs norm in \('post', 'pre'\)"),
+    (["--optimizer", "sgd"], "optimizer='sgd': use adamw or muon"),
+    (["--warmup-steps", "1000000"], "warmup_steps=1000000: it exceeds max_steps="),
+    (["--batch-size", "0"], "batch_size=0: use a positive number"),
+    (["--resume", "--out", "no/such/run"], "--resume: no/such/run holds no run to continue"),
+    (["--fill-mask", "a [MASK]", "--init", "no/such/run"], "no/such/run: no such run folder"),
+])
+def test_a_bad_command_line_gets_one_line(flags, message, capsys):
+    assert re.search(message, fails(lambda: train.main(flags), capsys))
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--micro-batch-size", "3"], "batch_size=8 is not a multiple of micro_batch_size=3 times 1"),
+    (["--mask-rate", "0.99"], r"mask_rate=0.99 masks 24 of 24 tokens, but the smallest row has \d+ real tokens"),
+    (["--mask-rate", "0.001"], "mask_rate=0.001 masks 0 of 24 tokens"),
+])
+def test_what_cannot_work_is_found_before_anything_is_written(corpus, tmp_path, flags, message, capsys):
+    assert re.search(message, fails(lambda: run(corpus, tmp_path / "run", *flags), capsys))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_or_forbidden_disk_is_named(corpus, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    assert "choose another" in fails(lambda: run(corpus, tmp_path / "file"), capsys)
+    usage = train.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: usage._replace(free=10))
+    assert "0.0 GB are free" in fails(lambda: run(corpus, tmp_path / "run"), capsys)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(data.UserError, match="cannot write .*No space left"):
+        with data.atomic(tmp_path / "x"):
+            raise OSError(28, "No space left on device")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]
+
+
+# ---- Wrong versions -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("claim, wrong", wrong_versions(globals()))
+def test_the_claim_catches_the_wrong_version(claim, wrong, request, monkeypatch):
+    run_with_wrong_version(claim, wrong, request, monkeypatch)
