@@ -23,7 +23,7 @@ import torch
 import conftest
 import data
 import test_maelm as method
-from tests import test_finetune as tuning
+from tests import test_tasks as scoring
 from tests import test_train as training
 
 try:
@@ -56,11 +56,11 @@ TASKS = {  # function or Class.method: from easy to hard
         method.test_no_variance_has_rank_none,
         method.test_tau_must_be_a_share,
     )),
-    "matthews": Task("finetune", "easy", (
-        tuning.test_matthews_of_two_labels_is_the_textbook_formula,
-        tuning.test_matthews_is_one_for_equal_labels_and_zero_for_a_constant,
-        tuning.test_matthews_does_not_depend_on_the_names_of_the_labels,
-        tuning.test_matthews_of_three_labels_is_gorodkins,
+    "matthews": Task("tasks", "easy", (
+        scoring.test_matthews_of_two_labels_is_the_textbook_formula,
+        scoring.test_matthews_is_one_for_equal_labels_and_zero_for_a_constant,
+        scoring.test_matthews_does_not_depend_on_the_names_of_the_labels,
+        scoring.test_matthews_of_three_labels_is_gorodkins,
     )),
     "effective_rank": Task("rank", "medium", (
         method.test_rank_is_exact_on_built_spectra,

@@ -18,6 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 
 import maelm  # noqa: E402
 import rank  # noqa: E402
+import run  # noqa: E402
 import train  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -57,7 +58,9 @@ def model_and_batch(**fields):
 
 
 # ---- A small corpus, a short run ------------------------------------------------------------------------------------
-SUBJECTS, VERBS, OBJECTS = "the cat|a dog|my friend|Anna".split("|"), "sees|likes|finds|has".split("|"), "a tree|some bread".split("|")
+SUBJECTS = "the cat", "a dog", "my friend", "Anna"
+VERBS = "sees", "likes", "finds", "has"
+OBJECTS = "a tree", "some bread"
 
 
 def sentence(i):
@@ -78,14 +81,15 @@ def corpus(tmp_path_factory):
     import data  # the right one, even while a wrong version has its place
     folder = tmp_path_factory.mktemp("corpus")
     text = write_corpus(folder / "text.txt")
-    data.main(["prepare", "--data", str(text), "--out", str(folder / "shards"), "--vocab-size", "320", "--seq-len", "24",
-               "--val-share", "0.1"])
+    data.main(["prepare", "--data", str(text), "--out", str(folder / "shards"), "--vocab-size", "320",
+               "--seq-len", "24", "--val-share", "0.1"])
     return text, folder / "shards"
 
 
-MODEL = ["--vocab-size", "320", "--seq-len", "24", "--encoder-layers", "2", "--encoder-dim", "32", "--encoder-heads", "2"]
-QUICK = [*MODEL, "--dropout", "0.1", "--precision", "fp32", "--batch-size", "8", "--micro-batch-size", "4", "--max-steps", "6",
-         "--warmup-steps", "2", "--eval-interval", "3", "--eval-rows", "16", "--log-interval", "1",
+MODEL = ["--vocab-size", "320", "--seq-len", "24", "--encoder-layers", "2", "--encoder-dim", "32",
+         "--encoder-heads", "2"]
+QUICK = [*MODEL, "--dropout", "0.1", "--precision", "fp32", "--batch-size", "8", "--micro-batch-size", "4",
+         "--max-steps", "6", "--warmup-steps", "2", "--eval-interval", "3", "--eval-rows", "16", "--log-interval", "1",
          "--checkpoint-interval", "3", "--keep-checkpoints", "0"]
 
 
@@ -94,7 +98,7 @@ def last_checkpoint(out):
     return torch.load(sorted(out.glob("step_*.pt"))[-1], weights_only=True)
 
 
-def run(corpus, out, *flags):
+def short_run(corpus, out, *flags):
     """A short run of train.py on the prepared corpus; returns its last checkpoint."""
     train.main(["--data", str(corpus[1]), "--out", str(out), *QUICK, *flags])
     return last_checkpoint(out)
@@ -127,7 +131,61 @@ def fails(command, capsys):
 
 def one_place():
     """The processor, alone, in float32."""
-    return train.Place(0, 1, torch.device("cpu"), torch.float32)
+    return run.Place(0, 1, torch.device("cpu"), torch.float32)
+
+
+# ---- Files of the tasks of fine-tuning -------------------------------------------------------------------------------
+PAIRS = ("index", "sentence1", "sentence2", "label")
+
+
+def write_glue(folder, count=12):
+    """All eight tasks and SQuAD in the formats of their releases, a few rows each."""
+    def rows(name, file, header, line):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        body = "".join("\t".join(map(str, line(i))) + "\n" for i in range(count))
+        (folder / name / file).write_text(("\t".join(header) + "\n" if header else "") + body, encoding="utf-8")
+
+    a, b, entailed = sentence, lambda i: sentence(i + 3), lambda i: ("entailment", "not_entailment")[i % 2]
+    three = ("neutral", "entailment", "contradiction")
+    for part in ("train", "dev"):
+        rows("CoLA", f"{part}.tsv", None, lambda i: ("gj04", i % 2, "*", f'"{a(i)}'))
+        rows("SST-2", f"{part}.tsv", ("sentence", "label"), lambda i: (a(i) + " ", i % 2))
+        rows("MRPC", f"{part}.tsv", ("\ufeffQuality", "#1 ID", "#2 ID", "#1 String", "#2 String"),
+             lambda i: (i % 2, 1, 2, a(i), b(i)))
+        rows("RTE", f"{part}.tsv", PAIRS, lambda i: (i, a(i), b(i), entailed(i)))
+        rows("QNLI", f"{part}.tsv", ("index", "question", "sentence", "label"), lambda i: (i, a(i), b(i), entailed(i)))
+        rows("QQP", f"{part}.tsv", ("id", "qid1", "qid2", "question1", "question2", "is_duplicate"),
+             lambda i: (i, 1, 2, a(i), b(i), i % 2))
+        rows("STS-B", f"{part}.tsv", ("index", "genre", "filename", "year", "old_index", "source1", "source2",
+                                    "sentence1", "sentence2", "score"),
+             lambda i: (i, "g", "f", 2012, 1, "none", "none", a(i), b(i), f"{i % 6:.3f}"))
+    mnli = ("index", "promptID", "sentence1", "sentence2", "label1", "gold_label")
+    for file in ("train.tsv", "dev_matched.tsv", "dev_mismatched.tsv"):
+        rows("MNLI", file, mnli, lambda i: (i, 7, a(i), b(i), "wrong", three[i % 3]))
+    with open(folder / "QQP" / "train.tsv", "a") as file:
+        file.write("99\t1\t2\tcut off\n")
+    for part in ("train", "dev"):
+        write_squad(folder / "SQuAD" / f"{part}-v2.0.json", count)
+    return folder
+
+
+def write_squad(path, count=12, change=lambda qas: qas):
+    """Write a SQuAD file: one answerable and one unanswerable question for each of `count` paragraphs."""
+    paragraphs = []
+    for i in range(count):
+        context, subject = sentence(i), SUBJECTS[i % 4]
+        qas = [{"id": f"q{i}", "question": "who is it?", "is_impossible": False,
+                "answers": [{"text": subject, "answer_start": 0}]},
+               {"id": f"n{i}", "question": "what not?", "is_impossible": True, "answers": []}]
+        paragraphs.append({"context": context, "qas": change(qas)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"version": "v2.0", "data": [{"title": "t", "paragraphs": paragraphs}]}))
+
+
+@pytest.fixture(scope="session")
+def glue(tmp_path_factory):
+    """A folder with small files of all tasks."""
+    return write_glue(tmp_path_factory.mktemp("glue"))
 
 
 # ---- Matrices of known rank -----------------------------------------------------------------------------------------
@@ -137,8 +195,8 @@ TAUS = (0.5, 0.8, 0.9, 0.95, 0.99)
 def built(kind, n=2000, d=48):
     """(n, d) float32 with a known kind of spectrum, rotated, and in all but one case a mean row that is not small."""
     random = np.random.default_rng(len(kind))
-    scale = {"geometric": 0.8 ** np.arange(d), "power": 1 / np.arange(1, d + 1), "two-step": np.where(np.arange(d) < 7, 9, 0.3),
-             "rogue": 0.9 ** np.arange(d)}[kind]
+    scale = {"geometric": 0.8 ** np.arange(d), "power": 1 / np.arange(1, d + 1),
+             "two-step": np.where(np.arange(d) < 7, 9, 0.3), "rogue": 0.9 ** np.arange(d)}[kind]
     rotation = np.linalg.qr(random.standard_normal((d, d)))[0]
     h = random.standard_normal((n, d)) * scale @ rotation + (kind != "power") * random.standard_normal(d)
     if kind == "rogue":

@@ -14,6 +14,7 @@ two processes and 0.1 GB for each further one (the sample, a shard, two blocks a
 """
 import argparse
 import ast
+import csv
 import functools
 import gzip
 import hashlib
@@ -23,7 +24,6 @@ import json
 import lzma
 import mmap
 import os
-import re
 import signal
 import sys
 import sysconfig
@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
@@ -49,6 +50,7 @@ BLOCK_CHARACTERS = 1 << 20  # text that is encoded at a time
 LONGEST = 1 << 22  # characters; a longer document, longer than any book, is cut into several
 LONGEST_LINE = 1 << 26  # characters
 PROCESS_BYTES = 1 << 26  # of text for each process: a small corpus is not worth starting one
+VAL_SHARE = 0.01  # of the documents, held out for validation
 
 
 class UserError(ValueError):
@@ -64,7 +66,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, argv: list[str] | None = None) -> argparse.Namespace:
         options, unknown = self.parse_known_args(argv)
         if unknown:
-            valid = sorted(flag for action in self._actions for flag in action.option_strings if flag[:5] != "--no-")
+            valid = sorted(flag for flag in self._option_string_actions if not flag.startswith("--no-"))
             self.error(f"unknown flag {unknown[0]}; the flags are {' '.join(valid)}")
         return options
 
@@ -88,7 +90,7 @@ def atomic(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # or a power cut could leave the new name with nothing behind it
         os.replace(temporary, path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}; free some space or choose another "
@@ -104,15 +106,25 @@ def write_json(path: Path, value: object) -> None:
         temporary.write_text(json.dumps(value, indent=1) + "\n")
 
 
+def compare_runs(folder: Path, there: dict, here: dict) -> None:
+    """UserError that lists the fields of `here`, our settings, that differ in `there`, those `folder` was made with."""
+    differs = []
+    for name, value in here.items():
+        if there.get(name) != value:
+            differs.append(f"{name}={there.get(name)!r} there, {value!r} here")
+    if differs:
+        raise UserError(f"{folder} was made with other settings: {'; '.join(differs)}; choose another --out")
+
+
 # ---- 1. Tokenizer -------------------------------------------------------------------------------------------
 PIECES = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"  # no merge crosses the border of a piece
 
 
 def byte_letters() -> dict[int, str]:
     """The byte-level alphabet of GPT-2 (Radford et al., 2019): a printable letter for each of the 256 bytes."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    others = [b for b in range(256) if chr(b) == " " or not chr(b).isprintable()]
+    printable = {b: chr(b) for b in range(256) if b not in others}
+    return printable | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 class Tokenizer:
@@ -122,8 +134,10 @@ class Tokenizer:
         self.model = model
         self.uncased = model.normalizer is not None
         byte = {letter: b for b, letter in byte_letters().items()}
-        ranks = {bytes(byte[letter] for letter in token): i
-                 for token, i in model.get_vocab().items() if token not in SPECIALS}
+        ranks = {}  # the bytes of each token -> its id, which is also the order of the merges
+        for token, i in model.get_vocab().items():
+            if token not in SPECIALS:
+                ranks[bytes(byte[letter] for letter in token)] = i
         self.tiktoken = tiktoken.Encoding("maelm", pat_str=PIECES, mergeable_ranks=ranks,
                                           special_tokens={name: i for i, name in enumerate(SPECIALS)})
 
@@ -132,15 +146,17 @@ class Tokenizer:
         """Learn merges until `vocab_size` rows are used, special tokens and bytes included (fewer if the text
         has no more pairs). Ties between equally frequent pairs go to the lower ids."""
         letters = byte_letters()
-        most = 1 << 16  # characters; tokenizers needs a hundred times the memory of what it is given at once
-        texts = (text[i:i + most] for text in texts for i in range(0, len(text), most))
         learner = tokenizers.Tokenizer(tokenizers.models.BPE())
         dress(learner, uncased)
-        learner.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
-            vocab_size=vocab_size - NUM_SPECIAL, initial_alphabet=list(letters.values()), show_progress=False))
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - NUM_SPECIAL, show_progress=False,
+                                                 initial_alphabet=list(letters.values()))
+        # tokenizers needs a hundred times the memory of what it is given at once.
+        learner.train_from_iterator(cut(texts, 1 << 16), trainer)
         merges = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
-        tokens = dict.fromkeys([*SPECIALS, *(letters[b] for b in range(256)), *(a + b for a, b in merges)])
-        vocabulary = {token: i for i, token in enumerate(tokens)}
+        # The learner numbers its tokens otherwise: build the model again with ids in our order.
+        tokens = SPECIALS + [letters[b] for b in range(256)] + [a + b for a, b in merges]
+        distinct = dict.fromkeys(tokens)  # two merges can make the same token
+        vocabulary = {token: i for i, token in enumerate(distinct)}
         model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
         dress(model, uncased)
         model.add_special_tokens(SPECIALS)
@@ -167,8 +183,13 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = False) -> np.ndarray:
         """Token ids (length,) uint32. `[MASK]` and its like are plain text unless `special`."""
-        text = text if not self.uncased else text.lower() if not special else lower_around_specials(text)
-        return self.tiktoken.encode_to_numpy(text, allowed_special="all" if special else set(), disallowed_special=())
+        if self.uncased:
+            text = text.lower()
+        if not special:
+            return self.tiktoken.encode_to_numpy(text, disallowed_special=())
+        for name in SPECIALS:  # which are in upper case
+            text = text.replace(name.lower(), name)
+        return self.tiktoken.encode_to_numpy(text, allowed_special="all")
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD, rows that no token uses become nothing."""
@@ -185,18 +206,14 @@ def dress(model: tokenizers.Tokenizer, uncased: bool) -> None:
     model.decoder = tokenizers.decoders.ByteLevel()
 
 
-def lower_around_specials(text: str) -> str:
-    """Lower-case `text`, but not the names of special tokens in it."""
-    pieces = re.split("(" + "|".join(map(re.escape, SPECIALS)) + ")", text)
-    return "".join(piece if piece in SPECIALS else piece.lower() for piece in pieces)
-
-
 # ---- 2. Documents -------------------------------------------------------------------------------------------
 DOCS_PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib",
                  "pyarrow", "fsspec", "jinja2", "mpmath", "tiktoken", "tokenizers", "tqdm")  # requirements install them
 DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give a docstring to C code
 TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
-READERS = {"": open, ".gz": gzip.open, ".xz": lzma.open}
+TEXT_FORMATS = (".txt", ".jsonl", ".parquet")
+Part = tuple[str, str]  # of a source: docs, hf or one of TEXT_FORMATS; its name
+UNPACK = {".gz": gzip.open, ".xz": lzma.open}
 
 
 def docs_files() -> list[tuple[str, Path]]:
@@ -204,9 +221,14 @@ def docs_files() -> list[tuple[str, Path]]:
     roots = [("python", Path(sysconfig.get_path("stdlib")))]
     for name in DOCS_PACKAGES:
         spec = importlib.util.find_spec(name)  # finds, does not import
-        roots += [(name, Path(place)) for place in (spec.submodule_search_locations if spec else None) or []]
-    return [(library, path) for library, root in roots for path in sorted(root.rglob("*.py"))
-            if not TEST_FOLDERS & set(path.relative_to(root).parts)]
+        if spec is not None:
+            roots += [(name, Path(place)) for place in spec.submodule_search_locations or []]
+    found = []
+    for library, root in roots:
+        for path in sorted(root.rglob("*.py")):
+            if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts):
+                found.append((library, path))
+    return found
 
 
 def docstrings(path: Path) -> list[str]:
@@ -221,22 +243,29 @@ def docstrings(path: Path) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             found.append(ast.get_docstring(node) or "")
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in DOCUMENTING:
-            strings = [s.value for s in ast.walk(node) if isinstance(s, ast.Constant) and isinstance(s.value, str)]
-            found.append(max(strings, key=len, default=""))
+        elif isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", None))  # of module.f(...), of f(...)
+            if name in DOCUMENTING:
+                found.append(max(strings_in(ast.walk(node)), key=len, default=""))
         elif isinstance(node, ast.Dict) and path.parent.name == "pydoc_data":
-            found += [s.value for s in node.values if isinstance(s, ast.Constant)]
+            found += strings_in(node.values)
     return [text.strip() for text in found if len(text.split()) > 3]
+
+
+def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
+    """The string constants among the nodes of a syntax tree."""
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
 @functools.cache
 def read_docs(progress: bool = False) -> list[tuple[str, str]]:
     """(library, text) of every distinct documentation string on this machine: English that needs no download."""
     files = docs_files()
+    # Parsing takes most of the time, so all cores do it.
     texts = in_order(docstrings, [path for _, path in files], os.cpu_count() or 1)
-    first = {}
-    for (library, _), found in zip(files, tqdm(texts, "reading documentation", len(files), unit="file", leave=False,
-                                               disable=not progress)):
+    texts = tqdm(texts, "reading documentation", len(files), unit="file", leave=False, disable=not progress)
+    first = {}  # the library in which a text was seen first
+    for (library, _), found in zip(files, texts):
         for text in found:
             first.setdefault(text, library)
     return [(library, text) for text, library in first.items()]
@@ -245,10 +274,12 @@ def read_docs(progress: bool = False) -> list[tuple[str, str]]:
 def lines(path: Path) -> Iterator[str]:
     """Lines of a text file, .gz and .xz unpacked, those beyond LONGEST_LINE in pieces; UserError names the file and
     the offset of undecodable bytes."""
+    unpack = UNPACK.get(path.suffix, open)
     try:
-        with READERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig", newline="\n") as file:
+        with unpack(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             try:
-                yield from iter(functools.partial(file.readline, LONGEST_LINE), "")
+                while line := file.readline(LONGEST_LINE):
+                    yield line
             except UnicodeDecodeError as error:
                 offset = file.buffer.tell() - len(error.object) + error.start  # error.object is what was read last
                 raise UserError(f"{path}: byte {offset} is not UTF-8 (0x{error.object[error.start]:02x}); convert the "
@@ -257,109 +288,159 @@ def lines(path: Path) -> Iterator[str]:
         raise UserError(f"{path}: damaged {path.suffix} file: {error}") from error
 
 
+def read_jsonl(path: Path) -> Iterator[dict]:
+    """The objects of a .jsonl file, one a line; UserError names the file and the line that is none."""
+    for number, line in enumerate(lines(path), start=1):
+        if line.isspace():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}, line {number}: not JSON, or longer than {LONGEST_LINE:,}: {error}") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{path}, line {number}: not an object with named fields, but {line[:20].strip()}")
+        yield record
+
+
+def read_csv(path: Path) -> Iterator[dict]:
+    """Rows of a .csv file; the first one names the columns. UserError names the file and the line that is no CSV."""
+    reader = csv.DictReader(lines(path))
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.reader.line_num}: not CSV: {error}") from error
+
+
+def read_tsv(path: Path, header: tuple[str, ...] = ()) -> Iterator[dict]:
+    """Rows of a GLUE file: tab-separated, quotes are plain characters, the first row names the columns unless `header`
+    does. Rows that are cut off, as a few of QQP's, are left out."""
+    rows = (line.rstrip("\r\n").split("\t") for line in lines(path))
+    names = header or next(rows, ())
+    for row in rows:
+        if len(row) >= len(names):
+            yield dict(zip(names, row))
+
+
+def read_parquet(path: Path) -> Iterator[dict]:
+    """Rows of a .parquet file; UserError names a file that is none."""
+    import pyarrow
+    import pyarrow.parquet
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=64):
+            yield from batch.to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{path}: not a Parquet file: {error}") from error
+
+
+RECORDS = {".csv": read_csv, ".jsonl": read_jsonl, ".parquet": read_parquet, ".tsv": read_tsv}
+
+
+def load_hub_dataset(name: str, split: str, streaming: bool) -> Iterator[dict]:
+    """Records of a part of NAME[:CONFIG] on the Hugging Face Hub, or of a local folder that `datasets` loads;
+    UserError if it cannot be loaded."""
+    import datasets
+    path, _, config = name.partition(":")
+    try:
+        yield from datasets.load_dataset(path, config or None, split=split, streaming=streaming)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).strip() or type(error).__name__
+        raise UserError(f"hf:{name}: cannot be loaded ({reason.splitlines()[0]}). Is the name right, and the network "
+                        "there? Files of your own and docs need neither") from error
+
+
 def read_text(path: Path) -> Iterator[str]:
     """Documents of a .txt file: separated by blank lines."""
     for blank, group in itertools.groupby(lines(path), key=str.isspace):
         if not blank:
-            yield from ("".join(document).strip() for document in blocks(group, LONGEST))
+            for document in blocks(group, LONGEST):
+                yield "".join(document).strip()
 
 
-def read_jsonl(path: Path) -> Iterator[str]:
-    """Documents of a .jsonl file: the field `text` of each line."""
-    for number, line in enumerate(lines(path), start=1):
-        try:
-            record = json.loads(line) if line.strip() else {"text": ""}
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: not JSON, or longer than {LONGEST_LINE:,}: {error}") from error
-        yield text_field(record, f"{path}, line {number}")
-
-
-def text_field(record: object, where: str) -> str:
-    """`record["text"]`, or a UserError that lists the columns that are there."""
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        columns = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-        raise UserError(f"{where}: no text column `text`; found: {columns}")
-    return record["text"].encode(errors="replace").decode()  # JSON can hold half a surrogate pair
-
-
-def read_parquet(path: Path) -> Iterator[str]:
-    """Documents of a .parquet file: its column `text`."""
-    import pyarrow
-    import pyarrow.parquet
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{path}: not a Parquet file: {error}") from error
-    text_field({name: "" for name in file.schema_arrow.names}, str(path))
-    for batch in file.iter_batches(columns=["text"], batch_size=64):
-        yield from (text for text in batch.column(0).to_pylist() if text)
-
-
-def read_hub(name: str) -> Iterator[str]:
-    """Documents of a data set of the Hugging Face Hub, or of a local folder that `datasets` loads; streamed."""
-    import datasets
-    path, _, config = name.partition(":")
-    try:
-        stream = datasets.load_dataset(path, config or None, split="train", streaming=True)
-        for record in stream:
-            yield text_field(record, f"hf:{name}")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        if isinstance(error, UserError):
-            raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"hf:{name}: cannot be loaded ({reason}). Is the name right, and the network there? "
-                        "--data docs needs neither") from error
-
-
-FORMATS = {".txt": read_text, ".jsonl": read_jsonl, ".parquet": read_parquet}
-
-
-def parts(source: str) -> list[tuple[str, str]]:
-    """Split --data at `+` and folders into (kind, name) parts, in a fixed order: kind is docs, hf or a suffix."""
-    found = []
-    for name in source.split("+"):
-        kind, path = name.partition(":")[0], Path(name).expanduser()
-        if kind in ("docs", "hf"):
-            found.append((kind, name.partition(":")[2]))
+def texts_of(records: Iterable[dict], where: str) -> Iterator[str]:
+    """The field `text` of records, null ones left out; UserError says where it is missing and what is there."""
+    for number, record in enumerate(records, start=1):
+        text = record.get("text")
+        if text is None and "text" in record:
             continue
+        if not isinstance(text, str):
+            raise UserError(f"{where}, record {number}: no text column `text`; found: {', '.join(record)}")
+        yield text.encode(errors="replace").decode()  # JSON can hold half a surrogate pair
+
+
+def cut(texts: Iterable[str], most: int) -> Iterator[str]:
+    """Texts in pieces of at most so many characters."""
+    for text in texts:
+        for start in range(0, len(text), most):
+            yield text[start:start + most]
+
+
+def names_in(source: str) -> list[str]:
+    """The names that --data joins by `+`. A path that exists is one name, whatever it contains. UserError if one is
+    empty."""
+    if source and Path(source).expanduser().exists():
+        return [source]
+    names = source.split("+")
+    if "" in names:
+        raise UserError(f"--data {source!r}: a name in it is empty, and no file is called that; give docs, a file, a "
+                        "folder or hf:NAME, joined by single +")
+    return names
+
+
+def parts(source: str) -> list[Part]:
+    """--data as parts, folders as their files, in a fixed order. UserError if a name has no text."""
+    found = []
+    for name in names_in(source):
+        kind, _, rest = name.partition(":")
+        if kind in ("docs", "hf"):
+            found.append((kind, rest))
+            continue
+        path = Path(name).expanduser()
         if not path.exists():
             raise UserError(f"--data {name}: no such file or folder; give one, hf:NAME, or docs")
-        files = sorted(p for p in path.rglob("*") if text_format(p)) if path.is_dir() else [path]
-        if not files or not text_format(files[0]):
-            raise UserError(f"--data {name}: holds no text; use {', '.join(FORMATS)}, also .gz or .xz")
-        found += [(text_format(p), str(p)) for p in files]
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        texts = [(text_format(file), str(file)) for file in files if text_format(file)]
+        if not texts:
+            raise UserError(f"--data {name}: holds no text; use {', '.join(TEXT_FORMATS)}, also .gz or .xz")
+        found += texts
     return found
 
 
 def text_format(path: Path) -> str | None:
-    """The suffix in FORMATS that `path` has, under .gz or .xz too; None if it has none."""
-    suffixes = [s for s in path.suffixes if s not in READERS]
-    return suffixes[-1] if suffixes and suffixes[-1] in FORMATS and path.is_file() else None
+    """Which of TEXT_FORMATS the file `path` has, under .gz or .xz too; None if it has none."""
+    suffixes = [suffix for suffix in path.suffixes if suffix not in UNPACK]
+    if suffixes and suffixes[-1] in TEXT_FORMATS and path.is_file():
+        return suffixes[-1]
+    return None
 
 
-def documents(part: tuple[str, str]) -> Iterator[str]:
+def documents(part: Part) -> Iterator[str]:
     """The texts of one part of a source, those beyond LONGEST cut, empty ones left out."""
     kind, name = part
     if kind == "docs":
-        texts = (text for _, text in read_docs(progress=sys.stderr.isatty()))
+        texts = [text for _, text in read_docs(progress=sys.stderr.isatty())]
     elif kind == "hf":
-        texts = read_hub(name)
+        texts = texts_of(load_hub_dataset(name, "train", streaming=True), f"hf:{name}")
+    elif kind == ".txt":
+        texts = read_text(Path(name))
     else:
-        texts = FORMATS[kind](Path(name))
-    pieces = (text[i:i + LONGEST] for text in texts for i in range(0, len(text), LONGEST))
-    return (text for text in pieces if text and not text.isspace())
+        texts = texts_of(RECORDS[kind](Path(name)), name)
+    return (text for text in cut(texts, LONGEST) if not text.isspace())
 
 
-def fingerprint(part: tuple[str, str]) -> str:
+def fingerprint(part: Part) -> str:
     """A hash of what a part contains: of each file's size and bytes (beyond 64 MiB of 64 pieces of 1 MiB, evenly
     spread), or of the name of a Hub data set."""
     kind, name = part
-    digest = hashlib.blake2b(f"{kind}:{name if kind == 'hf' else ''}".encode(), digest_size=16)
-    files = [path for _, path in docs_files()] if kind == "docs" else [] if kind == "hf" else [Path(name)]
+    digest = hashlib.blake2b(f"{kind}:".encode(), digest_size=16)
+    if kind == "hf":
+        digest.update(name.encode())
+        return digest.hexdigest()
+    files = [path for _, path in docs_files()] if kind == "docs" else [Path(name)]
     for path in files:
         size = path.stat().st_size
         digest.update(size.to_bytes(8))
         with open(path, "rb") as file:
+            # Steps of 1 MiB read a file up to 64 MiB as a whole, longer steps a larger one in pieces.
             for start in range(0, size, max(1 << 20, size // 64)):
                 file.seek(start)
                 digest.update(file.read(1 << 20))
@@ -380,11 +461,15 @@ def blocks(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
         yield block
 
 
-def blocks_from(place: tuple[int, int], found: list[tuple[str, str]]) -> Iterator[tuple[tuple[int, int], list[str]]]:
-    """The blocks of all documents from `place` = (part, number) on, each with the place where the next one starts."""
+Spot = tuple[int, int]  # part of a source, document in it
+
+
+def blocks_from(place: Spot, found: list[Part]) -> Iterator[tuple[Spot, list[str]]]:
+    """The blocks of all documents from `place` on, each with the place where the next one starts."""
     first, number = place
     for part in range(first, len(found)):
-        for block in blocks(itertools.islice(documents(found[part]), number, None), BLOCK_CHARACTERS):
+        left = itertools.islice(documents(found[part]), number, None)
+        for block in blocks(left, BLOCK_CHARACTERS):
             number += len(block)
             yield (part, number), block
         number = 0
@@ -398,6 +483,7 @@ def in_order(function: Callable, items: Iterable, processes: int) -> Iterator:
         return
     waiting: deque = deque()
     try:
+        # "spawn", for a fork of a process with threads can hang; the function is sent once, not with every item.
         with ProcessPoolExecutor(processes, get_context("spawn"), start_worker, (function,)) as pool:
             for item in items:
                 waiting.append(pool.submit(work, item))
@@ -414,8 +500,13 @@ def start_worker(function: Callable) -> None:
     """Make this process compute `function` and end with its parent, by Ctrl-C or however that one ends."""
     global work_here
     work_here = function
+
+    def end_with_parent() -> None:
+        parent_process().join()
+        os._exit(1)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
-    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def work(item: object) -> object:
@@ -423,11 +514,14 @@ def work(item: object) -> object:
     return work_here(item)
 
 
-def bytes_read(description: str, **more) -> tqdm:
+def bytes_read(description: str, total: int | None = None, initial: int = 0) -> tqdm:
     """A progress bar in bytes; a line a minute where stderr is no terminal."""
-    line = "{desc}: {n_fmt}B" + ", of {total_fmt}B, {remaining} left" * bool(more) + ", {rate_fmt}\n"
-    shown = {} if sys.stderr.isatty() else dict(mininterval=60, delay=60, bar_format=line)
-    return tqdm(desc=description, unit="B", unit_scale=True, leave=False, miniters=1, **shown, **more)
+    shown = {}
+    if not sys.stderr.isatty():
+        end = "" if total is None else ", of {total_fmt}B, {remaining} left"
+        shown = {"mininterval": 60, "delay": 60, "bar_format": "{desc}: {n_fmt}B" + end + ", {rate_fmt}\n"}
+    return tqdm(desc=description, total=total, initial=initial, unit="B", unit_scale=True, leave=False, miniters=1,
+                **shown)
 
 
 # ---- 4. Packed shards ---------------------------------------------------------------------------------------
@@ -449,10 +543,11 @@ def sample(texts: Iterable[str], val_share: float, most: int) -> tuple[list[byte
         for text in map(str.encode, texts):
             total += len(text)
             bar.update(len(text))
+            # Hashes below val_share are validation's; the rule takes its share from the other end.
             if unit_hash(text) >= max(val_share, 1 - share):
                 kept.append(text)
                 size += len(text)
-            while size > most:
+            while size > most:  # half the share, which keeps what of it has been read so far
                 share /= 2
                 kept = [text for text in kept if unit_hash(text) >= 1 - share]
                 size = sum(map(len, kept))
@@ -461,16 +556,19 @@ def sample(texts: Iterable[str], val_share: float, most: int) -> tuple[list[byte
 
 
 def encode_block(tokenizer: Tokenizer, val_share: float, dtype: np.dtype,
-                 block: tuple[tuple[int, int], list[str]]) -> tuple[tuple[int, int], int, dict[str, np.ndarray]]:
+                 block: tuple[Spot, list[str]]) -> tuple[Spot, int, dict[str, np.ndarray]]:
     """The place and the texts of a block to the place, the bytes of text and the tokens of either part (length,)
     dtype: its documents, each followed by `[SEP]`."""
     place, texts = block
-    pieces = {"train": [np.empty(0, dtype)], "val": [np.empty(0, dtype)]}
-    size, sep = 0, np.array([SEP], dtype)
+    sep, nothing = np.array([SEP], dtype), np.empty(0, dtype)
+    pieces = {"train": [nothing], "val": [nothing]}
+    size = 0
     for text in texts:
         raw = text.encode()
         size += len(raw)
-        pieces["val" if unit_hash(raw) < val_share else "train"] += [tokenizer.encode(text), sep]
+        part = "val" if unit_hash(raw) < val_share else "train"
+        pieces[part] += [tokenizer.encode(text), sep]
+    # Token ids are uint32; all of them fit into dtype.
     return place, size, {part: np.concatenate(found, dtype=dtype, casting="unsafe") for part, found in pieces.items()}
 
 
@@ -481,31 +579,37 @@ def pack(stream: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     return np.insert(body, 0, CLS, axis=1), stream[count * (n - 1):]
 
 
+@dataclass
 class ShardWriter:
-    """Packs the tokens of one part ("train" or "val") into rows (n,) and writes them as shards; `shards` lists them.
-    `rest` are the tokens of a row that is not full yet."""
-
-    def __init__(self, folder: Path, part: str, n: int, shards: list, rest: np.ndarray):
-        self.folder, self.part, self.n, self.shards, self.rest = folder, part, n, shards, rest
-        self.rows, self.tokens, self.min_real = [], 0, n
+    """Packs the tokens of one part into rows (n,) and writes them as shards."""
+    folder: Path
+    part: str  # "train" or "val"
+    n: int
+    shards: list  # (name, rows) of each shard so far
+    min_real: int  # the fewest real tokens in a row so far
+    rest: np.ndarray  # the tokens (length,) of a row that is not full yet
+    rows: list = field(default_factory=list)  # that are not written yet, (count, n) each
+    tokens: int = 0  # in these
 
     def add(self, stream: np.ndarray) -> None:
         """Append tokens (length,)."""
-        rows, self.rest = pack(np.concatenate([self.rest, stream]), self.n)
+        rows, self.rest = pack(np.concatenate([self.rest, stream]), self.n)  # (rows, n)
         real = (rows >= NUM_SPECIAL).sum(axis=1)
-        rows, real = rows[real >= self.n // 4], real[real >= self.n // 4]  # rows of separators teach nothing
-        self.min_real = min(self.min_real, int(real.min(initial=self.n)))
+        useful = real >= self.n // 4  # rows of separators teach nothing
+        rows = rows[useful]
+        self.min_real = min(self.min_real, int(real[useful].min(initial=self.n)))
         self.rows.append(rows)
         self.tokens += rows.size
 
     def flush(self) -> None:
         """Write the rows collected so far as the next shard, if there are any."""
-        if self.tokens:
-            path = self.folder / f"{self.part}-{len(self.shards):05d}.npy"
-            rows = np.concatenate(self.rows)
-            with atomic(path) as temporary, open(temporary, "wb") as file:
-                np.save(file, rows)
-            self.shards.append([path.name, len(rows)])
+        if self.tokens == 0:
+            return
+        path = self.folder / f"{self.part}-{len(self.shards):05d}.npy"
+        rows = np.concatenate(self.rows)
+        with atomic(path) as temporary, open(temporary, "wb") as file:
+            np.save(file, rows)
+        self.shards.append([path.name, len(rows)])
         self.rows, self.tokens = [], 0
 
 
@@ -513,23 +617,26 @@ def write_shards(source: str, out: Path, meta: dict, processes: int) -> None:
     """Tokenize the corpus from `meta["progress"]` on. Whenever a part has SHARD_TOKENS, both end a shard, and
     progress.json says what is done: the next document, the bytes, the tokens that wait. At the end it becomes
     meta.json. UserError if a part is too small for a row."""
-    dtype, place, done = np.dtype(meta["dtype"]), meta["progress"]["place"], meta["progress"]["bytes"]
-    writers = {part: ShardWriter(out, part, meta["seq_len"], meta[part], np.array(rest, dtype))
+    dtype = np.dtype(meta["dtype"])
+    place, done = meta["progress"]["place"], meta["progress"]["bytes"]  # where the next block starts; what was read
+    writers = {part: ShardWriter(out, part, meta["seq_len"], meta[part], meta["min_real"], np.array(rest, dtype))
                for part, rest in meta["progress"]["rest"].items()}
 
     def save() -> None:
         for writer in writers.values():
             writer.flush()
-            meta["min_real"] = min(meta["min_real"], writer.min_real)
+        meta["min_real"] = min(writer.min_real for writer in writers.values())
         rest = {part: writer.rest.tolist() for part, writer in writers.items()}
         write_json(out / "progress.json", meta | {"progress": {"place": place, "bytes": done, "rest": rest}})
 
     for stale in out.glob(".*.tmp"):  # of a command that was killed
         stale.unlink()
+    # Processes tokenize; this one reads the text, and packs and writes what comes back, in the order of the text.
     encode = functools.partial(encode_block, Tokenizer.load(out), meta["val_share"], dtype)
     processes = min(processes, 1 + max(0, meta["bytes"] - done) // PROCESS_BYTES)
+    blocks_left = blocks_from(place, parts(source))
     with bytes_read("tokenizing", total=meta["bytes"], initial=done) as bar:
-        for place, size, streams in in_order(encode, blocks_from(place, parts(source)), processes):
+        for place, size, streams in in_order(encode, blocks_left, processes):  # noqa: B007, save reads `place`
             for part, writer in writers.items():
                 writer.add(streams[part])
             done += size
@@ -540,6 +647,7 @@ def write_shards(source: str, out: Path, meta: dict, processes: int) -> None:
     for part in writers:
         if not meta[part]:
             raise too_small(source, part, meta["seq_len"])
+    # meta.json is there if and only if all is done.
     del meta["progress"]
     write_json(out / "meta.json", meta)
     (out / "progress.json").unlink()
@@ -553,13 +661,12 @@ def too_small(source: str, part: str, seq_len: int) -> UserError:
 
 def begun(out: Path, options: dict) -> dict | None:
     """What an earlier command with the same options wrote about `out`; None if nothing. UserError if they differ."""
-    known = [path for path in (out / "meta.json", out / "progress.json") if path.is_file()]
-    meta = json.loads(known[0].read_text()) if known else options
-    for field, value in options.items():
-        if meta.get(field) != value:
-            raise UserError(f"{out}: holds a corpus prepared with {field}={meta.get(field)}, this command has "
-                            f"{field}={value}: choose another --out, or delete the folder")
-    return meta if known else None
+    for name in ("meta.json", "progress.json"):
+        if (out / name).is_file():
+            meta = json.loads((out / name).read_text())
+            compare_runs(out, meta, options)
+            return meta
+    return None
 
 
 def prepare(source: str, out: Path, vocab_size: int, seq_len: int, uncased: bool, val_share: float,
@@ -571,33 +678,41 @@ def prepare(source: str, out: Path, vocab_size: int, seq_len: int, uncased: bool
                "sample_mb": sample_mb, "content_hash": content_hash(source)}
     meta = begun(out, options)
     if meta is None:
+        # First pass over the text: the tokenizer. The second one is in write_shards.
         every = itertools.chain.from_iterable(map(documents, parts(source)))
         texts, facts = sample(every, val_share, sample_mb * 10 ** 6)
         if not texts:
             raise too_small(source, "train", seq_len)
         Tokenizer.train(map(bytes.decode, texts), vocab_size, uncased).save(out)
-        meta = {"source": source, **options, **facts, "dtype": "uint16" if vocab_size <= 1 << 16 else "uint32",
-                "min_real": seq_len, "train": [], "val": [],
-                "progress": {"place": (0, 0), "bytes": 0, "rest": {"train": [], "val": []}}}
+        del texts  # their memory is needed
+        dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        progress = {"place": (0, 0), "bytes": 0, "rest": {"train": [], "val": []}}
+        meta = {"source": source, **options, **facts, "dtype": dtype, "min_real": seq_len, "train": [], "val": [],
+                "progress": progress}
         write_json(out / "progress.json", meta)
-        del texts
     if "progress" in meta:
         write_shards(source, out, meta, processes or os.cpu_count() or 1)
     return out
 
 
+def short_hash(text: str) -> str:
+    """16 letters that are a function of a text."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
 def content_hash(source: str) -> str:
     """A hash of all that --data reads."""
-    return hashlib.blake2b(" ".join(map(fingerprint, parts(source))).encode(), digest_size=8).hexdigest()
+    return short_hash(" ".join(map(fingerprint, parts(source))))
 
 
 def corpus(source: str, cache: Path, vocab_size: int, seq_len: int, uncased: bool, val_share: float) -> Path:
     """The folder of shards for `source`: itself if data.py prepare made it, else prepared once below `cache`
     and found again by the hash of its content and of these arguments."""
-    if (Path(source).expanduser() / "meta.json").is_file():
-        return Path(source).expanduser()
-    key = [content_hash(source), vocab_size, seq_len, uncased, val_share, 2]
-    folder = cache.expanduser() / hashlib.blake2b(json.dumps(key).encode(), digest_size=8).hexdigest()
+    prepared = Path(source).expanduser()  # perhaps; an empty name is no folder, and content_hash says so
+    if source and (prepared / "meta.json").is_file():
+        return prepared
+    key = [content_hash(source), vocab_size, seq_len, uncased, val_share, 2]  # the last one: the version of the format
+    folder = cache.expanduser() / short_hash(json.dumps(key))
     if not (folder / "meta.json").is_file():
         prepare(source, folder, vocab_size, seq_len, uncased, val_share)
     return folder
@@ -609,12 +724,13 @@ class Rows:
 
     def __init__(self, folder: Path, part: str, vocab_size: int, seq_len: int):
         meta = json.loads((folder / "meta.json").read_text())
-        for field, value in (("seq_len", seq_len), ("vocab_size", vocab_size)):
-            if meta[field] != value:
-                raise UserError(f"{folder}: prepared with {field}={meta[field]}, this run has {value}: pass "
-                                f"--{field.replace('_', '-')} {meta[field]} or prepare it again")
+        for name, value in (("seq_len", seq_len), ("vocab_size", vocab_size)):
+            if meta[name] != value:
+                raise UserError(f"{folder}: prepared with {name}={meta[name]}, this run has {value}: pass "
+                                f"--{name.replace('_', '-')} {meta[name]} or prepare it again")
         self.min_real, self.vocab_size = meta["min_real"], vocab_size
         self.shards = [self.open(folder / name, (count, seq_len), meta["dtype"]) for name, count in meta[part]]
+        # Row i is in the first shard whose end is above i.
         self.ends = np.cumsum([len(shard) for shard in self.shards], dtype=np.int64)
 
     @staticmethod
@@ -637,6 +753,7 @@ class Rows:
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
         """Rows (B, seq_len) int64 at indices (B,); UserError if a token id is beyond the vocabulary."""
         shard = np.searchsorted(self.ends, indices, side="right")
+        # i - ends[s] counts from the end of shard s.
         rows = np.stack([self.shards[s][i - self.ends[s]] for s, i in zip(shard, indices)]).astype(np.int64)
         if rows.max() >= self.vocab_size:
             bad = indices[(rows >= self.vocab_size).any(axis=1)][0]
@@ -664,16 +781,19 @@ def rows_of_step(seed: int, step: int, batch_size: int, total: int) -> np.ndarra
     """Row numbers (batch_size,) int64 of a step: every epoch is a new permutation of all `total` rows, without
     replacement, and a pure function of (seed, epoch). Nothing as large as the corpus is ever stored: the
     permutation is a Feistel network over 2h bits, applied until the number falls below `total`."""
-    sample = step * batch_size + np.arange(batch_size)
+    sample = step * batch_size + np.arange(batch_size)  # numbered from the start of training
     epoch, x = sample // total, (sample % total).astype(np.uint64)
+    # The smallest network that holds all numbers below total: two halves of h bits each.
     h = np.uint64(max(1, (total.bit_length() + 1) // 2))
     low = np.uint64((1 << int(h)) - 1)
-    keys = mix(np.array([[seed_of(seed, r) for r in range(4)]], np.uint64) + epoch[:, None].astype(np.uint64))
+    rounds = np.array([[seed_of(seed, r) for r in range(4)]], np.uint64)
+    keys = mix(rounds + epoch[:, None].astype(np.uint64))  # (batch_size, 4)
     outside = np.ones(batch_size, bool)
     while outside.any():
         left, right = x >> h, x & low
         for key in keys.T:
             left, right = right, left ^ (mix(right + key) & low)
+        # Numbers below total are done; the others are permuted again, which ends on their cycle.
         x = np.where(outside, left << h | right, x)
         outside = x >= total
     return x.astype(np.int64)
@@ -690,7 +810,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--vocab-size", type=int, default=32768, help="special tokens, bytes and merges in all")
     add("--seq-len", type=int, default=512, help="tokens in a row")
     add("--uncased", action=argparse.BooleanOptionalAction, default=True, help="lower-case all text")
-    add("--val-share", type=float, default=0.01, help="share of documents held out")
+    add("--val-share", type=float, default=VAL_SHARE, help="share of documents held out")
     add("--sample-mb", type=int, default=200, help="the tokenizer learns from at most so many million bytes: the "
         "training documents with the highest hashes, from all over the corpus")
     add("--processes", type=int, default=os.cpu_count() or 1, help="that tokenize; any number gives the same files"

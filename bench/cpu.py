@@ -29,8 +29,8 @@ from torch import Tensor  # noqa: E402
 
 from data import Parser, atomic, clear_errors, write_json  # noqa: E402
 from maelm import MAELM, NUM_SPECIAL, Config, Corruption, corrupt  # noqa: E402
-from train import (TRAIN_PRESETS, Place, TrainConfig, flops, make_config, make_optimizers,  # noqa: E402
-                   set_up, train_step)
+from run import Place, set_up  # noqa: E402
+from train import TRAIN_PRESETS, TrainConfig, flops, make_config, make_optimizers, train_step  # noqa: E402
 
 
 # ---- 1. Measuring and reporting: also for bench/gpu.py -------------------------------------------------------

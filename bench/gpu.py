@@ -28,8 +28,9 @@ from cpu import HERE, machine, ratio, take_turns, wall_clock, write_report
 from data import Parser, clear_errors
 from maelm import (ABLATIONS, CLS, MAELM, MASK, NUM_SPECIAL, PAD, SEP, Config, Corruption, RelativeBias, attention,
                    corrupt)
+from run import Place
 from speed import roberta
-from train import TRAIN_PRESETS, Place, TrainConfig, flops, make_config, make_optimizers, train_step
+from train import TRAIN_PRESETS, TrainConfig, flops, make_config, make_optimizers, train_step
 
 PEAK = {"A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12}  # dense bf16, FLOP/s
 

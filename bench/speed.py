@@ -28,7 +28,8 @@ import torch  # noqa: E402
 
 from data import Parser  # noqa: E402
 from maelm import MAELM, MASK, NUM_SPECIAL, Config, corrupt  # noqa: E402
-from train import make_config, set_up  # noqa: E402
+from run import set_up  # noqa: E402
+from train import make_config  # noqa: E402
 
 # size -> (batch, steps a round, dropouts)
 SIZES = {"toy": (64, 4, (0.0, 0.1)), "small": (16, 2, (0.0, 0.1)), "base": (2, 1, (0.1, 0.0))}

@@ -21,8 +21,8 @@ from conftest import (HERE, catches, fails, run_with_wrong_version, sentence, wr
 # ---- Tokenizer, rows, corpora ---------------------------------------------------------------------------------------
 def test_tokenizer_gives_back_every_text_and_agrees_with_tokenizers(corpus):
     tokenizer = data.Tokenizer.load(corpus[1])
-    texts = ["The cat sees a tree.", "naïve café — ∑ 数学 🙂\t\r\n  x", "[MASK] [CLS] is plain text", "\x00\x7f ~", "a" * 500,
-             bytes(range(256)).decode("latin-1"), ""]
+    texts = ["The cat sees a tree.", "naïve café — ∑ 数学 🙂\t\r\n  x", "[MASK] [CLS] is plain text", "\x00\x7f ~",
+             "a" * 500, bytes(range(256)).decode("latin-1"), ""]
     for text in texts:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text.lower()
@@ -80,6 +80,31 @@ def test_several_sources_are_joined_by_plus(corpus, tmp_path):
     assert data.parts("docs+hf:a/b:c") == [("docs", ""), ("hf", "a/b:c")]
 
 
+@catches("data.names_in", "if source and Path(source).expanduser().exists():", "if False:")
+def test_a_path_that_exists_is_one_source_whatever_it_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("c++", "c", "a+b"):
+        (tmp_path / folder).mkdir()
+        write_corpus(tmp_path / folder / "text.txt", 3)
+    for source in ("c++", "a+b"):
+        assert data.parts(source) == [(".txt", str(Path(source, "text.txt")))]
+    assert data.parts("c+docs") == [(".txt", str(Path("c", "text.txt"))), ("docs", "")]
+
+
+@catches("data.names_in", 'if "" in names:', "if False:", joined="c+")
+@catches("data.corpus", "if source and (prepared", "if (prepared", joined="")
+@pytest.mark.parametrize("joined", ["", "c+", "+c", "++", "c++docs"])
+def test_an_empty_name_is_refused_and_never_means_this_folder(joined, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "c", 3)
+    write_corpus(tmp_path / "text.txt", 400)
+    (tmp_path / "meta.json").write_text("{}")  # as if this folder were a prepared one
+    error = fails(lambda: data.main(["prepare", "--data", joined, "--out", "out", *OPTIONS]), capsys)
+    assert f"--data {joined!r}: a name in it is empty" in error and not (tmp_path / "out").exists()
+    with pytest.raises(data.UserError, match="a name in it is empty"):
+        data.corpus(joined, tmp_path / "cache", 320, 24, True, 0.1)
+
+
 def test_a_prepared_corpus_is_found_again_by_its_content(corpus, tmp_path):
     arguments = 320, 24, True, 0.1
     first = data.corpus(str(corpus[0]), tmp_path, *arguments)
@@ -127,6 +152,45 @@ def g(): "short"
                                        "Returns nothing of interest.\n\nNot even here.", "f(x) -> y, said by a call."]
 
 
+# ---- Records --------------------------------------------------------------------------------------------------------
+@catches("data.read_tsv", "len(row) >= len(names)", "row")
+@catches("data.read_tsv", "header or next(rows, ())", "next(rows, ())")
+@catches("data.read_jsonl", "if line.isspace():", "if False:")
+def test_records_are_the_same_from_every_format(tmp_path):
+    import pyarrow, pyarrow.parquet  # noqa: E401
+    records = [{"text": "it said one, two", "label": "a"}, {"text": "naïve 数", "label": "b"}]
+    (tmp_path / "a.csv").write_text('text,label\n"it said one, two",a\nnaïve 数,b\n', encoding="utf-8")
+    (tmp_path / "a.tsv").write_text("text\tlabel\nit said one, two\ta\ncut off\nnaïve 数\tb\n", encoding="utf-8")
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, records)))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    for suffix, read in data.RECORDS.items():
+        assert list(read(tmp_path / f"a{suffix}")) == records, suffix
+    first, *rest = data.read_tsv(tmp_path / "a.tsv", header=("text", "label"))
+    assert first == {"text": "text", "label": "label"} and rest == records
+
+
+def test_a_null_text_is_an_empty_document(tmp_path):
+    import pyarrow, pyarrow.parquet  # noqa: E401
+    records = [{"text": "one"}, {"text": None}, {"text": "two"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    for suffix in (".jsonl", ".parquet"):
+        assert list(data.documents((suffix, str(tmp_path / f"a{suffix}")))) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name, text, message", [
+    ("a.jsonl", '{"a": 1}\n[1, 2]\n', r"a\.jsonl, line 2: not an object with named fields, but \[1, 2\]"),
+    ("a.jsonl", '{"a": 1}\n\n{"a": \n', r"a\.jsonl, line 3: not JSON"),
+    ("a.csv", "text,label\na,b\n" + "x" * 200_000 + ",c\n", r"a\.csv, line 3: not CSV: field larger"),
+    ("a.parquet", "PAR1", r"a\.parquet: not a Parquet file"),
+])
+def test_a_bad_record_is_named_with_its_line(name, text, message, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(data.UserError, match=message):
+        list(data.RECORDS[path.suffix](path))
+
+
 # ---- Bad data -------------------------------------------------------------------------------------------------------
 def bad_jsonl(path):
     path.write_text('{"text": "fine"}\n{"content": "x", "id": 3}\n')
@@ -149,7 +213,7 @@ def bad_parquet(path):
 
 
 @pytest.mark.parametrize("name, make, message", [
-    ("a.jsonl", bad_jsonl, r"a\.jsonl, line 2: no text column `text`; found: content, id"),
+    ("a.jsonl", bad_jsonl, r"a\.jsonl, record 2: no text column `text`; found: content, id"),
     ("a.jsonl", bad_json, r"a\.jsonl, line 2: not JSON"),
     ("a.txt", bad_bytes, r"a\.txt: byte 36 is not UTF-8 \(0xe9\)"),
     ("a.txt.gz", bad_gzip, r"a\.txt\.gz: damaged \.gz file"),
@@ -169,10 +233,12 @@ def test_bad_data_is_named_in_one_line_before_anything_is_written(name, make, me
 
 def test_a_hub_name_without_network_says_so(tmp_path, monkeypatch):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    result = subprocess.run([sys.executable, "train.py", "--data", "hf:no/such-set", "--out", str(tmp_path / "o"), "--cache",
-                             str(tmp_path / "cache")], cwd=HERE, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "train.py", "--data", "hf:no/such-set", "--out", str(tmp_path / "o"),
+               "--cache", str(tmp_path / "cache")]
+    result = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert result.returncode == 2 and not (tmp_path / "o").exists()
-    assert re.search("hf:no/such-set: cannot be loaded .* --data docs needs neither", result.stderr.strip().splitlines()[-1])
+    assert re.search("hf:no/such-set: cannot be loaded .* Files of your own and docs need neither",
+                     result.stderr.strip().splitlines()[-1])
 
 
 def test_damaged_or_foreign_shards_are_refused(corpus, tmp_path):
@@ -286,12 +352,12 @@ def test_a_folder_of_another_corpus_is_refused_and_a_finished_one_left_alone(cor
     data.main([*command, "--processes", "2"])
     capsys.readouterr()
     error = fails(lambda: data.main([*command, "--seq-len", "32"]), capsys)
-    assert "prepared with seq_len=24, this command has seq_len=32: choose another --out, or delete the folder" in error
+    assert f"{out} was made with other settings: seq_len=24 there, 32 here; choose another --out" in error
     (out / "meta.json").rename(out / "progress.json")  # an unfinished one, too
-    assert "uncased=True, this command has uncased=False" in fails(lambda: data.main([*command, "--no-uncased"]), capsys)
+    assert "uncased=True there, False here" in fails(lambda: data.main([*command, "--no-uncased"]), capsys)
     (out / "progress.json").rename(out / "meta.json")
     text.write_text(text.read_text() + "\n\nOne more document.")
-    assert "prepared with content_hash=" in fails(lambda: data.main(command), capsys)
+    assert "other settings: content_hash=" in fails(lambda: data.main(command), capsys)
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
 
 

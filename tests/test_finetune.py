@@ -1,152 +1,26 @@
-"""Claims about finetune.py: metrics, answers and windows, batches, data, runs."""
+"""Claims about finetune.py: answers and windows, batches, runs."""
 import csv
 import itertools
 import json
-import math
 import re
-import string
 import subprocess
 import sys
-from dataclasses import replace
+import types
 from pathlib import Path
 
+import filelock
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-import data
 import finetune
 import maelm
 import rank
-import train
-from conftest import (HERE, OBJECTS, SUBJECTS, VERBS, catches, fails, generator, one_place, run_with_wrong_version,
-                      sentence, wrong_versions)
-
-
-# ---- Metrics --------------------------------------------------------------------------------------------------------
-@catches("finetune.ranks", "(counts - 1) / 2", "(counts - 1)")
-@catches("finetune.matthews", "t, p = t - t.mean(0), p - p.mean(0)", "t, p = t - 0.5, p - 0.5")
-def test_metrics_equal_scikit_learn_and_scipy():
-    import scipy.stats, sklearn.metrics, warnings  # noqa: E401
-    random = np.random.default_rng(0)
-    for labels, n in itertools.product((1, 2, 3, 10), (2, 3, 7, 1000)):
-        for true, guess in ((random.integers(labels, size=n), random.integers(labels, size=n)),
-                            (random.integers(labels, size=n), np.zeros(n, int)), (np.ones(n, int), random.integers(labels, size=n)),
-                            (np.ones(n, int), np.ones(n, int)), (random.normal(size=n).round(1), random.normal(size=n))):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                expected = scipy.stats.spearmanr(guess, true).statistic
-                assert finetune.spearman(guess, true) == pytest.approx(expected, abs=1e-12, nan_ok=True)
-                if true.dtype == int:
-                    assert finetune.accuracy(guess, true) == pytest.approx(sklearn.metrics.accuracy_score(true, guess), abs=1e-12)
-                    assert finetune.matthews(guess, true) == pytest.approx(sklearn.metrics.matthews_corrcoef(true, guess), abs=1e-12)
-
-
-@catches("finetune.matthews", "math.sqrt((t * t).sum() * (p * p).sum())", "(t * t).sum()")
-@catches("finetune.matthews", "(t * p).sum() /", "abs((t * p).sum()) /")
-def test_matthews_of_two_labels_is_the_textbook_formula():
-    true, guess = np.array([1] * 8 + [0] * 4), np.array([1] * 6 + [0] * 2 + [0] * 3 + [1])  # TP 6, FN 2, TN 3, FP 1
-    assert finetune.matthews(guess, true) == pytest.approx((6 * 3 - 1 * 2) / math.sqrt(7 * 8 * 4 * 5))
-    assert finetune.matthews(1 - guess, true) == pytest.approx((2 * 1 - 3 * 6) / math.sqrt(5 * 8 * 4 * 7))
-
-
-@catches("finetune.matthews", " if np.ptp(true) and np.ptp(predicted) else 0.0", "")
-def test_matthews_is_one_for_equal_labels_and_zero_for_a_constant():
-    true = np.array([0, 1, 2, 1, 0, 2, 2])
-    assert finetune.matthews(true, true) == pytest.approx(1)
-    assert [finetune.matthews(np.ones(7, int), true), finetune.matthews(true, np.ones(7, int))] == [0, 0]
-
-
-@catches("finetune.matthews", "np.eye(len(labels))[index.reshape(2, -1)]", "1.0 * index.reshape(2, -1)")
-def test_matthews_does_not_depend_on_the_names_of_the_labels():
-    true, guess = np.random.default_rng(0).integers(3, size=(2, 50))
-    for names in itertools.permutations((0, 1, 7)):
-        renamed = finetune.matthews(np.array(names)[guess], np.array(names)[true])
-        assert renamed == pytest.approx(finetune.matthews(true, guess))
-
-
-@catches("finetune.matthews", "t - t.mean(0), p - p.mean(0)", "t - t.mean(0), p")
-def test_matthews_of_three_labels_is_gorodkins():
-    true, guess = np.random.default_rng(1).integers(3, size=(2, 60))
-    true[:30] = guess[:30]
-    right, t, p = (true == guess).sum(), np.bincount(true), np.bincount(guess)
-    scale = math.sqrt((60 ** 2 - t @ t) * (60 ** 2 - p @ p))
-    assert finetune.matthews(guess, true) == pytest.approx((60 * right - t @ p) / scale)
-
-
-def plain_words(text):
-    """SQuAD's normal form by scanning characters: an independent reading of the published rules."""
-    kept, words, word = [c for c in text.lower() if c not in set(string.punctuation)], [], ""
-    for c in [*kept, " "]:
-        if c.isalnum() or c == "_":
-            word += c
-        else:
-            words += [word if word not in ("a", "an", "the") else " ", c]
-            word = ""
-    return "".join(words).split()
-
-
-def plain_f1(a, b):
-    a, b, common = plain_words(a), plain_words(b), 0
-    if not a or not b:
-        return float(a == b)
-    rest = list(b)
-    for word in a:
-        if word in rest:
-            rest.remove(word)
-            common += 1
-    precision, recall = common / len(a), common / len(b)
-    return 2 * precision * recall / (precision + recall) if common else 0.0
-
-
-def adversarial_strings(count=1000):
-    pieces = ["a", "an", "the", "The", "A", "AN", "theatre", "an-other", "a.", "the's", "’", "“", "_", "é", "İ", "ẞ", "数", " ", "  ", "\t", "\n",
-              "\u00a0", "\u2003", ".", "...", "!", "$", "5", "5.0", "U.S.", "cat", "Cat", "cat's", "-", "—", "", "\u200b", "ﬁ", "½", "a’s"]
-    random = np.random.default_rng(1)
-    return ["".join(random.choice(pieces, random.integers(0, 7))) for _ in range(count)]
-
-
-@catches("finetune.normalize", r"\b(a|an|the)\b", r"(a|an|the)\b")
-@catches("finetune.token_f1", "Counter(p) & Counter(t)", "Counter(set(p)) & Counter(set(t))")
-@catches("finetune.token_f1", "return float(p == t)", "return 0.0")
-def test_squad_scores_equal_an_independent_reading_of_the_rules():
-    texts = adversarial_strings()
-    for a, b in zip(texts, texts[1:] + texts[:1]):
-        for x, y in ((a, b), (a, a + " the "), (a + b, b + a)):
-            assert finetune.exact_match(x, y) == float(plain_words(x) == plain_words(y)), (x, y)
-            assert finetune.token_f1(x, y) == pytest.approx(plain_f1(x, y), abs=1e-12), (x, y)
-
-
-def random_squad(n, seed):
-    random = np.random.default_rng(seed)
-    texts = ["the cat", "cat", "a dog", "dog cat", "", "a", "cat cat dog"]
-    questions = [finetune.Question(str(i), "?", "", tuple((0, t) for t in random.choice(texts, random.integers(0, 3)))) for i in range(n)]
-    return questions, list(random.choice(texts, n)), random.integers(-3, 4, n) + random.choice([0, 0.5], n)
-
-
-@catches("finetune.squad_metrics", "np.where(null > threshold,", "np.where(null < threshold,")
-@catches("finetune.best_threshold", "np.where(empty, 0.0, -1.0)", "np.zeros(len(empty))")
-@catches("finetune.best_threshold", "null[order[best - 1]]", "null[order[best % len(order)]]")
-def test_squad_metrics_equal_every_threshold_tried():
-    for n, seed in itertools.product((1, 2, 30), range(20)):
-        questions, answers, null = random_squad(n, seed)
-        answers = [a if plain_words(a) else "dog" for a in answers] if seed % 2 else answers
-        null = null + np.linspace(0, 0.01, n)  # no ties: each threshold is one that can be had
-        found = finetune.squad_metrics(questions, answers, null, 0.25)
-        for name, score in (("exact", lambda a, b: float(plain_words(a) == plain_words(b))), ("f1", plain_f1)):
-            def at(threshold):
-                values = []
-                for q, a, o in zip(questions, answers, null):
-                    true = [t for _, t in q.answers if plain_words(t)] or [""]
-                    given = a if o <= threshold else ""
-                    values.append(max(score(given, t) for t in true) if o <= threshold else float(not q.answers))
-                return 100 * np.mean(values)
-            assert found[name] == pytest.approx(at(0.25))
-            if all(map(plain_words, answers)):  # the official search knows no right answers to unanswerable questions
-                best = found[f"best_{name}"]
-                assert best == pytest.approx(max(at(t) for t in (-np.inf, *null)))
-                assert best == pytest.approx(at(-np.inf)) or best == pytest.approx(at(found[f"best_{name}_threshold"]))
+import run
+import tasks
+from conftest import (HERE, OBJECTS, VERBS, catches, fails, generator, one_place, run_with_wrong_version, sentence,
+                      write_glue, write_squad, wrong_versions)
 
 
 # ---- Answers and windows --------------------------------------------------------------------------------------------
@@ -159,11 +33,11 @@ def pretrained(finished):
 UNICODE = "İstanbul'da  ÇOK Straße, \"naïve\" café—数学🙂 ΣΑΣα [MASK]\tend.\u00a0x"
 
 
-@catches("finetune.character_spans", "(c.lower() for c in text) if tokenizer.uncased else text", "text")
-def test_tokens_know_their_characters_even_where_lower_case_is_longer(corpus):
-    tokenizer = data.Tokenizer.load(corpus[1])
+@catches("finetune.Pretrained.spans", "[c.lower() for c in text] if self.tokenizer.uncased else text", "text")
+def test_tokens_know_their_characters_even_where_lower_case_is_longer(pretrained):
+    tokenizer = pretrained.tokenizer
     for text in (UNICODE, UNICODE * 3, "İİİ a", "", "  ", "plain"):
-        ids, starts, ends = finetune.character_spans(tokenizer)(text)
+        ids, starts, ends = pretrained.spans(text)
         assert ids.tolist() == tokenizer.encode(text).tolist() and maelm.MASK not in ids
         assert (starts <= ends).all() and (np.diff(starts) >= 0).all() and (np.diff(ends) >= 0).all()
         for i, start, end in zip(ids, starts, ends):
@@ -175,42 +49,40 @@ def test_tokens_know_their_characters_even_where_lower_case_is_longer(corpus):
 
 @catches("finetune.without_space", "np.minimum(starts + space[starts], ends)", "starts")
 @catches("finetune.answer_tokens", 'np.searchsorted(ends, a, side="right")', "np.searchsorted(ends, a)")
-def test_every_answer_of_whole_tokens_is_recovered_exactly(corpus):
-    spans = finetune.character_spans(data.Tokenizer.load(corpus[1]))
+def test_every_answer_of_whole_tokens_is_recovered_exactly(pretrained):
     for context in (UNICODE, "The cat sees a tree today, number 12. " + UNICODE):
-        _, starts, ends = spans(context)
+        _, starts, ends = pretrained.spans(context)
         for start, end in itertools.combinations(range(len(context) + 1), 2):
             answer = context[start:end]
             if not answer.strip():
                 continue
-            first, last, exact = finetune.answer_tokens(finetune.Question("1", "", context, ((start, answer),)), starts, ends)
+            first, last, exact = finetune.answer_tokens(tasks.Question("1", "", context, ((start, answer),)), starts, ends)
             got = context[starts[first]:ends[last]]
             assert answer.strip() in got and exact == (got == answer.strip())
             if start in starts and end in ends and not answer[0].isspace() and not answer[-1].isspace():
                 assert exact, answer
         for word in re.finditer(r"[^\W\d_]+", context):
-            question = finetune.Question("1", "", context, ((word.start(), word[0]),))
+            question = tasks.Question("1", "", context, ((word.start(), word[0]),))
             assert finetune.answer_tokens(question, starts, ends)[2], word[0]
 
 
-@catches("finetune.cut_at_answer", "b, len(q.context)]", "len(q.context)]")
+@catches("finetune.cut_at_answer", "last, len(q.context))", "len(q.context))")
 @catches("finetune.Spans.encode", "if training and q.answers", "if q.answers")
-def test_in_training_every_answer_is_recovered_exactly_and_elsewhere_none_changes_the_tokens(corpus, pretrained):
-    spans = finetune.character_spans(data.Tokenizer.load(corpus[1]))
+def test_in_training_every_answer_is_recovered_exactly_and_elsewhere_none_changes_the_tokens(pretrained):
     context = "The cat sees a tree today, number 12. " + UNICODE
-    plain = spans(context)[0].tolist()
+    plain = pretrained.spans(context)[0].tolist()
     cut = 0
     for start, end in itertools.combinations(range(len(context) + 1), 2):
         answer = context[start:end].strip()
         if not answer:
             continue
-        q = finetune.Question("1", "", context, ((start, context[start:end]),))
-        ids, starts, ends = finetune.cut_at_answer(spans, q)
+        q = tasks.Question("1", "", context, ((start, context[start:end]),))
+        ids, starts, ends = finetune.cut_at_answer(pretrained, q)
         first, last, exact = finetune.answer_tokens(q, starts, ends)
         assert exact and context[starts[first]:ends[last]] == answer
         cut += len(ids) > len(plain)
     assert cut
-    inside = [finetune.Question("1", "who?", "a cat.", ((3, "a"),))]  # "a" of "cat"
+    inside = [tasks.Question("1", "who?", "a cat.", ((3, "a"),))]  # "a" of "cat"
     kind, encoded = squad_task(pretrained, inside, training=True)
     row, (first, last, passage) = encoded.ids[0], encoded.targets[0].tolist()
     assert pretrained.spans("a")[0].tolist() == row[first:last + 1].tolist() and "1 answers begin or end" in encoded.remarks[-1]
@@ -229,9 +101,9 @@ def squad_task(pretrained, questions, training=False, **fields):
 @catches("finetune.Spans.encode", "last < offset + room", "last <= offset + room")
 def test_windows_cover_the_context_and_their_targets_are_the_answer(pretrained):
     context = " ".join(sentence(i) for i in (0, 1, 18, 3))
-    questions = [finetune.Question(m[0], f"where is {m[0]}, and why is the question so long?", context, ((m.start(), m[0]),))
+    questions = [tasks.Question(m[0], f"where is {m[0]}, and why is the question so long?", context, ((m.start(), m[0]),))
                  for m in re.finditer(r"\w+", context)]
-    questions.append(finetune.Question("none", "what?", context, ()))
+    questions.append(tasks.Question("none", "what?", context, ()))
     kind, encoded = squad_task(pretrained, questions)
     _, starts, ends = kind.contexts[context]
     for number, q in enumerate(questions):
@@ -253,7 +125,7 @@ def test_windows_cover_the_context_and_their_targets_are_the_answer(pretrained):
 @catches("finetune.Spans.masked", "(position >= targets[:, 2:])", "(position >= 1)")
 @catches("finetune.Spans.decode", "unfold(1, longest, 1)", "unfold(1, longest, 1).flip(2)")
 def test_the_best_spans_are_those_of_a_search_over_all(pretrained):
-    questions = [finetune.Question("1", "who?", sentence(0) + " " + sentence(5), ())]
+    questions = [tasks.Question("1", "who?", sentence(0) + " " + sentence(5), ())]
     kind, encoded = squad_task(pretrained, questions)
     tokens, padding, targets = finetune.collate(encoded, np.arange(len(encoded.ids)), maelm.PAD, torch.device("cpu"))
     logits = torch.randn(*tokens.shape, 2, generator=generator(0)) * 3
@@ -265,12 +137,12 @@ def test_the_best_spans_are_those_of_a_search_over_all(pretrained):
         assert list(zip(row[5:9].tolist(), row[9:].tolist())) == [s[1:] for s in spans]
 
 
-@catches("finetune.Spans.score", "shift = offset - passage", "shift = -passage")
-@catches("finetune.Spans.score", "null - [texts[0][1] for texts in best]", "[texts[0][1] for texts in best] - null")
+@catches("finetune.Spans.score", "int(first) - passage + offset", "int(first) - passage")
+@catches("finetune.Spans.score", "odds.append(none - score)", "odds.append(score - none)")
 def test_a_perfect_model_gets_100_percent(pretrained):
     context = " ".join(sentence(i) for i in range(4))
-    questions = [finetune.Question(w, "who?", context, ((context.index(w), w),)) for w in ("cat", "dog", "friend")]
-    questions.append(finetune.Question("none", "what?", context, ()))
+    questions = [tasks.Question(w, "who?", context, ((context.index(w), w),)) for w in ("cat", "dog", "friend")]
+    questions.append(tasks.Question("none", "what?", context, ()))
     kind, encoded = squad_task(pretrained, questions)
     tokens, padding, targets = finetune.collate(encoded, np.arange(len(encoded.ids)), maelm.PAD, torch.device("cpu"))
     logits = 10.0 * F.one_hot(targets[:, :2], tokens.shape[1]).transpose(1, 2)
@@ -288,15 +160,15 @@ def encode_sentences(pretrained, examples, name="rte", **fields):
 
 
 def some_pairs(count=40):
-    return [finetune.Example(sentence(i) * (1 + i % 3), sentence(i + 1) if i % 5 else "", finetune.ENTAILMENT[i % 2]) for i in range(count)]
+    return [tasks.Example(sentence(i) * (1 + i % 3), sentence(i + 1) if i % 5 else "", tasks.ENTAILMENT[i % 2]) for i in range(count)]
 
 
 @catches("finetune.Sentences.encode", "max(room // 2, room - len(a))", "room // 2")
 def test_inputs_are_cls_a_sep_b_sep_and_the_longer_text_is_cut(pretrained):
     a, b = "the cat", "a dog sees a tree today, number 3, at last, number 4, my friend"
     A, B = (pretrained.encode(x).tolist() for x in (a, b))
-    _, one = encode_sentences(pretrained, [finetune.Example(a, None, "entailment")])
-    _, two = encode_sentences(pretrained, [finetune.Example(a, b, "entailment"), finetune.Example(b, a, "entailment"), finetune.Example(b, b, "entailment")])
+    _, one = encode_sentences(pretrained, [tasks.Example(a, None, "entailment")])
+    _, two = encode_sentences(pretrained, [tasks.Example(a, b, "entailment"), tasks.Example(b, a, "entailment"), tasks.Example(b, b, "entailment")])
     assert one.ids[0].tolist() == [maelm.CLS, *A, maelm.SEP] and not one.remarks
     room = 24 - 3
     assert two.ids[0].tolist() == [maelm.CLS, *A, maelm.SEP, *B[:room - len(A)], maelm.SEP]
@@ -305,7 +177,7 @@ def test_inputs_are_cls_a_sep_b_sep_and_the_longer_text_is_cut(pretrained):
     assert two.remarks == ["3 of 3 inputs are cut off at 24 tokens"]
 
 
-@catches("finetune.Tuned.forward", "[None], padding)", "[None], None)")
+@catches("finetune.Tuned.forward", "positions, padding)", "positions, None)")
 def test_padded_and_unpadded_batches_give_the_same_logits(pretrained):
     kind, encoded = encode_sentences(pretrained, some_pairs())
     model = finetune.Tuned(pretrained.fresh(0), kind.head()).eval()
@@ -322,17 +194,17 @@ def job_of(pretrained, kind, encoded, **fields):
                         one_place(), Path("unused"), [])
 
 
-@catches("finetune.evaluate", "numpy()[np.argsort(order)]", "numpy()")
-@catches("finetune.evaluate", "moments.add(h[~padding].float())", "moments.add(h.flatten(0, 1).float())")
+@catches("finetune.predict", "numpy()[np.argsort(order)]", "numpy()")
+@catches("finetune.predict", "moments.add(h[~padding].float())", "moments.add(h.flatten(0, 1).float())")
 def test_evaluation_is_in_the_order_of_the_examples(pretrained):
     kind, encoded = encode_sentences(pretrained, some_pairs())
     model = finetune.Tuned(pretrained.fresh(0), kind.head()).eval()
     kind.decode = lambda logits, targets, padding: targets[:, None]
-    outputs, moments = finetune.evaluate(model, encoded, job_of(pretrained, kind, encoded), batch_size=7)
+    outputs, moments = finetune.predict(model, encoded, job_of(pretrained, kind, encoded), batch_size=7)
     assert outputs[:, 0].tolist() == encoded.targets.tolist() and moments.count == sum(map(len, encoded.ids))
 
 
-@catches("finetune.batches", "rows_of_step(seed, first + i, batch_size", "rows_of_step(seed, first, batch_size")
+@catches("finetune.batches", "rows_of_step(seed, step, batch_size", "rows_of_step(seed, first, batch_size")
 @catches("finetune.batches", 'drawn[np.argsort(length[drawn], kind="stable")]', "drawn")
 def test_every_epoch_is_a_permutation_in_batches_of_like_length():
     lengths = np.random.default_rng(0).integers(2, 60, 330)
@@ -361,14 +233,14 @@ def test_dropout_is_on_in_training_and_off_in_evaluation(pretrained, finished):
         encoder = finetune.load_pretrained(str(finished[0]), rate).fresh(0).train()
         assert torch.equal(*(encoder(tokens, torch.arange(tokens.shape[1])[None], padding) for _ in range(2))) == (rate == 0)
     seen.clear()
-    finetune.evaluate(model, encoded, job)
+    finetune.predict(model, encoded, job)
     assert seen and not any(seen)
 
 
 def test_effective_ranks_are_those_of_the_hidden_states(pretrained):
     kind, encoded = encode_sentences(pretrained, some_pairs())
     model = finetune.Tuned(pretrained.fresh(0), kind.head())
-    _, moments = finetune.evaluate(model, encoded, job_of(pretrained, kind, encoded), batch_size=8)
+    _, moments = finetune.predict(model, encoded, job_of(pretrained, kind, encoded), batch_size=8)
     with torch.no_grad():
         h = torch.cat([model.encoder(torch.from_numpy(ids)[None], torch.arange(len(ids))[None])[0] for ids in encoded.ids])
     assert finetune.effective_ranks(moments) == {"uncentered": rank.effective_rank(h), "centered": rank.effective_rank(h - h.mean(0))}
@@ -386,96 +258,12 @@ def test_the_grids_are_tables_5_and_6():
         found = {tuple(setting.values()) for setting in finetune.grid(group, size, {})}
         assert found == set(itertools.product(epochs, rates, sizes, warmup))
     assert {s["epochs"] for s in finetune.grid("small", 128, {"epochs": 7.0})} == {7.0}
-    groups = {name: finetune.TASKS[name].group for name in (*finetune.GLUE, "squad2")}
+    groups = {name: tasks.TASKS[name].group for name in (*tasks.GLUE, "squad2")}
     assert [n for n, g in groups.items() if g == "small"] == ["cola", "rte", "mrpc", "stsb"]
     assert [n for n, g in groups.items() if g == "large"] == ["mnli", "qqp", "qnli", "sst2"]
     tune = finetune.TuneConfig()
     assert (tune.seq_len, tune.adam_epsilon, tune.adam_beta1, tune.adam_beta2, tune.dropout, tune.weight_decay) == (
         512, 1e-6, 0.9, 0.98, 0.1, 0.01)
-
-
-# ---- Data of tasks --------------------------------------------------------------------------------------------------
-PAIRS = ("index", "sentence1", "sentence2", "label")
-
-
-def write_glue(folder, count=12):
-    """All eight tasks and SQuAD in the formats of their releases, a few rows each."""
-    def rows(name, file, header, line):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        body = "".join("\t".join(map(str, line(i))) + "\n" for i in range(count))
-        (folder / name / file).write_text(("\t".join(header) + "\n" if header else "") + body, encoding="utf-8")
-
-    a, b, entailed = sentence, lambda i: sentence(i + 3), lambda i: ("entailment", "not_entailment")[i % 2]
-    three = ("neutral", "entailment", "contradiction")
-    for part in ("train", "dev"):
-        rows("CoLA", f"{part}.tsv", None, lambda i: ("gj04", i % 2, "*", f'"{a(i)}'))
-        rows("SST-2", f"{part}.tsv", ("sentence", "label"), lambda i: (a(i) + " ", i % 2))
-        rows("MRPC", f"{part}.tsv", ("\ufeffQuality", "#1 ID", "#2 ID", "#1 String", "#2 String"), lambda i: (i % 2, 1, 2, a(i), b(i)))
-        rows("RTE", f"{part}.tsv", PAIRS, lambda i: (i, a(i), b(i), entailed(i)))
-        rows("QNLI", f"{part}.tsv", ("index", "question", "sentence", "label"), lambda i: (i, a(i), b(i), entailed(i)))
-        rows("QQP", f"{part}.tsv", ("id", "qid1", "qid2", "question1", "question2", "is_duplicate"), lambda i: (i, 1, 2, a(i), b(i), i % 2))
-        rows("STS-B", f"{part}.tsv", ("index", "genre", "filename", "year", "old_index", "source1", "source2", "sentence1", "sentence2", "score"),
-             lambda i: (i, "g", "f", 2012, 1, "none", "none", a(i), b(i), f"{i % 6:.3f}"))
-    mnli = ("index", "promptID", "sentence1", "sentence2", "label1", "gold_label")
-    for file in ("train.tsv", "dev_matched.tsv", "dev_mismatched.tsv"):
-        rows("MNLI", file, mnli, lambda i: (i, 7, a(i), b(i), "wrong", three[i % 3]))
-    with open(folder / "QQP" / "train.tsv", "a") as file:
-        file.write("99\t1\t2\tcut off\n")
-    for part in ("train", "dev"):
-        write_squad(folder / "SQuAD" / f"{part}-v2.0.json", count)
-    return folder
-
-
-def write_squad(path, count=12, change=lambda qas: qas):
-    paragraphs = []
-    for i in range(count):
-        context, subject = sentence(i), SUBJECTS[i % 4]
-        qas = [{"id": f"q{i}", "question": "who is it?", "is_impossible": False, "answers": [{"text": subject, "answer_start": 0}]},
-               {"id": f"n{i}", "question": "what not?", "is_impossible": True, "answers": []}]
-        paragraphs.append({"context": context, "qas": change(qas)})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"version": "v2.0", "data": [{"title": "t", "paragraphs": paragraphs}]}))
-
-
-@pytest.fixture(scope="session")
-def glue(tmp_path_factory):
-    return write_glue(tmp_path_factory.mktemp("glue"))
-
-
-@catches("finetune.read_tsv", "names = header or next(rows, ())", "names = next(rows, ())")
-def test_the_original_files_are_read_as_they_are(glue):
-    labels = {"cola": "01", "sst2": "01", "mrpc": "01", "qqp": "01", "rte": finetune.ENTAILMENT, "qnli": finetune.ENTAILMENT,
-              "mnli": ("neutral", "entailment", "contradiction"), "stsb": [f"{i}.000" for i in range(6)]}
-    for name in finetune.GLUE:
-        parts, remarks = finetune.read_task(name, str(glue), 0.01, 0, 0)
-        assert list(parts) == ["train", "dev", "dev_mm"][:2 + (name == "mnli")] and "the official one" in remarks[0]
-        for rows in parts.values():
-            assert [e.label for e in rows] == [labels[name][i % len(labels[name])] for i in range(12)]
-            assert [e.text for e in rows] == [f'"{sentence(i)}' if name == "cola" else sentence(i) for i in range(12)]
-            assert [e.text2 for e in rows] == [None if name in ("cola", "sst2") else sentence(i + 3) for i in range(12)]
-    parts, _ = finetune.read_task("squad2", str(glue), 0.01, 0, 0)
-    assert len(parts["train"]) == 24 and parts["train"][1].answers == () and parts["dev"][4].answers == ((0, "my friend"),)
-
-
-def test_official_counts_of_rows_are_not_remarked_on(glue, monkeypatch):
-    monkeypatch.setitem(finetune.TASKS, "rte", replace(finetune.TASKS["rte"], rows=(12, 12)))
-    finetune.read_task.cache_clear()
-    assert finetune.read_task("rte", str(glue), 0.01, 0, 0)[1] == []
-    parts, remarks = finetune.read_task("rte", str(glue), 0.01, 5, 3)
-    assert [len(rows) for rows in parts.values()] == [5, 3] and remarks[0] == "train: 5 of 12 rows are used"
-
-
-@catches("finetune.read_docs_parts", "and not in_validation(text, val_share)]", "]")
-def test_docs_never_touches_the_pre_training_validation_part(monkeypatch):
-    documents = [(("torch", "numpy", "tqdm")[i % 3], f"{sentence(i)} {i}") for i in range(6000)]
-    monkeypatch.setattr(finetune, "read_docs", lambda progress: iter(documents))
-    for share in (0.01, 0.3):
-        parts = finetune.read_docs_parts(finetune.TASKS["docs"], share)
-        assert [len(rows) for rows in parts.values()] == [200, 300]
-        texts = {part: {e.text for e in rows} for part, rows in parts.items()}
-        assert not texts["train"] & texts["dev"] and {e.label for e in parts["dev"]} == {"torch", "numpy"}
-        assert not any(data.in_validation(t, share) for t in texts["train"] | texts["dev"])
-        assert all((t, library) in {(t, lib) for lib, t in documents} for t, _, library in parts["dev"])
 
 
 # ---- Runs -----------------------------------------------------------------------------------------------------------
@@ -490,11 +278,11 @@ def tune(finished, task, source, out, *flags):
 
 def test_glue_is_eight_tasks_and_their_average(finished, glue, tmp_path):
     result = tune(finished, "glue", glue, tmp_path / "glue", "--seeds", "1")
-    assert list(result["medians"]) == list(finetune.GLUE)
+    assert list(result["medians"]) == list(tasks.GLUE)
     assert result["average"] is None or result["average"] == pytest.approx(np.mean(list(result["medians"].values())))
-    metrics = {name: json.loads((tmp_path / "glue" / f"{name}-run" / "result.json").read_text())["metrics"] for name in finetune.GLUE}
+    metrics = {name: json.loads((tmp_path / "glue" / f"{name}-run" / "result.json").read_text())["metrics"] for name in tasks.GLUE}
     assert set(metrics["mnli"]) == {"accuracy", "accuracy_mm"}
-    assert {name: next(iter(m), "spearman") for name, m in metrics.items()} == {name: finetune.TASKS[name].metric for name in finetune.GLUE}
+    assert {name: next(iter(m), "spearman") for name, m in metrics.items()} == {name: tasks.TASKS[name].metric for name in tasks.GLUE}
 
 
 def test_squad_writes_what_the_official_evaluation_reads(finished, glue, tmp_path):
@@ -518,7 +306,7 @@ def test_the_fine_tuned_encoder_can_be_started_from_and_measured(finished, glue,
     assert shares == [0.1, 0.1]  # of the prepared corpus, not the default of train.py
     ranks = result["effective_rank"]
     assert set(ranks["before"]) == {"uncentered", "centered"} and len(ranks["after"]) == 2 and ranks["d"] == 32
-    assert rank.load_encoder(tmp_path / "run", torch.device("cpu"))[0].state_dict().keys() == after.keys()
+    assert run.load_encoder(tmp_path / "run")[0].state_dict().keys() == after.keys()
 
 
 def test_one_seed_gives_one_result_and_random_weights_are_others(finished, glue, tmp_path):
@@ -567,11 +355,76 @@ def test_processes_share_a_sweep(finished, glue, tmp_path):
     assert strip(json.loads((tmp_path / "run" / "result.json").read_text())) == strip(whole)
 
 
+HELD = """
+import json, pathlib, sys, time
+import finetune
+out, run = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+with finetune.lock_of(out, run):
+    print("held", flush=True)
+    sys.stdin.readline()
+    time.sleep(1)  # so that whoever waits for the lock waits
+    finetune.append(out, run | {"value": 1.0, "seconds": 0.0})
+"""
+
+
+def process_at(out, run):
+    """A process that is at a run, and ends it a second after it is sent a line."""
+    process = subprocess.Popen([sys.executable, "-c", HELD, str(out), json.dumps(run)], cwd=HERE, text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def is_free(out, run):
+    """Whether this process can have the lock of a run at once."""
+    try:
+        with finetune.lock_of(out, run).acquire(blocking=False):
+            return True
+    except filelock.Timeout:
+        return False
+
+
+SETTING = {"epochs": 1.0, "learning_rate": 1e-3, "batch_size": 4, "warmup_share": 0.06}
+RUNS = [SETTING | {"seed": seed} for seed in (1, 2, 3)]
+
+
+@catches("finetune.lock_of", "digest(repr(key).encode())", "digest(b'')")
+@catches("finetune.lock_of", "digest(repr(key).encode())", "digest(repr(id(out)).encode())")
+def test_a_run_belongs_to_one_process_until_that_one_ends_or_is_killed(tmp_path):
+    for end in (lambda process: process.communicate("\n"), lambda process: process.kill()):
+        process = process_at(tmp_path, RUNS[0])
+        assert [is_free(tmp_path, run) for run in RUNS] == [False, True, True]
+        end(process)
+        process.communicate()
+        assert all(is_free(tmp_path, run) for run in RUNS)
+    assert [line["seed"] for line in finetune.read_runs(tmp_path)] == [1]  # one that was killed leaves no line
+
+
+@catches("finetune.complete", "if not find_run(job.out, run):", "if True:")
+@catches("finetune.complete", "(False, True)", "(False,)")
+def test_what_another_process_is_at_is_waited_for_after_all_else(tmp_path, monkeypatch):
+    done = []
+
+    def run_once(job, run):
+        done.append(run["seed"])
+        if done == [2, 3]:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        return run | {"value": 0.0, "seconds": 0.0}
+
+    monkeypatch.setattr(finetune, "run_once", run_once)
+    process = process_at(tmp_path, RUNS[0])
+    kind = types.SimpleNamespace(metric="accuracy")
+    lines = finetune.complete(finetune.Job("rte", None, kind, {}, None, None, tmp_path, []), RUNS)
+    process.wait()
+    assert done == [2, 3] and [(line["seed"], line["value"]) for line in lines] == [(1, 1.0), (2, 0.0), (3, 0.0)]
+
+
 def test_another_setup_in_the_same_folder_is_refused(finished, glue, tmp_path, capsys):
     tune(finished, "rte", glue, tmp_path / "run")
     before = (tmp_path / "run" / "sweep.jsonl").read_bytes()
     capsys.readouterr()
-    assert "holds other runs: task='rte' there, 'cola' here" in fails(lambda: tune(finished, "cola", glue, tmp_path / "run"), capsys)
+    assert "was made with other settings: task='rte' there, 'cola' here" in fails(lambda: tune(finished, "cola", glue, tmp_path / "run"), capsys)
     assert (tmp_path / "run" / "sweep.jsonl").read_bytes() == before
 
 
@@ -616,7 +469,7 @@ def test_fine_tuning_learns(finished, tmp_path):
 
 
 def test_figure_3_is_drawn_from_the_checkpoints_of_a_run(finished, glue, tmp_path):
-    paths = [str(path) for path in train.checkpoints(finished[0])]
+    paths = [str(path) for path in run.checkpoints(finished[0])]
     finetune.main(["--figure3", *paths, "--task", "rte", "--data", str(glue), "--out", str(tmp_path / "f"), *FAST])
     points = json.loads((tmp_path / "f" / "figure3.json").read_text())
     assert [p["checkpoint"] for p in points] == paths and (tmp_path / "f" / "figure3.png").stat().st_size > 5000
@@ -679,11 +532,11 @@ def break_answer(qas):
     ("rte", ["--init", "no/such"], lambda d: None, "no/such: no such run folder"),
     ("rte", ["--epochs", "0"], lambda d: None, "epochs=0.0: use a positive number"),
     ("rte", ["--seeds", "0"], lambda d: None, "--seeds 0: use a positive number"),
-    ("rte", ["--figure3", "missing.pt"], lambda d: None, "--figure3 missing.pt: needs checkpoints"),
+    ("rte", ["--figure3", "missing.pt"], lambda d: None, "missing.pt: no checkpoint"),
     ("sst3", [], lambda d: None, "invalid choice: 'sst3'.*mnli.*squad2"),
 ])
 def test_bad_input_is_named_in_one_line_before_any_run(task, flags, damage, message, finished, tmp_path, capsys):
-    finetune.read_task.cache_clear()
+    tasks.read_task.cache_clear()
     folder = write_glue(tmp_path / "data")
     damage(folder)
     error = fails(lambda: tune(finished, task, folder, tmp_path / "out", *flags), capsys)

@@ -2,6 +2,7 @@
 import re
 import subprocess
 import sys
+from functools import partialmethod
 
 import numpy as np
 import pytest
@@ -10,24 +11,27 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import data
 import maelm
+import run
 import train
-from conftest import (HERE, TINY, QUICK, catches, fails, generator, model_and_batch, random_tokens, run, same,
-                      run_with_wrong_version, tiny, wrong_versions)
+from conftest import (HERE, TINY, QUICK, catches, fails, generator, model_and_batch, random_tokens, same,
+                      run_with_wrong_version, short_run, tiny, wrong_versions)
 
 
 # ---- Runs -----------------------------------------------------------------------------------------------------------
 def test_a_run_folder_holds_what_the_readme_says(finished):
     out, _ = finished
-    assert {p.name for p in out.iterdir()} == {"config.json", "tokenizer.json", "log.jsonl", "loss.png", "step_0000003.pt",
-                                               "step_0000006.pt"}
-    log = train.read_log(out)
+    assert {p.name for p in out.iterdir()} == {"config.json", "tokenizer.json", "log.jsonl", "loss.png",
+                                               "step_0000003.pt", "step_0000006.pt"}
+    log = run.read_log(out)
     assert log[0]["unigram_entropy"] > 1 and log[0]["step"] == 0
     steps = [line for line in log if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
-    assert all({"lr", "tokens_per_second", "seconds", "waiting"} <= set(line) and 0 <= line["waiting"] <= 1 for line in steps)
+    for line in steps:
+        assert {"lr", "tokens_per_second", "seconds", "waiting"} <= set(line) and 0 <= line["waiting"] <= 1
     assert [line["step"] for line in log if "val_loss" in line] == [0, 3, 6]
 
 
+@catches("train.Clock.paused", "self.start = time.perf_counter() - before", "pass")
 def test_speed_and_seconds_do_not_depend_on_when_it_is_evaluated(corpus, tmp_path, monkeypatch):
     """With a clock that only a step moves, by 1 s, and an evaluation, by 100 s."""
     now = [0.0]
@@ -41,66 +45,116 @@ def test_speed_and_seconds_do_not_depend_on_when_it_is_evaluated(corpus, tmp_pat
     monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(train, "train_step", passing(1, train.train_step))
     monkeypatch.setattr(train, "evaluate", passing(100, train.evaluate))
-    run(corpus, tmp_path / "run", "--log-interval", "4", "--eval-interval", "1")
-    log = train.read_log(tmp_path / "run")
+    short_run(corpus, tmp_path / "run", "--log-interval", "4", "--eval-interval", "1")
+    log = run.read_log(tmp_path / "run")
     assert [line["seconds"] for line in log if "val_loss" in line and line["step"]] == [1, 2, 3, 4, 5, 6]
     assert [line["tokens_per_second"] for line in log if "loss" in line] == [8 * 24, 8 * 24]
 
 
-@catches("train.pretrain", "optimizer.load_state_dict(saved)", "pass", stop=4)
+@catches("train.restore", "optimizer.load_state_dict(saved)", "pass", stop=4)
 @catches("train.train_step", "torch.manual_seed(seed_of(train.seed, step, number))", "pass", stop=4)
 @catches("train.batch_of_step", "rows_of_step(train.seed, step, train",
          "rows_of_step(train.seed, np.random.randint(1000), train", stop=4)
 @pytest.mark.parametrize("stop", [1, 2, 4])
 def test_a_continued_run_equals_an_uninterrupted_one_bitwise(corpus, finished, tmp_path, stop):
-    run(corpus, tmp_path / "run", "--stop-at", str(stop))
-    assert same(run(corpus, tmp_path / "run"), finished[1])
-    steps = [line["step"] for line in train.read_log(tmp_path / "run") if "loss" in line]
+    short_run(corpus, tmp_path / "run", "--stop-at", str(stop))
+    assert same(short_run(corpus, tmp_path / "run"), finished[1])
+    steps = [line["step"] for line in run.read_log(tmp_path / "run") if "loss" in line]
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
 def test_two_processes_equal_one_with_accumulation_over_20_steps_with_dropout(corpus, tmp_path):
     longer = ["--max-steps", "20", "--eval-interval", "10", "--checkpoint-interval", "20"]
-    one = run(corpus, tmp_path / "one", *longer)["model"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py", "--data",
-               str(corpus[1]), "--out", str(tmp_path / "two"), *QUICK, *longer]
+    one = short_run(corpus, tmp_path / "one", *longer)["model"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py",
+               "--data", str(corpus[1]), "--out", str(tmp_path / "two"), *QUICK, *longer]
     subprocess.run(command, cwd=HERE, check=True, capture_output=True, timeout=240)
     two = torch.load(tmp_path / "two" / "step_0000020.pt", weights_only=True)["model"]
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, atol=1e-6, rtol=0)
-    losses = [[line["loss"] for line in train.read_log(tmp_path / name) if "loss" in line] for name in ("one", "two")]
+    losses = [[line["loss"] for line in run.read_log(tmp_path / name) if "loss" in line] for name in ("one", "two")]
     assert len(losses[0]) == 20 and np.allclose(*losses, atol=1e-6, rtol=0)
 
 
 def test_the_seed_decides_everything(corpus, finished, tmp_path):
-    assert same(run(corpus, tmp_path / "same"), finished[1])
-    assert not same(run(corpus, tmp_path / "other", "--seed", "1"), finished[1])
+    assert same(short_run(corpus, tmp_path / "same"), finished[1])
+    assert not same(short_run(corpus, tmp_path / "other", "--seed", "1"), finished[1])
 
 
 def test_the_same_command_never_destroys_a_finished_run(corpus, finished, capsys):
     out, _ = finished
     before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()}
-    run(corpus, out)
+    short_run(corpus, out)
     assert "finished at step 6" in capsys.readouterr().out
     assert before == {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()}
 
 
 def test_a_diverging_run_stops_with_a_clear_line(corpus, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
-        run(corpus, tmp_path / "run", "--learning-rate", "1e30", "--optimizer", "adamw")
+        short_run(corpus, tmp_path / "run", "--learning-rate", "1e30", "--optimizer", "adamw")
     assert exit.value.code == 2 and "the gradient is not finite" in capsys.readouterr().err
 
 
 def test_training_learns_the_little_language_and_fills_in_its_words(corpus, tmp_path, capsys):
     for ablation in ("mae-lm", "mlm"):
         out = tmp_path / ablation
-        run(corpus, out, "--max-steps", "300", "--batch-size", "16", "--eval-interval", "300", "--ablation", ablation,
-            "--dropout", "0", "--checkpoint-interval", "300")
-        log = train.read_log(out)
+        short_run(corpus, out, "--max-steps", "300", "--batch-size", "16", "--eval-interval", "300",
+                  "--ablation", ablation, "--dropout", "0", "--checkpoint-interval", "300")
+        log = run.read_log(out)
         assert log[-1]["val_loss"] < 0.5 * log[0]["unigram_entropy"], ablation
         capsys.readouterr()
         train.main(["--fill-mask", "my friend likes [MASK] bread today, number 12.", "--init", str(out)])
         assert capsys.readouterr().out.startswith("[MASK] 1: some 0.")
+
+
+class Words:
+    """A tokenizer of which each token id is a piece of text, and rows of such ids."""
+    texts = ["[CLS]", ".", "ing", *(f" w{letter}" for letter in "abcdefghij"), " 7"]
+    vocab_size = len(texts)
+
+    def __init__(self, rows):
+        self.rows = np.array(rows)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, indices):
+        return self.rows[indices]
+
+    def decode(self, ids):
+        return "".join(self.texts[i] for i in ids)
+
+
+@catches("train.examples", "w(w[wp]{6})", "w([wp]{7})")
+@catches("train.examples", "([wp]{7})w", "([wp-]{7})w")
+@catches("train.examples", "ids[0] == row[at]", "ids[0] != row[at]")
+@catches("train.examples", "sum(map(any, hits))", "sum(map(all, hits))")
+@catches("train.examples", "hit[0] for hit", "hit[1] for hit")
+def test_examples_are_the_first_that_the_rule_finds_and_their_hits_are_counted(monkeypatch):
+    rows = Words(np.random.default_rng(0).choice(Words.vocab_size, (400, 40), p=[0.01, 0.02, 0.3, *[0.065] * 10, 0.02]))
+    places = []
+    for row in rows.rows:  # the rule once more, in words
+        for at in range(7, 33):
+            around = [rows.texts[i] for i in row[at - 7:at + 8]]
+            whole = around[7].startswith(" w") and around[8].startswith(" w")
+            if whole and all(text == "ing" or text.startswith(" w") for text in around):
+                places.append((row.tolist(), at))
+                break
+    assert 150 < len(places) < 400
+    asked = []
+
+    def predict(model, tokens, at):  # its guesses are always wa, wb, wc
+        asked.append((tokens.tolist(), at.item()))
+        return torch.tensor([[3, 4, 5]]), torch.tensor([[0.5, 0.2, 0.1]])
+
+    monkeypatch.setattr(train, "predict", predict)
+    model = maelm.MAELM(tiny())
+    text = train.examples(model, rows, rows, shown=6, counted=100)
+    assert asked == places[:100] and text.count("[w") == 6
+    true = [row[at] for row, at in places[:100]]
+    assert text.endswith(f"of the first 100 such words, {true.count(3)} are the model's first guess, "
+                         f"{sum(i in (3, 4, 5) for i in true)} among its first three")
+    assert "of the first 0 such words, 0 are" in train.examples(model, Words([[1] * 40]), Words([[1] * 40]))
 
 
 # ---- The schedule ---------------------------------------------------------------------------------------------------
@@ -130,10 +184,10 @@ def test_without_warm_up_the_first_step_has_the_peak_rate():
 
 # ---- What a step costs ----------------------------------------------------------------------------------------------
 @catches("maelm.Decoder.forward", "if self.cross else None", "if True else None")
-@catches("train.flops", "m if config.decoder_layers else predicted, m", "m, m")
-@catches("train.flops", "[length] * (layers - 1) + [last]", "[length] * layers")
-@catches("train.flops", "+ 2 * q * s * dim", "+ q * s * dim")
-@catches("train.flops", "[m] * config.decoder_cross", "[n] * config.decoder_cross")
+@catches("train.flops", "m if config.decoder_layers else predicted", "m")
+@catches("train.products_of_stack", "[length] * (layers - 1) + [last]", "[length] * layers")
+@catches("train.products_of_stack", "+= 2 * q * s * dim", "+= q * s * dim")
+@catches("train.flops", "sources.append(m)", "sources.append(n)")
 def test_counted_flops_are_pytorchs(bench):
     """Of forward and backward, for every row of Table 2; and of RoBERTa and ModernBERT of the same size."""
     sizes = {"dec-512": dict(decoder_dim=16), "dec-1024": dict(decoder_dim=48)}
@@ -155,7 +209,12 @@ def test_counted_flops_are_pytorchs(bench):
 def test_checkpointing_gives_the_same_gradients_from_fewer_saved_bytes():
     def step(model, tokens, corruption):
         saved = {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.update({x.data_ptr(): x.nbytes}) or x, lambda x: x):
+
+        def note(x):
+            saved[x.data_ptr()] = x.nbytes
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
             torch.manual_seed(3)
             loss = model(tokens, corruption)
         loss.backward()
@@ -169,7 +228,9 @@ def test_checkpointing_gives_the_same_gradients_from_fewer_saved_bytes():
     assert all(torch.equal(a, b) for a, b in zip(before, after)) and part < whole / 2
 
 
-def test_a_compiled_run_does_not_compile_again_after_its_first_steps_and_equals_the_eager_one(corpus, tmp_path, monkeypatch):
+def test_a_compiled_run_compiles_in_its_first_steps_only_and_equals_the_eager_one(corpus, tmp_path, monkeypatch):
+    compile_module = torch.nn.Module.compile
+
     def end(name, *flags):
         losses = []
         original = train.train_step
@@ -180,8 +241,8 @@ def test_a_compiled_run_does_not_compile_again_after_its_first_steps_and_equals_
             return torch.tensor(losses[-1])
 
         monkeypatch.setattr(train, "train_step", step)
-        monkeypatch.setattr(maelm.MAELM, "compile", lambda self, **options: torch.nn.Module.compile(self, backend="aot_eager", **options))
-        run(corpus, tmp_path / name, "--max-steps", "7", "--eval-interval", "2", "--dropout", "0", *flags)
+        monkeypatch.setattr(maelm.MAELM, "compile", partialmethod(compile_module, backend="aot_eager"))
+        short_run(corpus, tmp_path / name, "--max-steps", "7", "--eval-interval", "2", "--dropout", "0", *flags)
         monkeypatch.setattr(train, "train_step", original)
         torch.compiler.set_stance("default")
         return losses
@@ -201,7 +262,7 @@ def test_an_estimate_states_what_a_run_takes_without_making_one(tmp_path, monkey
 
 # ---- The command ----------------------------------------------------------------------------------------------------
 def test_default_preset_ablation_flag_in_rising_precedence():
-    config, recipe, _ = train.parse(["--preset", "base++", "--ablation", "enc-mask", "--encoder-layers", "6", "--seed", "3"])
+    config, recipe, _ = train.parse("--preset base++ --ablation enc-mask --encoder-layers 6 --seed 3".split())
     assert (config.vocab_size, config.mask_in_encoder, config.encoder_layers, config.seq_len) == (64000, 1.0, 6, 512)
     assert (recipe.learning_rate, recipe.seed, recipe.batch_size) == (2e-4, 3, 2048)
     config, _, _ = train.parse(["--ablation", "enc-mask-dec-resets", "--no-decoder-reset"])
@@ -214,9 +275,10 @@ def test_presets_are_table_4():
     for name, expected in table.items():
         c, t, _ = train.parse(["--preset", name])
         assert (t.max_steps, t.learning_rate, c.rel_pos_buckets, c.rel_pos_max_distance, t.clip_norm) == expected
-        assert (t.batch_size, t.warmup_steps, t.adam_epsilon, t.adam_beta1, t.adam_beta2, t.weight_decay, t.optimizer) == (
-            2048, 10_000, 1e-6, 0.9, 0.98, 0.01, "adamw")
-        assert (c.dropout, c.mask_rate, c.seq_len, c.norm, c.decoder_layers, c.init_std) == (0.1, 0.15, 512, "post", 4, 0.02)
+        assert (t.batch_size, t.warmup_steps, t.weight_decay, t.optimizer) == (2048, 10_000, 0.01, "adamw")
+        assert (t.adam_epsilon, t.adam_beta1, t.adam_beta2) == (1e-6, 0.9, 0.98)
+        assert (c.dropout, c.mask_rate, c.seq_len, c.norm) == (0.1, 0.15, 512, "post")
+        assert (c.decoder_layers, c.init_std) == (4, 0.02)
         assert c.decoder_dim == c.encoder_dim and t.uncased == (name == "base")
 
 
@@ -225,13 +287,17 @@ def test_presets_are_table_4():
     (["--preset", "huge"], "invalid choice: 'huge' .*toy.*large"),
     (["--ablation", "bert"], "invalid choice: 'bert' .*mae-lm.*dec-1024"),
     (["--max-steps", "many"], "--max-steps: invalid int value: 'many'"),
-    (["--init", "out/toy"], "--init out/toy: for --fill-mask only"), (["--estimate", "--mfu", "nan"], "--mfu nan: use a positive"),
-    (["--estimate", "--preset", "base", "--devices", "6"], "batch_size=2048 is not a multiple of 6 processes; change --batch-size"),
-    (["--init-std", "-1"], "init_std=-1.0: it needs init_std > 0"), (["--seed", "9" * 20], "use 0 <= seed < 2"),
-    (["--norm", "mid"], r"norm='mid': it needs norm in \('post', 'pre'\)"),
+    (["--init", "out/toy"], "--init out/toy: for --fill-mask only"),
+    (["--estimate", "--mfu", "nan"], "--mfu nan: use a positive"),
+    (["--estimate", "--preset", "base", "--devices", "6"],
+     "batch_size=2048 is not a multiple of 6 processes; change --batch-size"),
+    (["--init-std", "-1"], "init_std=-1.0: "), (["--seed", "9" * 20], "use 0 <= seed < 2"),
+    (["--norm", "mid"], "norm='mid': "),
     (["--optimizer", "sgd"], "optimizer='sgd': use adamw or muon"),
     (["--warmup-steps", "1000000"], "warmup_steps=1000000: it exceeds max_steps="),
     (["--batch-size", "0"], "batch_size=0: use a positive number"),
+    (["--encoder-heads", "0", "--ablation", "dec-512"], "encoder_heads=0: "),
+    (["--ablation", "dec-6"], "decoder_layers=1.5: dec-6 has 6 .* base's 4, and toy has 1; give --decoder-layers"),
     (["--resume", "--out", "no/such/run"], "--resume: no/such/run holds no run to continue"),
     (["--fill-mask", "a [MASK]", "--init", "no/such/run"], "no/such/run: no such run folder"),
 ])
@@ -245,16 +311,16 @@ def test_a_bad_command_line_gets_one_line(flags, message, capsys):
     (["--mask-rate", "0.001"], "mask_rate=0.001 masks 0 of 24 tokens"),
 ])
 def test_what_cannot_work_is_found_before_anything_is_written(corpus, tmp_path, flags, message, capsys):
-    assert re.search(message, fails(lambda: run(corpus, tmp_path / "run", *flags), capsys))
+    assert re.search(message, fails(lambda: short_run(corpus, tmp_path / "run", *flags), capsys))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_full_or_forbidden_disk_is_named(corpus, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
-    assert "choose another" in fails(lambda: run(corpus, tmp_path / "file"), capsys)
+    assert "choose another" in fails(lambda: short_run(corpus, tmp_path / "file"), capsys)
     usage = train.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(train.shutil, "disk_usage", lambda path: usage._replace(free=10))
-    assert "0.0 GB are free" in fails(lambda: run(corpus, tmp_path / "run"), capsys)
+    assert "0.0 GB are free" in fails(lambda: short_run(corpus, tmp_path / "run"), capsys)
     assert not (tmp_path / "run").exists()
     with pytest.raises(data.UserError, match="cannot write .*No space left"):
         with data.atomic(tmp_path / "x"):
