@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, settings
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
@@ -235,6 +236,19 @@ def bench():
     return types.SimpleNamespace(cpu=cpu, gpu=gpu)
 
 
+# ---- Properties with drawn examples ---------------------------------------------------------------------------------
+SEVERAL = settings(max_examples=60, deadline=None, derandomize=True, database=None, report_multiple_bugs=False,
+                   phases=[Phase.generate],
+                   suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors])
+
+
+def flipped(raw, bit):
+    """The bytes with one bit, of a number as large as you like, flipped."""
+    changed = bytearray(raw)
+    changed[bit // 8 % len(raw)] ^= 1 << bit % 8
+    return bytes(changed)
+
+
 # ---- Wrong versions -------------------------------------------------------------------------------------------------
 class Wrong(NamedTuple):
     """A wrong version of our code: in the function or class `place`, `mistake` stands for `source`."""
@@ -277,8 +291,17 @@ def text_with(wrong):
 
 def put_in_place(patch, claim, file, module):
     """Let a claim, and the helpers above, see `module` where they say `file`."""
+    if hasattr(claim, "hypothesis"):  # a property with drawn examples: the claim is inside
+        claim = claim.hypothesis.inner_test
     for names in (claim.__globals__, globals()):
         patch.setitem(names, file, module)
+
+
+def let_use(user, module, monkeypatch):
+    """Let a program use the `module` that a claim sees, which may be a wrong version, for the names it imported."""
+    for name, value in list(vars(user).items()):
+        if getattr(value, "__module__", None) == module.__name__.removesuffix("_wrong") and hasattr(module, name):
+            monkeypatch.setattr(user, name, getattr(module, name))
 
 
 def run_with_wrong_version(claim, wrong, request, monkeypatch):

@@ -10,16 +10,21 @@ a run folder, a checkpoint, a folder that this program wrote, random:FOLDER (a f
 hf:NAME. --data is a folder with the files of the original releases; without it they come from the Hugging Face Hub.
 --task custom reads train and dev files (.csv, .jsonl, .parquet) with columns text[,text2],label from --data.
 
+The dev part is evaluated each half epoch and after the last step. Of each run the best checkpoint counts, as the
+recipe that the paper refers to has it; it is chosen on the part that it is reported on, so its value is a little too
+good. --keep last takes the last one. result.json has the values of both.
+
 Several processes share the work: start the command as often as you like, or with torchrun. Each run appends a line
-to sweep.jsonl; the same command again does what is missing.
+to sweep.jsonl; the same command again does what is missing. bench/collect.py makes tables of finished folders.
 """
 import argparse
 import copy
 import hashlib
 import itertools
-import json
 import math
+import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -29,25 +34,27 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from filelock import FileLock, Timeout
-from numpy import ndarray
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import VAL_SHARE, Parser, UserError, atomic, clear_errors, compare_runs, rows_of_step, seed_of, write_json
+from data import VAL_SHARE, rows_of_step, seed_of
+from files import (Parser, UserError, append_line, atomic, claim_folder, clear_errors, compare_runs, file_hash,
+                   read_json, read_lines, refuse_other_kind, write_json)
 from maelm import CLS, MAELM, PAD, SEP, check_field
 from rank import CENTERINGS, Moments, tau_rank
-from run import Place, add_flags, figure, given_flags, load_encoder, open_hub, read_tensors, run_settings, set_up
-from tasks import GLUE, METRICS, TASKS, Example, Question, locate, read_task, squad_metrics
+from run import (Place, add_flags, choose_place, figure, given_flags, load_encoder, open_hub, read_tensors,
+                 run_settings, write_tensors)
+from tasks import (DEFAULTS, GLUE, METRICS, SWEPT, TASKS, Example, Question, answer_tokens, cut_at_answer, grid, locate,
+                   read_task, squad_metrics)
 from train import learning_rate_factor
 
 
-# ---- 1. How an encoder is fine-tuned: Tables 5 and 6 --------------------------------------------------------
+# ---- 1. How an encoder is fine-tuned ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class TuneConfig:
-    """How an encoder is fine-tuned; Tables 5 and 6. Raises ValueError naming a bad field."""
+    """How an encoder is fine-tuned, but for tasks.DEFAULTS. Raises ValueError naming a bad field."""
     epochs: float = 3.0
     learning_rate: float = 0.0  # peak; 0 = 3e-5 * (768 / d)^2, inside Table 5 for base and large
     batch_size: int = 32  # examples per optimizer step
@@ -64,10 +71,14 @@ class TuneConfig:
     max_answer: int = 30  # SQuAD: longest answer in tokens
     n_best: int = 20  # SQuAD: answers kept for each window and question
     null_threshold: float = 0.0  # SQuAD: no answer if score of null - score of the best answer is above
+    keep: str = "best"  # best | last: the checkpoint of a run that counts
     max_train: int = 0  # use so many training examples; 0 = all
     max_dev: int = 0  # and so many for evaluation
 
     def __post_init__(self):
+        for name, value in asdict(self).items():
+            if isinstance(value, float):
+                check_field(self, name, math.isfinite(value), "use a finite number")
         for name in ("epochs", "batch_size", "adam_epsilon", "max_query", "doc_stride", "max_answer", "n_best"):
             check_field(self, name, getattr(self, name) > 0, "use a positive number")
         for name in ("learning_rate", "weight_decay", "max_train", "max_dev"):
@@ -76,35 +87,7 @@ class TuneConfig:
             check_field(self, name, 0 <= getattr(self, name) < 1, "use 0 <= value < 1")
         check_field(self, "seq_len", self.seq_len >= 8, "use at least 8")
         check_field(self, "precision", self.precision in ("auto", "fp32", "bf16"), "use auto, fp32 or bf16")
-
-
-DEFAULTS = {
-    "small": dict(epochs=10.0, batch_size=16),
-    "large": dict(),
-    "squad": dict(batch_size=16),
-    "docs": dict(epochs=5.0, batch_size=16, learning_rate=1.5e-3),
-}
-SWEPT = ("epochs", "learning_rate", "batch_size", "warmup_share")
-SWEEPS = {  # (group, size of the encoder) -> values to try; Tables 5 and 6
-    ("small", "base"): dict(
-        epochs=(2.0, 3.0, 5.0, 10.0), learning_rate=(2e-5, 3e-5, 4e-5, 5e-5),
-        batch_size=(16, 32), warmup_share=(0.06, 0.10)),
-    ("small", "large"): dict(
-        epochs=(2.0, 3.0, 5.0, 10.0), learning_rate=(7e-6, 1e-5, 2e-5, 3e-5),
-        batch_size=(16, 32), warmup_share=(0.06, 0.10)),
-    ("large", "base"): dict(
-        epochs=(2.0, 3.0, 5.0), learning_rate=(1e-5, 2e-5, 3e-5, 4e-5),
-        batch_size=(32,), warmup_share=(0.06,)),
-    ("large", "large"): dict(
-        epochs=(2.0, 3.0, 5.0), learning_rate=(5e-6, 7e-6, 1e-5, 2e-5),
-        batch_size=(32,), warmup_share=(0.06,)),
-    ("squad", "base"): dict(
-        epochs=(2.0, 3.0), learning_rate=(2e-5, 3e-5, 4e-5, 5e-5),
-        batch_size=(16, 32), warmup_share=(0.06, 0.10)),
-    ("squad", "large"): dict(
-        epochs=(2.0, 3.0), learning_rate=(7e-6, 1e-5, 2e-5, 3e-5),
-        batch_size=(16, 32), warmup_share=(0.06, 0.10)),
-}
+        check_field(self, "keep", self.keep in ("best", "last"), "use best or last")
 
 
 # ---- 2. Encoders --------------------------------------------------------------------------------------------
@@ -129,7 +112,7 @@ class Pretrained:
         settings = run_settings(folder)
         meta = Path(settings.get("data", "docs")).expanduser() / "meta.json"  # of a prepared corpus
         if meta.is_file():
-            settings = json.loads(meta.read_text())
+            settings = read_json(meta)
         self.val_share = settings.get("val_share", VAL_SHARE)
 
     def fresh(self, seed: int) -> nn.Module:
@@ -140,11 +123,11 @@ class Pretrained:
             encoder.load_state_dict(self.weights)
         return encoder
 
-    def encode(self, text: str) -> ndarray:
+    def encode(self, text: str) -> np.ndarray:
         """Text -> ids (length,) int64."""
         return self.tokenizer.encode(text).astype(np.int64)
 
-    def spans(self, text: str) -> tuple[ndarray, ...]:
+    def spans(self, text: str) -> tuple[np.ndarray, ...]:
         """Text -> ids, and for each token its first and last + 1 character, without the space before a word, all
         (length,) int64. A token that holds a part of a character gets all of it."""
         ids = self.encode(text)
@@ -157,13 +140,16 @@ class Pretrained:
         return ids, *without_space(text, owner[end - size], owner[end - 1] + 1)
 
     def save(self, encoder: nn.Module, out: Path) -> None:
-        """Write a fine-tuned encoder and its tokenizer."""
+        """Write a fine-tuned encoder."""
+        write_tensors(out / "encoder.pt", {"config": self.config, "encoder": encoder.state_dict()})
+
+    def save_tokenizer(self, out: Path) -> dict[str, str]:
+        """Write the tokenizer, the same for all runs; returns its hash, with which Tokenizer.load compares it."""
         self.tokenizer.save(out)
-        with atomic(out / "encoder.pt") as temporary:
-            torch.save({"config": self.config, "encoder": encoder.state_dict()}, temporary)
+        return {"tokenizer": file_hash(out / "tokenizer.json")}
 
 
-def without_space(text: str, starts: ndarray, ends: ndarray) -> tuple[ndarray, ndarray]:
+def without_space(text: str, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Spans (length,) of characters, of which those that start with a space start one character later."""
     space = np.array([c.isspace() for c in text] + [False])
     return np.minimum(starts + space[starts], ends), ends
@@ -204,10 +190,10 @@ class HubPretrained(Pretrained):
     def fresh(self, seed: int) -> nn.Module:
         return HubModule(copy.deepcopy(self.loaded), separator=self.joints[2][-1])
 
-    def encode(self, text: str) -> ndarray:
+    def encode(self, text: str) -> np.ndarray:
         return self.spans(text)[0]
 
-    def spans(self, text: str) -> tuple[ndarray, ...]:
+    def spans(self, text: str) -> tuple[np.ndarray, ...]:
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts, ends = np.array(found["offset_mapping"], np.int64).reshape(-1, 2).T
         return np.array(found["input_ids"], np.int64), *without_space(text, starts, ends)
@@ -215,6 +201,9 @@ class HubPretrained(Pretrained):
     def save(self, encoder: nn.Module, out: Path) -> None:
         encoder.model.save_pretrained(out)
         self.tokenizer.save_pretrained(out)
+
+    def save_tokenizer(self, out: Path) -> dict[str, str]:
+        return {}  # it goes with the encoder
 
 
 def load_pretrained(name: str, dropout: float) -> Pretrained:
@@ -225,7 +214,7 @@ def load_pretrained(name: str, dropout: float) -> Pretrained:
 # ---- 3. From examples to inputs, heads, losses and scores ---------------------------------------------------
 class Encoded(NamedTuple):
     """A part of a task as tokens."""
-    ids: list[ndarray]  # of each input, (length,) int64
+    ids: list[np.ndarray]  # of each input, (length,) int64
     targets: Tensor  # (N,) int64 or float32 labels; (N, 3) int64 for spans: first and last token, start of the passage
     examples: list  # Example or Question
     windows: list[tuple[int, int]]  # SQuAD, of each input: number of its question, tokens of the context before it
@@ -316,7 +305,7 @@ class Sentences:
             return logits.argmax(1, keepdim=True).float()
         return logits[:, :1]
 
-    def score(self, outputs: ndarray, encoded: Encoded) -> tuple[dict[str, float], dict]:
+    def score(self, outputs: np.ndarray, encoded: Encoded) -> tuple[dict[str, float], dict]:
         """Predictions (N, 1) -> the metric in percent, and files to write: none."""
         value = METRICS[self.metric](outputs[:, 0], encoded.targets.numpy())
         return {self.metric: 100 * value}, {}
@@ -347,7 +336,7 @@ class Spans:
             context, starts, ends = self.contexts[q.context]
             first, last, exact = answer_tokens(q, starts, ends)
             if training and q.answers and not exact:
-                context, starts, ends = cut_at_answer(self.text, q)
+                context, starts, ends = cut_at_answer(self.text.spans, q)
                 first, last, _ = answer_tokens(q, starts, ends)
             query = self.text.encode(q.question)
             if len(query) > longest:
@@ -405,7 +394,7 @@ class Spans:
         first = at // longest  # (B, n_best)
         return torch.cat([null, scores, first, first + at % longest], dim=1)
 
-    def score(self, outputs: ndarray, encoded: Encoded) -> tuple[dict[str, float], dict]:
+    def score(self, outputs: np.ndarray, encoded: Encoded) -> tuple[dict[str, float], dict]:
         """Outputs of all windows (N, 1 + 3 n_best) -> EM and F1, and the files that the official evaluation reads."""
         questions, threshold = encoded.examples, self.tune.null_threshold
         null = np.full(len(questions), np.inf)
@@ -434,37 +423,6 @@ class Spans:
         return squad_metrics(questions, answers, np.array(odds), threshold), files
 
 
-def borders(q: Question) -> tuple[int, int]:
-    """First and last + 1 character of the first answer, without white space around it."""
-    start, text = q.answers[0]
-    first = start + len(text) - len(text.lstrip())
-    return first, first + len(text.strip())
-
-
-def cut_at_answer(text: Pretrained, q: Question) -> ndarray:
-    """The context's tokens and their characters, as `text.spans` has them, (3, length) int64, with a token's end before
-    and after the answer; the space before a word stays with it."""
-    first, last = borders(q)
-    if q.context[max(0, first - 1):first].isspace():
-        first -= 1
-    found = []
-    for begin, end in itertools.pairwise((0, first, last, len(q.context))):
-        ids, starts, ends = text.spans(q.context[begin:end])
-        found.append((ids, starts + begin, ends + begin))
-    return np.concatenate(found, axis=1)
-
-
-def answer_tokens(q: Question, starts: ndarray, ends: ndarray) -> tuple[int, int, bool]:
-    """First and last token of the first answer, by the tokens' characters (length,), and whether they are exactly it;
-    (0, 0, False) without an answer."""
-    if not q.answers:
-        return 0, 0, False
-    a, b = borders(q)
-    first = int(np.searchsorted(ends, a, side="right"))  # the first token that ends behind character a
-    last = int(np.searchsorted(starts, b)) - 1  # the last one that starts before character b
-    return first, last, bool(starts[first] == a and ends[last] == b)
-
-
 # ---- 4. One run: section 4.1, Tables 5 and 6 ----------------------------------------------------------------
 class Tuned(nn.Module):
     """An encoder and a head."""
@@ -490,9 +448,10 @@ class Job(NamedTuple):
     place: Place
     out: Path
     remarks: list[str]
+    identity: dict  # what the folder was made with
 
 
-def collate(encoded: Encoded, chosen: ndarray, pad: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def collate(encoded: Encoded, chosen: np.ndarray, pad: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs (B,) of a part -> tokens (B, m) int64, padding (B, m) bool, targets; m is the longest's length."""
     rows = [torch.from_numpy(encoded.ids[i]) for i in chosen]
     tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
@@ -502,7 +461,7 @@ def collate(encoded: Encoded, chosen: ndarray, pad: int, device: torch.device) -
     return tokens.to(device), padding.to(device), targets.to(device)
 
 
-def batches(encoded: Encoded, seed: int, steps: int, batch_size: int, pool: int = 16) -> Iterator[ndarray]:
+def batches(encoded: Encoded, seed: int, steps: int, batch_size: int, pool: int = 16) -> Iterator[np.ndarray]:
     """Numbers (batch_size,) of the inputs of each step, a function of (seed, step): every epoch is a permutation. Those
     of `pool` steps are sorted by length, so that a batch needs little padding, and their batches shuffled."""
     length = np.array([len(ids) for ids in encoded.ids])
@@ -515,7 +474,7 @@ def batches(encoded: Encoded, seed: int, steps: int, batch_size: int, pool: int 
 
 
 @torch.no_grad()
-def predict(model: Tuned, encoded: Encoded, job: Job, batch_size: int = 64) -> tuple[ndarray, Moments]:
+def predict(model: Tuned, encoded: Encoded, job: Job, batch_size: int = 64) -> tuple[np.ndarray, Moments]:
     """What the task keeps of the logits of all inputs, (N, ...) float32, and the moments of H^L over their tokens."""
     model.eval()
     order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
@@ -534,16 +493,23 @@ def effective_ranks(moments: Moments) -> dict[str, int]:
     return {name: tau_rank(moments.spectrum(centered), 0.9) for name, centered in CENTERINGS.items()}
 
 
-def train(model: Tuned, job: Job, tune: TuneConfig, seed: int) -> float:
-    """Fine-tune in place, without clipping; returns the mean loss over all steps, not finite if it diverged."""
+def ends_half_epoch(step: int, examples: int, batch_size: int) -> bool:
+    """Whether the last of these `step` steps completes another half of all examples."""
+    halves = step * batch_size * 2 // examples
+    return halves > (step - 1) * batch_size * 2 // examples
+
+
+def train(model: Tuned, job: Job, tune: TuneConfig, seed: int) -> Iterator[tuple[int, float]]:
+    """Fine-tune in place, without clipping. Each half epoch and after the last step, when the dev part is to be
+    evaluated: yields the number of steps so far and the mean of their losses, not finite if the run has diverged."""
     encoded = job.parts["train"]
     steps = math.ceil(tune.epochs * len(encoded.ids) / tune.batch_size)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(tune.adam_beta1, tune.adam_beta2), eps=tune.adam_epsilon,
                                   weight_decay=tune.weight_decay, fused=True)
     total = torch.zeros((), device=job.place.device)
-    model.train()
     drawn = progress(batches(encoded, seed, steps, tune.batch_size), f"{job.task} seed {seed}", steps)
     for step, numbers in enumerate(drawn):
+        model.train()  # an evaluation switches dropout off
         torch.manual_seed(seed_of(seed, step))  # for dropout
         tokens, padding, targets = collate(encoded, numbers, job.text.pad, job.place.device)
         with job.place.autocast():
@@ -555,54 +521,156 @@ def train(model: Tuned, job: Job, tune: TuneConfig, seed: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
         total += loss.detach()
-    return float(total) / steps
+        if step + 1 == steps or ends_half_epoch(step + 1, len(encoded.ids), tune.batch_size):
+            yield step + 1, float(total) / (step + 1)
+
+
+class Validation(NamedTuple):
+    """What the dev part says of a model after so many steps."""
+    step: int
+    value: float  # of the task's metric, percent; minus infinity where it is not defined
+    metrics: dict[str, float]
+    files: dict
+    moments: Moments  # of H^L
+
+
+def validate(model: Tuned, job: Job, step: int) -> Validation | None:
+    """Evaluate on the dev part; None if a hidden state is not finite."""
+    outputs, moments = predict(model, job.parts["dev"], job)
+    if not moments.gram.isfinite().all():
+        return None
+    metrics, files = job.kind.score(outputs, job.parts["dev"])
+    value = metrics[job.kind.metric]
+    return Validation(step, value if math.isfinite(value) else -math.inf, metrics, files, moments)
+
+
+def finite(value: float) -> float | None:
+    """None for NaN and infinity."""
+    return value if math.isfinite(value) else None
 
 
 def run_once(job: Job, run: dict) -> dict:
     """One run, of a setting and a seed -> its line of sweep.jsonl. Of seed 1 the encoder and the predictions are
-    written, too. The value of a run that diverged, or whose metric is not defined, is None."""
+    kept, too. The value of a run that diverged, or whose metric is not defined, is None."""
     clock, seed = time.perf_counter(), run["seed"]
     encoder = job.text.fresh(seed)
     torch.manual_seed(seed_of(seed))  # for the head
     model = Tuned(encoder, job.kind.head()).to(job.place.device)
     setting = {name: run[name] for name in SWEPT}
-    loss = train(model, job, replace(job.tune, **setting), seed)
-    metrics, ranks = {}, None
-    if math.isfinite(loss):
-        outputs, moments = predict(model, job.parts["dev"], job)
-        metrics, files = job.kind.score(outputs, job.parts["dev"])
-        ranks = effective_ranks(moments)
+    best = last = None
+    for step, loss in train(model, job, replace(job.tune, **setting), seed):
+        last = validate(model, job, step) if math.isfinite(loss) else None
+        if last is None:  # diverged
+            break
+        if best is None or last.value > best.value:  # of equals the first
+            best = last
+            weights = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+    line = {**run, "value": None, "metrics": {}, "effective_rank": None, "loss": None, "best": None, "last": None}
+    files = {}
+    if last is not None:
+        kept = best if job.tune.keep == "best" else last
+        if kept is best:
+            model.load_state_dict(weights)  # the model itself has taken all steps
+        metrics, files = dict(kept.metrics), kept.files
         if "dev_mm" in job.parts:
             outputs, _ = predict(model, job.parts["dev_mm"], job)
             mismatched, _ = job.kind.score(outputs, job.parts["dev_mm"])
             metrics |= {f"{name}_mm": value for name, value in mismatched.items()}
-        if seed == 1:
-            job.text.save(model.encoder, job.out)
-            for name, content in files.items():
-                write_json(job.out / name, content)
-    value = metrics.get(job.kind.metric, math.nan)
-    return {**run, "value": value if math.isfinite(value) else None, "metrics": metrics, "effective_rank": ranks,
-            "loss": loss if math.isfinite(loss) else None, "seconds": round(time.perf_counter() - clock, 2)}
+        line |= {"value": finite(kept.value), "best": finite(best.value), "last": finite(last.value),
+                 "metrics": {name: finite(value) for name, value in metrics.items()},
+                 "effective_rank": effective_ranks(kept.moments), "loss": loss,
+                 "step": kept.step, "steps": last.step}
+    if seed == 1:
+        keep_files(job, run, None if last is None else model.encoder, files)
+    return {**line, "seconds": round(time.perf_counter() - clock, 2)}
 
 
-# ---- 5. Many runs -------------------------------------------------------------------------------------------
+# ---- 5. The folder ------------------------------------------------------------------------------------------
+def kept_folder(out: Path, run: dict) -> Path:
+    """Where the files of a run are kept, apart from those of other settings."""
+    return out / ".kept" / digest(repr(run).encode())
+
+
+def keep_files(job: Job, run: dict, encoder: nn.Module | None, files: dict) -> None:
+    """Write the encoder and the predictions of a run (nothing if it diverged) to a folder of their own, and at last
+    kept.json, a list of them with their hashes."""
+    folder = kept_folder(job.out, run)
+    shutil.rmtree(folder, ignore_errors=True)  # what a command that was killed, or damage, has left
+    folder.mkdir(parents=True)
+    if encoder is not None:
+        job.text.save(encoder, folder)
+    for name, content in files.items():
+        write_json(folder / name, content, checked=False)  # as the official evaluation reads it
+    hashes = {path.name: file_hash(path) for path in sorted(folder.iterdir())}
+    write_json(folder / "kept.json", {"run": run, "files": hashes})
+
+
+def are_kept(out: Path, run: dict) -> bool:
+    """Whether the files of a run are all there, as they were written."""
+    folder = kept_folder(out, run)
+    try:
+        hashes = read_json(folder / "kept.json", {"files": dict})["files"]
+        return all(file_hash(folder / name) == value for name, value in hashes.items())
+    except (UserError, OSError):
+        return False
+
+
+def publish(job: Job, run: dict, result: dict) -> None:
+    """Put the files of the result's first run and result.json in their places. Settings can take turns in a folder:
+    however this ends, result.json never stands beside the encoder of another one."""
+    with lock_of(job.out, "result.json"):
+        (job.out / "result.json").unlink(missing_ok=True)
+        own = read_json(kept_folder(job.out, run) / "kept.json")["files"]
+        for other in job.out.glob(".kept/*/*"):
+            if other.name not in own:
+                (job.out / other.name).unlink(missing_ok=True)
+        for name in own:
+            with atomic(job.out / name) as temporary:
+                link_or_copy(kept_folder(job.out, run) / name, temporary)
+        write_json(job.out / "result.json", result)
+
+
+def link_or_copy(path: Path, new: Path) -> None:
+    """A second name for a file, which takes no space; a copy where the file system knows no such names."""
+    try:
+        os.link(path, new)
+    except OSError:
+        shutil.copyfile(path, new)
+
+
+def ranks_before(job: Job) -> dict[str, int]:
+    """Effective ranks on the dev part before fine-tuning, measured once for an encoder and a task: before.json.
+    UserError if a hidden state is not finite."""
+    path, key = job.out / "before.json", {name: job.identity[name] for name in ("weights", "examples")}
+    with lock_of(job.out, path.name):  # another process may be measuring them
+        found = read_json(path, {"effective_rank": dict}) if path.is_file() else {}
+        if not key.items() <= found.items():
+            untuned = Tuned(job.text.fresh(1), job.kind.head())
+            _, moments = predict(untuned.to(job.place.device), job.parts["dev"], job)
+            if not moments.gram.isfinite().all():
+                raise UserError(f"{job.text.name}: hidden states with NaN or infinity; use another --init")
+            found = {**key, "effective_rank": effective_ranks(moments)}
+            write_json(path, found)
+    return found["effective_rank"]
+
+
+# ---- 6. Many runs -------------------------------------------------------------------------------------------
 def read_runs(out: Path) -> list[dict]:
-    """The lines of sweep.jsonl; one that was cut off by a crash is left out."""
-    path = out / "sweep.jsonl"
-    if not path.is_file():
-        return []
-    found = []
-    for line in path.read_text().splitlines():
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return found
+    """The lines of sweep.jsonl."""
+    lines = read_lines(out / "sweep.jsonl")
+    for line in lines:
+        line.setdefault("last", line.get("value"))  # earlier versions knew no other
+    return lines
 
 
 def find_run(out: Path, run: dict) -> dict | None:
     """The line of sweep.jsonl of a run {setting and seed}, None if it has not ended."""
     return next((line for line in read_runs(out) if run.items() <= line.items()), None)
+
+
+def is_done(out: Path, run: dict) -> bool:
+    """Whether a run has ended and, of seed 1, its files are there."""
+    return find_run(out, run) is not None and (run["seed"] != 1 or are_kept(out, run))
 
 
 def digest(content: bytes) -> str:
@@ -620,27 +688,20 @@ def complete(job: Job, runs: list[dict]) -> list[dict]:
     """The lines of all `runs`. Those that are missing are done here, or waited for where another process is at them;
     each ends with a line in sweep.jsonl."""
     for wait, run in itertools.product((False, True), runs):  # first what is free, then what others are at
-        if find_run(job.out, run):
+        if is_done(job.out, run):
             continue
         try:
             held = lock_of(job.out, run).acquire(blocking=wait)
         except Timeout:  # another process is at it
             continue
         with held:
-            if not find_run(job.out, run):  # it may have ended while we waited
+            if not is_done(job.out, run):  # it may have ended while we waited
                 line = run_once(job, run)
-                append(job.out, line)
+                if not find_run(job.out, run):  # else its files had been lost
+                    with lock_of(job.out, "sweep.jsonl"):
+                        append_line(job.out / "sweep.jsonl", line)
                 print(line_of(job, line), flush=True)
     return [find_run(job.out, run) for run in runs]
-
-
-def append(out: Path, line: dict) -> None:
-    """Append a line to sweep.jsonl; a line that a crash cut off is closed first."""
-    with lock_of(out, "sweep.jsonl"), open(out / "sweep.jsonl", "a+b") as file:
-        file.seek(max(0, file.tell() - 1))  # before the last byte
-        if file.read(1) not in (b"", b"\n"):
-            file.write(b"\n")
-        file.write(json.dumps(line).encode() + b"\n")
 
 
 def line_of(job: Job, line: dict) -> str:
@@ -655,18 +716,8 @@ def worth(line: dict) -> float:
     return -math.inf if line["value"] is None else line["value"]
 
 
-def grid(group: str, dim: int, given: dict) -> list[dict]:
-    """The settings of Table 5 or 6; a flag that is given replaces all values of its row."""
-    size = "large" if dim >= 1024 else "base"
-    rows = dict(SWEEPS["small" if group == "docs" else group, size])
-    for name in SWEPT:
-        if name in given:
-            rows[name] = (given[name],)
-    return [dict(zip(rows, values)) for values in itertools.product(*rows.values())]
-
-
 def make_job(task: str, init: str, tune: TuneConfig, options: argparse.Namespace, place: Place) -> Job:
-    """Read encoder and data, check that the folder is new or holds runs of the very same, and encode; UserError if it
+    """Read encoder and data, encode, and check that the folder is new or holds runs of the very same; UserError if it
     holds others."""
     text = load_pretrained(init, tune.dropout)
     examples, remarks = read_task(task, options.data, text.val_share, tune.max_train, tune.max_dev)
@@ -681,7 +732,7 @@ def make_job(task: str, init: str, tune: TuneConfig, options: argparse.Namespace
     else:  # one of several
         out = (options.out or Path("out")) / f"{task}-{text.name}"
     weights = [tensor.numpy().tobytes() for tensor in text.fresh(0).state_dict().values()]
-    here = {
+    identity = {
         "task": task,
         "model": text.config,
         "train": {"val_share": text.val_share},
@@ -689,11 +740,17 @@ def make_job(task: str, init: str, tune: TuneConfig, options: argparse.Namespace
         "examples": digest(repr(examples).encode(errors="replace")),
         "tune": {name: value for name, value in asdict(tune).items() if name not in SWEPT},
     }
-    path = out / ("finetune.json" if "hub" in text.config else "config.json")  # transformers has its own config.json
-    if path.is_file():
-        compare_runs(out, json.loads(path.read_text()), here)
-    write_json(path, {"init": init, **here})
-    return Job(task, text, kind, parts, tune, place, out, remarks)
+    with claim_folder(out, "fine-tuning", wait=True):
+        own = "finetune.json" if "hub" in text.config else "config.json"  # transformers has its own config.json
+        found = [read_json(out / name) for name in ("finetune.json", "config.json") if (out / name).is_file()]
+        found = [there for there in found if "task" in there]
+        if not found and (out / "sweep.jsonl").is_file():
+            raise UserError(f"{out}: has runs in sweep.jsonl, but no {own} that says of what; choose another --out")
+        for there in found:
+            there.get("tune", {}).setdefault("keep", "last")  # earlier versions had no choice
+            compare_runs(out, there, identity)
+        write_json(out / own, {"init": init, **text.save_tokenizer(out), **identity})
+    return Job(task, text, kind, parts, tune, place, out, remarks, identity)
 
 
 def finetune(task: str, init: str, tune: TuneConfig, options: argparse.Namespace, place: Place) -> dict:
@@ -701,7 +758,11 @@ def finetune(task: str, init: str, tune: TuneConfig, options: argparse.Namespace
     Writes and returns result.json."""
     job = make_job(task, init, tune, options, place)
     if place.first:
-        print(f"{job.out}: {len(job.parts['train'].ids):,} training inputs", *job.remarks, sep="\n  ", flush=True)
+        paths = [locate(task, options.data, split) for split in range(len(TASKS[task].files))]
+        read = [f"from {path}, {path.stat().st_size:,} bytes" for path in paths if path]
+        first = f"{job.out}: {len(job.parts['train'].ids):,} training inputs"
+        print(first, *read, *job.remarks, sep="\n  ", flush=True)
+    before = ranks_before(job)
     setting, sweep = {name: getattr(job.tune, name) for name in SWEPT}, []
     if options.sweep:
         tried = [point | {"seed": 0} for point in grid(TASKS[task].group, job.text.dim, options.given)]
@@ -712,36 +773,58 @@ def finetune(task: str, init: str, tune: TuneConfig, options: argparse.Namespace
     # The grid has seed 0: the seeds of the result played no part in the choice.
     runs = [setting | {"seed": seed} for seed in range(1, options.seeds + 1)]
     finals = complete(job, runs)
-    result = make_result(job, init, setting, finals, sweep)
+    result = make_result(job, init, setting, before, finals, sweep)
     if place.first:
-        write_json(job.out / "result.json", result)
+        publish(job, runs[0], result)
         print(report(result), f"{job.out}: result.json, sweep.jsonl", sep="\n", flush=True)
     return result
 
 
-def make_result(job: Job, init: str, setting: dict, finals: list[dict], sweep: list[dict]) -> dict:
-    """result.json: values of all seeds and their median, the median of each metric, what was run, and Table 3."""
-    untuned = Tuned(job.text.fresh(1), job.kind.head())
-    _, before = predict(untuned.to(job.place.device), job.parts["dev"], job)
-    median = float(np.median([worth(line) for line in finals]))
-    sound = [line["metrics"] for line in finals if line["value"] is not None]  # of runs that did not diverge
+def median(values: list[float | None]) -> float | None:
+    """The median of the seeds that did not diverge, whose value is None."""
+    sound = [value for value in values if value is not None]
+    return float(np.median(sound)) if sound else None
+
+
+def seeds_of(values: list[float | None]) -> str:
+    """What a median is of, in words."""
+    diverged = values.count(None)
+    if not diverged:
+        return f"{len(values)} seeds"
+    return f"{len(values) - diverged} of {len(values)} seeds; {diverged} diverged"
+
+
+def shown(value: float | None, digits: int = 2) -> str:
+    """A median in print."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def make_result(job: Job, init: str, setting: dict, before: dict, finals: list[dict], sweep: list[dict]) -> dict:
+    """result.json: values of all seeds and their median, of the checkpoints kept and of both that there are, the median
+    of each metric, what was run, and Table 3."""
+    values = [line["value"] for line in finals]
+    both = {}
+    for name in ("best", "last"):
+        found = [line.get(name) for line in finals]
+        both[name] = {"median": median(found), "values": found}
+    sound = [line["metrics"] for line in finals if line["metrics"]]  # of runs that did not diverge
     metrics = {}
     for name in sound[0] if sound else ():
-        metrics[name] = float(np.median([found[name] for found in sound]))
+        metrics[name] = median([found[name] for found in sound])
     return {
         "task": job.task, "init": init, "encoder": job.text.name,
-        "metric": job.kind.metric,
-        "median": median if math.isfinite(median) else None,
-        "values": [line["value"] for line in finals],
+        "metric": job.kind.metric, "median": median(values), "values": values,
+        "keep": job.tune.keep, **both,
         "seeds": [line["seed"] for line in finals],
         "metrics": metrics,
         "setting": setting,
         "tune": asdict(job.tune) | setting,
+        "model": job.text.config,
         "remarks": job.remarks,
         "inputs": {part: len(encoded.ids) for part, encoded in job.parts.items()},
         "effective_rank": {
             "tau": 0.9, "d": job.text.dim,
-            "before": effective_ranks(before),
+            "before": before,
             "after": [line["effective_rank"] for line in finals],
         },
         "sweep": sweep,
@@ -753,16 +836,18 @@ def report(result: dict) -> str:
     ranks = result["effective_rank"]
     values = [value for value in result["values"] if value is not None]
     spread = f"{min(values):.2f} ... {max(values):.2f}" if values else "all diverged"
-    metrics = "  ".join(f"{name} {value:.2f}" for name, value in result["metrics"].items())
+    metrics = "  ".join(f"{name} {shown(value)}" for name, value in result["metrics"].items())
+    both = ", ".join(f"{name} {shown(result[name]['median'])}" for name in ("best", "last"))
     changes = []
     for name in CENTERINGS:
-        after = np.median([found[name] for found in ranks["after"] if found] or [0])
-        changes.append(f"{name} {ranks['before'][name]} -> {after:.0f}")
-    return (f"{result['task']}  {metrics}  (medians of {len(result['values'])} seeds; {result['metric']} {spread})\n"
+        after = median([found[name] if found else None for found in ranks["after"]])
+        changes.append(f"{name} {ranks['before'][name]} -> {shown(after, digits=0)}")
+    return (f"{result['task']}  {metrics}  (median of {seeds_of(result['values'])}; {result['metric']} {spread})\n"
+            f"kept: the {result['keep']} checkpoint of each run; {result['metric']} of both: {both}\n"
             f"effective rank on the dev part, before -> after, of {ranks['d']}: {', '.join(changes)}")
 
 
-# ---- 6. Figure 3 and the average of Table 1 -----------------------------------------------------------------
+# ---- 7. Figure 3 and the average of Table 1 -----------------------------------------------------------------
 def figure3(hours: dict[str, float], results: list[dict], out: Path) -> None:
     """Write figure3.json and draw figure3.png: the metric against hours of pre-training, a line for each run."""
     points = []
@@ -770,30 +855,70 @@ def figure3(hours: dict[str, float], results: list[dict], out: Path) -> None:
         points.append({"run": str(Path(path).parent), "checkpoint": path, "hours": hours[path],
                        "median": result["median"], "values": result["values"]})
     points.sort(key=lambda point: (point["run"], point["hours"]))
-    write_json(out / "figure3.json", points)
     sound = [point for point in points if point["median"] is not None]
-    with figure(out / "figure3.png") as (_, axes):
-        for run, group in itertools.groupby(sound, key=lambda point: point["run"]):
-            group = list(group)
-            axes.plot([p["hours"] for p in group], [p["median"] for p in group], marker="o", label=run)
-        axes.set(xlabel="hours of pre-training", title=f"{results[0]['task']}, fine-tuned from checkpoints",
-                 ylabel=f"{results[0]['metric']} (%), median of {len(points[0]['values'])} seeds")
-        axes.legend()
+    runs = {}
+    for point in sound:
+        runs.setdefault(point["run"], []).append(point)
+    shares = time_shares(runs)
+    with claim_folder(out, "fine-tuning", wait=True):
+        write_json(out / "figure3.json", {"points": points, "time_shares": shares})
+        with figure(out / "figure3.png") as (_, axes):
+            for run, line in runs.items():
+                axes.plot([p["hours"] for p in line], [p["median"] for p in line], marker="o", label=run)
+            every = [value for point in points for value in point["values"]]
+            axes.set(xlabel="hours of pre-training", title=f"{results[0]['task']}, fine-tuned from checkpoints",
+                     ylabel=f"{results[0]['metric']} (%), {len(points)} medians of {seeds_of(every)}")
+            axes.legend()
+    for share in shares:
+        text = f"{share['run']} reaches the final score of {share['of']} ({share['score']:.2f})"
+        print(f"{text} after {share['share']:.0%} of its time" if share["share"] is not None else f"{text}: never")
     print(f"{out}: figure3.json, figure3.png")
 
 
-def table1(results: list[dict], out: Path) -> None:
-    """Print a row of Table 1 and write it to result.json: the eight metrics and their average, with MNLI matched."""
-    row = {result["task"]: result["median"] for result in results}
-    average = None if None in row.values() else float(np.mean(list(row.values())))
-    write_json(out / "result.json", {"task": "glue", "average": average, "medians": row, "results": results})
-    shown = []
-    for name, value in [*row.items(), ("average", average)]:
-        shown.append(f"{name} -" if value is None else f"{name} {value:.1f}")
-    print("  ".join(shown), f"{out}: result.json", sep="\n")
+def time_shares(runs: dict[str, list[dict]]) -> list[dict]:
+    """For each two runs {name: points by hours}: at its first checkpoint that is as good as the other's last one, which
+    share of the other's time has a run taken? None if it never is. Section 4.2: 40 % of RoBERTa's."""
+    found = []
+    for run, of in itertools.permutations(runs, 2):
+        goal = runs[of][-1]
+        hours = [point["hours"] for point in runs[run] if point["median"] >= goal["median"]]
+        share = hours[0] / goal["hours"] if hours else None
+        found.append({"run": run, "of": of, "score": goal["median"], "share": share})
+    return found
 
 
-# ---- 7. Command line ----------------------------------------------------------------------------------------
+def table1(results: list[dict]) -> dict[str, float | None]:
+    """The columns of Table 1 that the results of an encoder have; the average, with MNLI matched, if all of GLUE is
+    there. None where all seeds diverged."""
+    row, glue = {}, {}
+    for result in results:
+        task, metrics = result["task"], result["metrics"]
+        if task in GLUE:
+            glue[task] = result["median"]
+        if task == "mnli":
+            row |= {"mnli-m": metrics.get("accuracy"), "mnli-mm": metrics.get("accuracy_mm")}
+        elif task == "squad2":
+            row |= {"squad2 em": metrics.get("exact"), "squad2 f1": metrics.get("f1")}
+        else:
+            row[task] = result["median"]
+    if len(glue) == len(GLUE):
+        row["average"] = None if None in glue.values() else float(np.mean(list(glue.values())))
+    return row
+
+
+def print_table1(results: list[dict], out: Path) -> None:
+    """Print a row of Table 1 and write it to result.json."""
+    row = table1(results)
+    medians = {result["task"]: result["median"] for result in results}
+    with claim_folder(out, "fine-tuning", wait=True):
+        write_json(out / "result.json", {"task": "glue", "average": row["average"], "medians": medians, "row": row,
+                                         "results": results})
+    columns = [f"{name} {shown(value, digits=1)}" for name, value in row.items()]
+    diverged = [f"{result['task']}: {seeds_of(result['values'])}" for result in results if None in result["values"]]
+    print("  ".join(columns), *diverged, f"{out}: result.json", sep="\n")
+
+
+# ---- 8. Command line ----------------------------------------------------------------------------------------
 def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, TuneConfig]]:
     """Command line -> options (`given`: the fields of TuneConfig on it), and for each task how it is fine-tuned.
     Default < default of the task < flag."""
@@ -826,6 +951,8 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, 
 def main(argv: list[str] | None = None) -> None:
     options, tasks = read_command(argv)
     with clear_errors("finetune.py"):
+        if options.out:
+            refuse_other_kind(options.out, "fine-tuning")
         # What is missing is found before the first run.
         for task in tasks:
             for split in range(len(TASKS[task].files)):
@@ -833,23 +960,18 @@ def main(argv: list[str] | None = None) -> None:
         hours = {}
         for checkpoint in options.figure3:
             state = read_tensors(Path(checkpoint))
-            if "seconds" not in state:
+            if not isinstance(state.get("seconds"), float):
                 raise UserError(f"--figure3 {checkpoint}: not a checkpoint of train.py")
             hours[checkpoint] = state["seconds"] / 3600
-        place = set_up(options.given.get("precision", "auto"))
+        place = choose_place(options.given.get("precision", "auto"))  # torchrun's processes share by files, as all do
         torch.set_float32_matmul_precision("highest")  # TF32 is too coarse for effective ranks
         results = []
-        try:
-            for task, init in itertools.product(tasks, options.figure3 or [options.init]):
-                results.append(finetune(task, init, tasks[task], options, place))
-        except KeyboardInterrupt:
-            sys.exit("finetune.py: interrupted; the same command continues")
+        for task, init in itertools.product(tasks, options.figure3 or [options.init]):
+            results.append(finetune(task, init, tasks[task], options, place))
         if options.figure3 and place.first:
             figure3(hours, results, options.out or Path("out") / f"{options.task}-figure3")
         if options.task == "glue" and place.first:
-            table1(results, options.out or Path("out") / f"glue-{results[0]['encoder']}")
-        if dist.is_initialized():
-            dist.destroy_process_group()
+            print_table1(results, options.out or Path("out") / f"glue-{results[0]['encoder']}")
 
 
 if __name__ == "__main__":

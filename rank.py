@@ -39,10 +39,11 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from data import (VAL_SHARE, Parser, Rows, Tokenizer, UserError, atomic, clear_errors, documents, in_validation, mix,
-                  parts, seed_of, write_json)
+from data import VAL_SHARE, Rows, Tokenizer, documents, in_validation, mix, parts, seed_of, what_is_read
+from files import Parser, UserError, atomic, claim_folder, clear_errors, refuse_other_kind, write_json
 from maelm import CLS, MASK, NUM_SPECIAL, SEP, Encoder, check_field
-from run import Place, add_flags, figure, given_flags, load_encoder, open_corpus, open_hub, run_settings, set_up
+from run import (Place, add_flags, choose_place, figure, first_alone, first_speaks, given_flags, load_encoder,
+                 open_corpus, open_hub, run_settings)
 
 CURVES = {"with_mask": "with", "without_mask": "without", "mask_only": "[MASK]"}  # and their names in a table
 CENTERINGS = {"uncentered": False, "centered": True}
@@ -249,13 +250,13 @@ def run_subject(name: str, config: RankConfig, place: Place) -> Subject:
         folder = Path(text).expanduser()
     else:
         text = settings["data"]
-        folder = open_corpus(shape, settings, place)
+        folder = open_corpus(shape, settings)
     if (folder / "meta.json").is_file():
         rows = Rows(folder, "val", shape.vocab_size, shape.seq_len)
         if Tokenizer.load(folder).model.get_vocab() != tokenizer.model.get_vocab():
             raise UserError(f"--data {text}: prepared with another tokenizer than that of {name}; give its text")
     else:
-        rows = text_rows(text, tokenizer.encode, Frame([CLS], [], [SEP]), shape.seq_len, config)
+        rows = text_rows(text, tokenizer.encode, Frame([CLS], [], [SEP]), shape.seq_len, config, place)
     positions = torch.arange(shape.seq_len, device=place.device)[None]  # (1, n)
 
     def encode(tokens: Tensor) -> list[Tensor]:
@@ -284,7 +285,7 @@ def hub_subject(name: str, config: RankConfig, place: Place) -> Subject:
 
     text = config.data or "docs"
     n = min(config.seq_len, hub.seq_len)
-    rows = text_rows(text, encode_text, hub_frame(tokenizer), n, config)
+    rows = text_rows(text, encode_text, hub_frame(tokenizer), n, config, place)
     specials = sorted(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
     return Subject(name, encode, rows, text, dim=hub.dim, seq_len=n, mask=tokenizer.mask_token_id, specials=specials)
 
@@ -300,9 +301,11 @@ def hub_frame(tokenizer) -> Frame:
     return Frame(framed[:start], framed[start + len(plain):], separators[:1])
 
 
-def text_rows(source: str, encode: Callable, frame: Frame, n: int, config: RankConfig) -> np.ndarray:
+def text_rows(source: str, encode: Callable, frame: Frame, n: int, config: RankConfig, place: Place) -> np.ndarray:
     """Validation documents of `source`, as --val-share draws them, as full rows (rows, n) int64 of at most --tokens
     tokens, with the frame's tokens around and between. UserError if there is not one row."""
+    if place.first:
+        print(f"reads {what_is_read(source)}", flush=True)
     room = n - len(frame.before) - len(frame.after)
     texts = (text for part in parts(source) for text in documents(part) if in_validation(text, config.val_share))
     pieces, size = [], 0
@@ -742,7 +745,7 @@ def draw(results: list[Result], config: RankConfig) -> None:
 def draw_collapse(config: RankConfig) -> str:
     """collapse.png: the toy of `collapse`, with and without skip connections; returns its numbers, printable."""
     lines = ["||H - 1 h^T|| / ||H|| after 0, 1, ... layers of random single-head attention:"]
-    with figure(config.out / "collapse.png") as (_, axis):
+    with claim_folder(config.out, "ranks", wait=True), figure(config.out / "collapse.png") as (_, axis):
         for skip, label in ((False, "attention only"), (True, "with skip connections")):
             residuals = collapse(skip=skip, seed=config.seed)
             lines.append(f"  {label:<22} " + "  ".join(f"{value:.1e}" for value in residuals))
@@ -791,12 +794,13 @@ def analyse_all(models: list[str], config: RankConfig, place: Place) -> None:
             print(theory(subject, moments, config), flush=True)
     if not place.first:
         return
-    write_json(config.out / "rank.json", {
-        "tau": config.tau, "plotted": config.plot, "mask_rate": MASK_RATE, "specials": config.specials,
-        "bootstrap": config.bootstrap, "seed": config.seed,
-        "models": {result.name: as_json(result) for result in results}})
-    write_csv(results, config)
-    draw(results, config)
+    with claim_folder(config.out, "ranks", wait=True):
+        write_json(config.out / "rank.json", {
+            "tau": config.tau, "plotted": config.plot, "mask_rate": MASK_RATE, "specials": config.specials,
+            "bootstrap": config.bootstrap, "seed": config.seed,
+            "models": {result.name: as_json(result) for result in results}})
+        write_csv(results, config)
+        draw(results, config)
     if len(results) > 1:
         print(table_3(results, config.tau[0]))
     print("with: all tokens of the text with 15 % [MASK]; without: of the same text unmasked; [MASK]: at masks\n"
@@ -805,11 +809,13 @@ def analyse_all(models: list[str], config: RankConfig, place: Place) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     models, config = read_options(argv)
-    with clear_errors("rank.py"):
-        for name in models:  # before the first is measured
-            if not name.startswith("hf:") and not Path(name).exists():
-                raise UserError(f"{name}: no such run folder or checkpoint")
-        place = set_up("fp32")
+    with clear_errors("rank.py"), first_speaks():
+        with first_alone():
+            refuse_other_kind(config.out, "ranks")
+            for name in models:  # before the first is measured
+                if not name.startswith("hf:") and not Path(name).exists():
+                    raise UserError(f"{name}: no such run folder or checkpoint")
+            place = choose_place("fp32")
         torch.set_float32_matmul_precision("highest")  # TF32, as in training, is too coarse for a covariance
         if models:
             analyse_all(models, config, place)

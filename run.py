@@ -2,20 +2,26 @@
 
     1. Flags         a flag for every field of a configuration
     2. The machine   Place: rank, device and dtype of this process; set_up joins torchrun's process group
-    3. The folder    config.json, log.jsonl, checkpoints step_*.pt, figures
-    4. The encoder   of a run folder, of one checkpoint, of finetune.py (encoder.pt), or of the Hugging Face Hub
+    3. Signals       Interrupt and Clock, while a program computes
+    4. Tensors       files of tensors and numbers, compared with their checksums
+    5. The folder    config.json, log.jsonl, checkpoints step_*.pt, figures
+    6. The encoder   of a run folder, of one checkpoint, of finetune.py (encoder.pt), or of the Hugging Face Hub
 
-`data.py` and `maelm.py` are all that this file imports of the project.
+`files.py`, `data.py` and `maelm.py` are all that this file imports of the project.
 """
 import argparse
 import ctypes
+import errno
 import inspect
-import json
 import os
+import pickle
 import re
+import signal
+import struct
 import sys
+import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -24,8 +30,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from tqdm import tqdm
 
-from data import Tokenizer, UserError, atomic, corpus
+from data import Tokenizer, corpus
+from files import UserError, atomic, read_json, read_lines
 from maelm import MAELM, Config, Encoder
 
 
@@ -83,6 +91,14 @@ class Place:
             dist.all_reduce(total, dist.ReduceOp.MAX)
         return total.item()
 
+    def gather(self, value: object) -> list:
+        """A value of each process, by rank, in all of them."""
+        if self.world == 1:
+            return [value]
+        found = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
 
 def cpu_has_bf16() -> bool:
     """Whether this CPU multiplies bf16 matrices in hardware; elsewhere bf16 is slower than fp32."""
@@ -117,55 +133,262 @@ def has_bf16(device: torch.device) -> bool:
     return device.type == "cpu" and cpu_has_bf16()
 
 
-def set_up(precision: str) -> Place:
-    """Join the process group if torchrun started this process, and choose device and dtype."""
+def choose_place(precision: str) -> Place:
+    """The device and dtype of this process, and which of torchrun's processes it is."""
     device = best_device(int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
-    by_torchrun = "WORLD_SIZE" in os.environ
-    if by_torchrun and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     keep_freed_memory()
     bf16 = precision == "bf16" or (precision == "auto" and has_bf16(device))
     return Place(rank=int(os.environ.get("RANK", 0)), world=int(os.environ.get("WORLD_SIZE", 1)),
                  device=device, dtype=torch.bfloat16 if bf16 else torch.float32)
 
 
-# ---- 3. The folder that a run leaves ------------------------------------------------------------------------
+@contextmanager
+def first_alone() -> Iterator[None]:
+    """What is inside is done by the first of torchrun's processes, and when it is through, by the others; then all join
+    a process group. So what is wrong is found, and said, by one process, and what takes long is done once, before
+    anybody waits with a time limit. Of one process alone: nothing but what is inside."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
+        yield
+        return
+    # The store in which the processes meet to form the group; the count of those that are through.
+    store, rank, world = next(dist.rendezvous("env://"))
+    while rank > 0 and store.add("through", 0) == 0:
+        time.sleep(0.2)
+    yield
+    store.add("through", 1)
+    while store.add("through", 0) < world:
+        time.sleep(0.2)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world)
+
+
+@contextmanager
+def first_speaks() -> Iterator[None]:
+    """If the first of torchrun's processes ends with an error, the others lose their connection to it and raise errors
+    of their own. They wait before: meanwhile torchrun ends them."""
+    try:
+        yield
+    except RuntimeError:
+        if int(os.environ.get("RANK", 0)) > 0:
+            time.sleep(3)
+        raise
+
+
+def set_up(precision: str) -> Place:
+    """Choose device and dtype, and join the process group if torchrun started this process."""
+    with first_alone():
+        return choose_place(precision)
+
+
+# ---- 3. Signals and time ------------------------------------------------------------------------------------
+class Interrupt:
+    """While entered, notes SIGTERM and SIGINT, and that the reader of stdout has gone (`| head`), so that the step in
+    progress ends and a checkpoint is written; a second signal acts at once."""
+
+    def __enter__(self) -> "Interrupt":
+        self.signal = 0
+        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def note(self, number: int, frame: object) -> None:
+        """Signal handler."""
+        self.signal = number
+        signal.signal(number, self.before[number])
+
+    def say(self, bar: tqdm, text: str) -> None:
+        """Print a line above a progress bar."""
+        try:
+            bar.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            self.signal = self.signal or 13  # SIGPIPE, which Windows does not name
+
+
+class Clock:
+    """Counts seconds of training. `mark` says how many there were at the last line of the log, and `waited` how many
+    have since then been spent waiting for rows."""
+
+    def __init__(self, seconds: float):
+        self.start = time.perf_counter() - seconds
+        self.lap(seconds)
+
+    def now(self) -> float:
+        """Seconds in all, pauses apart."""
+        return time.perf_counter() - self.start
+
+    def lap(self, mark: float) -> None:
+        """Start to count from a new mark."""
+        self.mark, self.waited = mark, 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While entered, the clock stands still."""
+        before = self.now()
+        yield
+        self.start = time.perf_counter() - before
+
+
+# ---- 4. Files of tensors and numbers ------------------------------------------------------------------------
+class Damaged(UserError):
+    """A file that is not as it was written."""
+
+
+DAMAGE = (zipfile.BadZipFile, NotImplementedError, EOFError, UnicodeDecodeError)  # raised for a zip with wrong bits
+FOREIGN = (pickle.UnpicklingError, AttributeError, LookupError, TypeError, ValueError, AssertionError, RecursionError,
+           struct.error)  # raised by a whole file that holds other things than tensors and numbers
+
+
+def check_zip(path: Path) -> None:
+    """Compare every part of a .pt file, which is a zip archive, with its checksum. One of DAMAGE if one differs."""
+    with zipfile.ZipFile(path) as archive:
+        for part in archive.infolist():
+            # PyTorch stores plain files: one wrong bit says packed, or a folder (which it would read as empty) ...
+            if part.compress_type or part.external_attr:
+                raise zipfile.BadZipFile(f"{part.filename} is no plain file")
+            if part.flag_bits & 1:  # ... or encrypted
+                raise zipfile.BadZipFile(f"{part.filename} is encrypted")
+        wrong = archive.testzip()
+        if wrong:
+            raise zipfile.BadZipFile(f"{wrong} differs from its checksum")
+
+
+def read_tensors(path: Path) -> dict:
+    """What a .pt file holds, on the CPU; it runs no code. UserError if the file is missing or foreign, and Damaged if
+    it is not as it was written. Whatever else is raised, for example for want of memory, says nothing of the file."""
+    try:
+        check_zip(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except DAMAGE as error:
+        raise Damaged(f"{path}: damaged, or no checkpoint ({error or 'cut off'})") from error
+    except FOREIGN as error:
+        raise UserError(f"{path}: not written by this project: {first_line(error)}") from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise Damaged(f"{path}: damaged (a part would be outside of the file)") from error
+    except RuntimeError as error:
+        if "PytorchStreamReader" not in str(error):  # out of memory, and all else that may be raised
+            raise
+        raise Damaged(f"{path}: damaged ({first_line(error)})") from error
+    if not isinstance(state, dict):
+        raise UserError(f"{path}: not written by this project: holds a {type(state).__name__}")
+    return state
+
+
+def write_tensors(path: Path, state: dict) -> None:
+    """Write tensors and numbers atomically. UserError if that fails, for example on a full disk."""
+    # No objects of ours in `state`: so it can be read with weights_only=True, which runs no code.
+    with atomic(path) as temporary, open(temporary, "wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # PyTorch's writer covers the error of the disk with its own
+                raise error.__context__ from None
+            raise
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an exception says, or its name."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def check_fields(path: Path, state: dict, **kinds: type | tuple) -> None:
+    """UserError if a file holds no field of a name, or one of another type."""
+    for name, kind in kinds.items():
+        if not isinstance(state.get(name), kind):
+            raise UserError(f"{path}: its field {name!r} is missing or of another type; restore the file from a "
+                            "copy")
+
+
+def check_weights(path: Path, module: nn.Module, weights: dict) -> None:
+    """UserError if the weights that a file holds do not fit into a module."""
+    wanted = {name: tuple(x.shape) for name, x in module.state_dict().items()}
+    found = {name: tuple(getattr(x, "shape", ())) for name, x in weights.items()}
+    for name in wanted.keys() | found.keys():
+        if found.get(name) != wanted.get(name):
+            raise UserError(f"{path}: the weight {name} has shape {found.get(name, 'none')}, its configuration asks for"
+                            f" {wanted.get(name, 'none')}: not a file of this project")
+
+
+def with_weights(path: Path, make: Callable[[Config], nn.Module], state: dict, name: str) -> nn.Module:
+    """The module make(Config) with the configuration and the weights, state[name], that a file holds. UserError if they
+    do not fit together."""
+    check_fields(path, state, config=dict, **{name: dict})
+    try:
+        config = Config(**state["config"])
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: its configuration is not one of this project ({first_line(error)})") from error
+    with torch.device("meta"):  # shapes without memory
+        check_weights(path, make(config), state[name])
+    module = make(config)
+    module.load_state_dict(state[name])
+    return module
+
+
+# ---- 5. The folder that a run leaves ------------------------------------------------------------------------
+CHECKPOINT = re.compile(r"step_([0-9]{7})\.pt")  # nothing else in a run folder is ours to load or to delete
+
+
 def checkpoints(out: Path) -> list[Path]:
     """Checkpoints of a run, oldest first."""
-    return sorted(out.glob("step_*.pt"))
+    return sorted(path for path in out.glob("step_*.pt") if CHECKPOINT.fullmatch(path.name) and path.is_file())
 
 
-def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, seconds: float, keep: int) -> None:
-    """Write step_STEP.pt atomically: plain tensors and numbers. Then remove all but the newest `keep` (0 = none)."""
-    # No objects of ours: such a file can be read with weights_only=True, which runs no code.
-    state = {
+def checkpoint_path(out: Path, step: int) -> Path:
+    """The checkpoint of a run after so many steps."""
+    return out / f"step_{step:07d}.pt"
+
+
+def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, seconds: float, identity: dict,
+                    keep: int) -> None:
+    """Write step_STEP.pt atomically: plain tensors and numbers, and the settings that tell runs apart. Then remove the
+    oldest but `keep` (0 = none). UserError, and nothing is written, if a weight is not finite."""
+    for name, weight in model.state_dict().items():
+        if not weight.isfinite().all():
+            raise UserError(f"step {step}: weights are not finite, {name} to begin with: nothing is saved, earlier "
+                            "checkpoints stay; start again with a lower --learning-rate in another --out")
+    path = checkpoint_path(out, step)
+    write_tensors(path, {
         "step": step,
         "seconds": seconds,  # of training, evaluations apart
+        "run": identity,
         "config": asdict(model.config),
         "model": model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-    }
-    with atomic(out / f"step_{step:07d}.pt") as temporary:
-        torch.save(state, temporary)
+    })
+    older = [other for other in checkpoints(out) if other.name < path.name]
     if keep > 0:
-        for old in checkpoints(out)[:-keep]:
-            old.unlink()
+        for other in older[:max(0, len(older) + 1 - keep)]:
+            other.unlink()
 
 
-def load_checkpoint(out: Path, device: torch.device | str) -> dict | None:
-    """The newest whole checkpoint of a run folder, or None; a damaged one is named on stderr and passed over."""
-    for path in reversed(checkpoints(out)):
+def load_checkpoint(out: Path, rename: bool = False) -> dict | None:
+    """What the newest whole checkpoint of a run folder holds, on the CPU, or None if there never was one. A damaged one
+    is named on stderr and passed over; with `rename`, which is for the program that the folder belongs to, it becomes
+    NAME.damaged. UserError if there are damaged ones alone, and as read_tensors."""
+    found = checkpoints(out)
+    for path in reversed(found):
         try:
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()  # compares the checksum of every tensor
-            if damaged:
-                raise zipfile.BadZipFile(damaged)
-            return torch.load(path, map_location=device, weights_only=True)
-        except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
-            print(f"{path} is damaged ({error}); trying the one before", file=sys.stderr)
+            state = read_tensors(path)
+        except Damaged as error:
+            print(f"{error}; trying the one before", file=sys.stderr)
+            if rename:
+                path.replace(f"{path}.damaged")
+            continue
+        if state.get("step") != int(CHECKPOINT.fullmatch(path.name)[1]):
+            raise UserError(f"{path}: holds step {state.get('step')}; give it back the name that it had")
+        return state
+    damaged = sorted(path.name for path in out.glob("step_*.pt.damaged"))
+    if found or damaged:
+        names = damaged or [path.name for path in found]
+        raise UserError(f"{out}: no whole checkpoint, but damaged ones: {', '.join(names)}; put a copy in their place, "
+                        "or remove them to start again, or choose another --out")
     return None
 
 
@@ -174,27 +397,19 @@ def run_settings(folder: Path) -> dict:
     path = folder / "config.json"
     if not path.is_file():
         return {}
-    return json.loads(path.read_text()).get("train", {})
+    return read_json(path).get("train", {})
 
 
-def open_corpus(config: Config, settings: dict, place: Place) -> Path:
-    """The folder of shards of a run with these training settings; the first process makes it where there is none."""
-    arguments = (settings["data"], Path(settings["cache"]), config.vocab_size, config.seq_len,
-                 settings["uncased"], settings["val_share"])
-    if place.first:
-        corpus(*arguments)
-    if place.world > 1:
-        dist.barrier()  # the others wait here, and then find it
-    return corpus(*arguments)
+def open_corpus(config: Config, settings: dict) -> Path:
+    """The folder of shards of a run with these training settings, which is made where there is none. Of processes that
+    ask at once, one makes it and the others wait."""
+    return corpus(settings["data"], Path(settings["cache"]), config.vocab_size, config.seq_len, settings["uncased"],
+                  settings["val_share"])
 
 
 def read_log(out: Path) -> list[dict]:
     """The lines of a run's log.jsonl; a last line that was cut off by a crash is left out."""
-    path = out / "log.jsonl"
-    if not path.is_file():
-        return []
-    whole, _, _ = path.read_text().rpartition("\n")  # without what follows the last line break
-    return [json.loads(line) for line in whole.splitlines()]
+    return read_lines(out / "log.jsonl")
 
 
 @contextmanager
@@ -210,22 +425,21 @@ def figure(path: Path, panels: int = 1) -> Iterator[tuple]:
     plt.close(drawn)
 
 
-# ---- 4. The encoder that a run ends with --------------------------------------------------------------------
+# ---- 6. The encoder that a run ends with --------------------------------------------------------------------
 def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[MAELM, Tokenizer]:
     """The model of a run folder, or of one of its checkpoint files, in evaluation mode, and its tokenizer. UserError
     if there is none, or it is damaged or of another program."""
     if path.suffix == ".pt":
-        folder, state = path.parent, read_tensors(path, device)
+        folder, state = path.parent, read_tensors(path)
         if "model" not in state:
             raise UserError(f"{path}: not a checkpoint of train.py, which alone holds a decoder")
     else:
         if not path.is_dir():
             raise UserError(f"{path}: no such run folder; train.py makes one")
-        folder, state = path, load_checkpoint(path, device)
+        folder, state = path, load_checkpoint(path)
         if state is None:
             raise UserError(f"{path}: holds no checkpoint; run train.py --out {path} first")
-    model = MAELM(Config(**state["config"]))
-    model.load_state_dict(state["model"])
+    model = with_weights(path, MAELM, state, "model")
     return model.to(device).eval(), Tokenizer.load(folder)
 
 
@@ -236,19 +450,9 @@ def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encode
     if file.name != "encoder.pt" or not file.is_file():
         model, tokenizer = load_model(path, device)
         return model.encoder, tokenizer, model.config
-    state = read_tensors(file, device)
-    config = Config(**state["config"])
-    encoder = Encoder(config).to(device).eval()
-    encoder.load_state_dict(state["encoder"])
-    return encoder, Tokenizer.load(file.parent), config
-
-
-def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict:
-    """The tensors and numbers in a .pt file; UserError if it is missing or damaged."""
-    try:
-        return torch.load(path, map_location=device, weights_only=True)
-    except (OSError, RuntimeError, EOFError) as error:
-        raise UserError(f"{path}: no checkpoint, or a damaged one ({str(error).splitlines()[0]})") from error
+    state = read_tensors(file)
+    encoder = with_weights(file, Encoder, state, "encoder")
+    return encoder.to(device).eval(), Tokenizer.load(file.parent), Config(**state["config"])
 
 
 class HubEncoder(NamedTuple):

@@ -5,13 +5,13 @@ and metric. SQuAD 2.0 has questions with answers in their context. `docs` needs 
 documentation string belong to? `custom` reads files of your own.
 """
 import hashlib
-import json
+import itertools
 import math
 import re
 import string
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import RECORDS, UserError, in_validation, lines, load_hub_dataset, read_docs, read_tsv, rows_of_step
+from data import in_validation, read_docs, rows_of_step
+from files import RECORDS, UserError, load_hub_dataset, read_json, read_tsv
 
 
 # ---- 1. Tasks: section 4.1, App. B --------------------------------------------------------------------------
@@ -87,7 +88,47 @@ TASKS = {
 GLUE = tuple(TASKS)[:8]  # Table 1, left to right
 
 
-# ---- 2. Reading the parts of a task -------------------------------------------------------------------------
+# ---- 2. How they are fine-tuned: Tables 5 and 6 -------------------------------------------------------------
+DEFAULTS = {
+    "small": dict(epochs=10.0, batch_size=16),
+    "large": dict(),
+    "squad": dict(batch_size=16),
+    "docs": dict(epochs=5.0, batch_size=16, learning_rate=1.5e-3),
+}
+SWEPT = ("epochs", "learning_rate", "batch_size", "warmup_share")
+SWEEPS = {  # (group, size of the encoder) -> values to try; Tables 5 and 6
+    ("small", "base"): dict(
+        epochs=(2.0, 3.0, 5.0, 10.0), learning_rate=(2e-5, 3e-5, 4e-5, 5e-5),
+        batch_size=(16, 32), warmup_share=(0.06, 0.10)),
+    ("small", "large"): dict(
+        epochs=(2.0, 3.0, 5.0, 10.0), learning_rate=(7e-6, 1e-5, 2e-5, 3e-5),
+        batch_size=(16, 32), warmup_share=(0.06, 0.10)),
+    ("large", "base"): dict(
+        epochs=(2.0, 3.0, 5.0), learning_rate=(1e-5, 2e-5, 3e-5, 4e-5),
+        batch_size=(32,), warmup_share=(0.06,)),
+    ("large", "large"): dict(
+        epochs=(2.0, 3.0, 5.0), learning_rate=(5e-6, 7e-6, 1e-5, 2e-5),
+        batch_size=(32,), warmup_share=(0.06,)),
+    ("squad", "base"): dict(
+        epochs=(2.0, 3.0), learning_rate=(2e-5, 3e-5, 4e-5, 5e-5),
+        batch_size=(16, 32), warmup_share=(0.06, 0.10)),
+    ("squad", "large"): dict(
+        epochs=(2.0, 3.0), learning_rate=(7e-6, 1e-5, 2e-5, 3e-5),
+        batch_size=(16, 32), warmup_share=(0.06, 0.10)),
+}
+
+
+def grid(group: str, dim: int, given: dict) -> list[dict]:
+    """The settings of Table 5 or 6; a flag that is given replaces all values of its row."""
+    size = "large" if dim >= 1024 else "base"
+    rows = dict(SWEEPS["small" if group == "docs" else group, size])
+    for name in SWEPT:
+        if name in given:
+            rows[name] = (given[name],)
+    return [dict(zip(rows, values)) for values in itertools.product(*rows.values())]
+
+
+# ---- 3. Reading the parts of a task -------------------------------------------------------------------------
 class Example(NamedTuple):
     """One or two texts and a label as it stands in the file."""
     text: str
@@ -103,34 +144,85 @@ class Question(NamedTuple):
     answers: tuple[tuple[int, str], ...]
 
 
+def value_of(record: object, name: str, kinds: type | tuple, where: str) -> object:
+    """A field of a record, text without half surrogate pairs (JSON can hold them) and with as many characters.
+    UserError if it is missing, null, or of another type."""
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: not an object with named fields, but {str(record)[:40]}")
+    value = record.get(name)
+    if value is None:
+        reason = "is null: fill it in, or leave the record out" if name in record else (
+            f"is missing; found: {', '.join(map(str, record))}")
+        raise UserError(f"{where}: `{name}` {reason}")
+    if not isinstance(value, kinds):
+        wanted = {str: "text", list: "a list", int: "a whole number"}.get(kinds, "text or a number")
+        raise UserError(f"{where}: `{name}` is of type {type(value).__name__} ({str(value)[:40]}): use {wanted}")
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
+
+
 def examples_of(records: Iterable[dict], columns: tuple[str, ...], where: str) -> list[Example]:
     """Records -> examples. `columns` are text, text2 (if any) and label; one that is called `text2` is optional.
-    UserError for a record that lacks a value."""
+    UserError for a record that lacks a value or holds something else than text."""
     found = []
     for number, record in enumerate(records, start=1):
-        used = [name for name in columns if name != "text2" or name in record]
-        missing = [name for name in used if record.get(name) is None]
-        if missing:
-            raise UserError(f"{where}, record {number}: no column `{missing[0]}`; found: {', '.join(map(str, record))}")
-        *texts, label = [str(record[name]).strip() for name in used]
+        place = f"{where}, record {number}"
+        if None in record:  # csv's name for what is behind the last column
+            raise UserError(f"{place}: has more values than columns; put text that holds a comma in quotes")
+        # A second text that all records lack is a column less; one that some lack, check_custom refuses.
+        *texts, label = [name for name in columns if name != "text2" or record.get(name) is not None]
+        texts = [value_of(record, name, str, place).strip() for name in texts]
+        label = str(value_of(record, label, (str, int, float), place)).strip()
         found.append(Example(texts[0], texts[1] if len(texts) > 1 else None, label))
     return found
 
 
-def read_squad(path: Path) -> list[Question]:
-    """The questions of a SQuAD JSON file, version 1.1 or 2.0."""
-    found = []
+def number_of(label: str) -> float | None:
+    """The number that a label is, NaN and infinity included; None if it is a word."""
     try:
-        articles = json.loads("".join(lines(path)))["data"]
-        for paragraph in [p for article in articles for p in article["paragraphs"]]:
-            for q in paragraph["qas"]:
-                answers = () if q.get("is_impossible") else q["answers"]
-                answers = tuple((a["answer_start"], a["text"]) for a in answers)
-                found.append(Question(q["id"], q["question"].strip(), paragraph["context"], answers))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path}: not in the format of SQuAD: no {error}") from error
+        return float(label)
+    except ValueError:
+        return None
+
+
+def check_custom(examples: list[Example], where: str) -> None:
+    """UserError for what a model would learn without a word although it is a mistake: an empty text or label, a second
+    text in some records alone, NaN or infinity among numbers, or one label."""
+    numbers = {example.label: number_of(example.label) for example in examples}
+    for number, example in enumerate(examples, start=1):
+        place = f"{where}, record {number}"
+        for name in ("text", "label"):
+            if not getattr(example, name):
+                raise UserError(f"{place}: `{name}` is empty: fill it in, or leave the record out")
+        if (example.text2 is None) != (examples[0].text2 is None):
+            lacking = "this record" if example.text2 is None else "record 1"
+            raise UserError(f"{place}: `text2` is in some records alone, {lacking} has none: fill it in, or leave the "
+                            "column out")
+        value = numbers[example.label]
+        # Among words, "nan" and "inf" are names like others: the code of a language, for example.
+        if None not in numbers.values() and not math.isfinite(value):
+            raise UserError(f"{place}: label {example.label!r} among numbers: use a finite number, or leave the record "
+                            "out")
+    if len(numbers) == 1:
+        raise UserError(f"{where}: all {len(examples):,} records have the label {examples[0].label!r}: nothing to tell "
+                        "apart; use two labels or more in each part")
+
+
+def read_squad(path: Path) -> list[Question]:
+    """The questions of a SQuAD JSON file, version 1.1 or 2.0. UserError names a field that is missing or of another
+    type."""
+    found = []
+    where = f"{path}: not in the format of SQuAD"
+    for article in value_of(read_json(path), "data", list, where):
+        for paragraph in value_of(article, "paragraphs", list, where):
+            context = value_of(paragraph, "context", str, where)
+            for q in value_of(paragraph, "qas", list, where):
+                name = value_of(q, "id", str, where)
+                place = f"{path}: question {name}"
+                question = value_of(q, "question", str, place).strip()
+                answers = []
+                for a in () if q.get("is_impossible") else value_of(q, "answers", list, place):
+                    answers.append((value_of(a, "answer_start", int, place), value_of(a, "text", str, place)))
+                found.append(Question(name, question, context, tuple(answers)))
     return found
 
 
@@ -175,9 +267,12 @@ def locate(name: str, data: str | None, split: int) -> Path | None:
     if data is None:
         raise UserError(f"--task {name} needs --data: a folder with {' and '.join(task.files)}")
     root, pattern = Path(data).expanduser(), task.files[split]
-    for path in [*sorted((root / task.folder).glob(pattern)), *sorted(root.glob(pattern))]:
-        if path.suffix in RECORDS or name == "squad2":
-            return path
+    for folder in (root / task.folder, root):
+        found = [path for path in sorted(folder.glob(pattern)) if path.suffix in RECORDS or name == "squad2"]
+        if len(found) > 1:
+            raise UserError(f"--data {data}: holds {found[0].name} and {found[1].name}; move all but one away")
+        if found:
+            return found[0]
     if PARTS[split] != "dev_mm":
         folder = f" or in {task.folder}/" if task.folder else ""
         raise UserError(f"--data {data}: no {pattern} there{folder}")
@@ -195,7 +290,10 @@ def read_part(name: str, data: str | None, split: int) -> list | None:
     if name == "squad2":
         return read_squad(path)
     records = read_tsv(path, task.header) if path.suffix == ".tsv" else RECORDS[path.suffix](path)
-    return examples_of(records, task.columns, str(path))
+    examples = examples_of(records, task.columns, str(path))
+    if name == "custom":
+        check_custom(examples, str(path))
+    return examples
 
 
 @lru_cache(maxsize=1)
@@ -227,15 +325,52 @@ def read_task(name: str, data: str | None, val_share: float, max_train: int, max
 
 
 def check_answers(questions: list[Question], where: str) -> None:
-    """UserError for an answer that is empty, or is not in its context where it says."""
+    """UserError for two questions of one id, an answer that is empty, or one that is not in its context where it
+    says."""
+    seen = set()
     for q in questions:
+        if q.id in seen:
+            raise UserError(f"{where}: two questions have the id {q.id}; predictions are told apart by it: rename one")
+        seen.add(q.id)
         for start, text in q.answers:
-            if not text.strip() or q.context[start:start + len(text)] != text:
+            if not text.strip() or start < 0 or q.context[start:start + len(text)] != text:
                 raise UserError(f"{where}: question {q.id}: answer {text!r} is not in its context, "
                                 f"at character {start}")
 
 
-# ---- 3. Metrics ---------------------------------------------------------------------------------------------
+# ---- 4. Answers as tokens -----------------------------------------------------------------------------------
+def borders(q: Question) -> tuple[int, int]:
+    """First and last + 1 character of the first answer, without white space around it."""
+    start, text = q.answers[0]
+    first = start + len(text) - len(text.lstrip())
+    return first, first + len(text.strip())
+
+
+def cut_at_answer(spans: Callable, q: Question) -> np.ndarray:
+    """The context's tokens and their characters, as `spans(text)` gives them, (3, length) int64, with a token's end
+    before and after the answer; the space before a word stays with it."""
+    first, last = borders(q)
+    if q.context[max(0, first - 1):first].isspace():
+        first -= 1
+    found = []
+    for begin, end in itertools.pairwise((0, first, last, len(q.context))):
+        ids, starts, ends = spans(q.context[begin:end])
+        found.append((ids, starts + begin, ends + begin))
+    return np.concatenate(found, axis=1)
+
+
+def answer_tokens(q: Question, starts: np.ndarray, ends: np.ndarray) -> tuple[int, int, bool]:
+    """First and last token of the first answer, by the tokens' characters (length,), and whether they are exactly it;
+    (0, 0, False) without an answer."""
+    if not q.answers:
+        return 0, 0, False
+    a, b = borders(q)
+    first = int(np.searchsorted(ends, a, side="right"))  # the first token that ends behind character a
+    last = int(np.searchsorted(starts, b)) - 1  # the last one that starts before character b
+    return first, last, bool(starts[first] == a and ends[last] == b)
+
+
+# ---- 5. Metrics ---------------------------------------------------------------------------------------------
 def accuracy(predicted: np.ndarray, true: np.ndarray) -> float:
     """Share of equal entries of two arrays (N,), in [0, 1]."""
     return float((predicted == true).mean())

@@ -9,16 +9,12 @@ random in a step is a function of (seed, step): rows, masks and dropout do not d
 processes, and a run that was stopped and continued equals one that was not.
 """
 import argparse
-import json
 import os
 import re
 import shutil
-import signal
 import sys
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,12 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from data import (VAL_SHARE, Parser, Rows, Tokenizer, UserError, atomic, clear_errors, compare_runs, rows_of_step,
-                  seed_of, write_json)
+from data import VAL_SHARE, Rows, Tokenizer, check_prepared, corpus_identity, rows_of_step, seed_of
+from files import (Parser, UserError, append_line, atomic, claim_folder, clear_errors, compare_runs, file_hash,
+                   read_json, remove_temporaries, write_json)
 from maelm import (ABLATIONS, CLS, MAELM, MASK, NUM_SPECIAL, PRESETS, SEP, Block, Config, Corruption, check_field,
-                   corrupt)
-from run import (Place, add_flags, checkpoints, figure, given_flags, load_checkpoint, load_model, open_corpus, read_log,
-                 save_checkpoint, set_up)
+                   corrupt, fill)
+from run import (Clock, Interrupt, Place, add_flags, check_fields, check_weights, checkpoint_path, checkpoints,
+                 choose_place, figure, first_alone, first_line, first_speaks, given_flags, load_checkpoint, load_model,
+                 open_corpus, read_log, save_checkpoint)
 
 
 # ---- 1. Configuration: Table 4 ------------------------------------------------------------------------------
@@ -84,6 +82,7 @@ class TrainConfig:
         check_field(self, "precision", self.precision in ("auto", "fp32", "bf16"), "use auto, fp32 or bf16")
         check_field(self, "warmup_steps", self.warmup_steps <= self.max_steps,
                     f"it exceeds max_steps={self.max_steps}; pass both")
+        check_field(self, "max_steps", self.max_steps < 10 ** 7, "use less than 10^7: checkpoints have seven digits")
 
     @property
     def last_step(self) -> int:
@@ -97,7 +96,7 @@ TRAIN_PRESETS = {  # as differences from the defaults; Table 4
                 checkpoint_interval=500),
     "small": dict(batch_size=256, max_steps=20_000, optimizer="muon", learning_rate=2e-3, warmup_steps=1000,
                   log_interval=20, eval_interval=500, checkpoint_interval=1000),
-    "base": dict(),
+    "base": dict(uncased=True),
     "base++": dict(uncased=False, max_steps=2_000_000, learning_rate=2e-4),
     "large++": dict(uncased=False, max_steps=1_000_000, learning_rate=1e-4, clip_norm=1.0),
 }
@@ -221,15 +220,20 @@ def micro_batch(train: TrainConfig, world: int) -> int:
 
 
 # ---- 4. A training step, and evaluation ---------------------------------------------------------------------
+class NotFinite(ArithmeticError):
+    """A gradient that is not finite; holds the numbers of this process's micro-batches whose loss is not."""
+
+
 def train_step(model: nn.Module, optimizers: list, batch: Batch, step: int, train: TrainConfig, place: Place) -> Tensor:
     """One optimizer step; returns this process's share of the loss, a scalar. Every row has the same number of
-    masks and every micro-batch the same number of rows, so the mean of means is the mean over masked tokens."""
+    masks and every micro-batch the same number of rows, so the mean of means is the mean over masked tokens. Raises
+    NotFinite, in all processes, instead of a step from a gradient that is not finite."""
     size = micro_batch(train, place.world)
     count = train.batch_size // size // place.world
-    total = torch.zeros((), device=place.device)
+    losses = {}  # by the number of the micro-batch in the batch
     # The gradients of `count` micro-batches add up in p.grad.
     for i in range(count):
-        number = i * place.world + place.rank  # of this micro-batch in the batch
+        number = i * place.world + place.rank
         torch.manual_seed(seed_of(train.seed, step, number))  # for dropout
         wait = place.world > 1 and i < count - 1
         # DDP averages the gradients over processes in the backward pass, unless it is told to wait.
@@ -237,19 +241,17 @@ def train_step(model: nn.Module, optimizers: list, batch: Batch, step: int, trai
             with place.autocast():
                 loss = model(*piece(batch, number * size, size, place.device)) / count
             loss.backward()
-        total += loss.detach()
-    try:
-        nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm, error_if_nonfinite=True)
-    except RuntimeError as error:
-        raise UserError(f"step {step}: the gradient is not finite; start again with a lower "
-                        "--learning-rate or --clip-norm in another --out") from error
+        losses[number] = loss.detach()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm)
+    if not norm.isfinite():  # of the mean over processes, so it is the same in all of them
+        raise NotFinite([number for number, loss in losses.items() if not loss.isfinite()])
     factor = learning_rate_factor(step, train.warmup_steps, train.max_steps)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = factor * optimizer.defaults["lr"]  # the peak, as make_optimizers gave it
         optimizer.step()
         optimizer.zero_grad()
-    return total
+    return sum(losses.values())
 
 
 def checkpoint_activations(model: nn.Module) -> None:
@@ -259,11 +261,16 @@ def checkpoint_activations(model: nn.Module) -> None:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
+def evaluation_rows(rows: Rows, train: TrainConfig) -> np.ndarray:
+    """Numbers (at most eval_rows,) of validation rows, evenly spaced: all parts of the text have a share in them."""
+    return np.linspace(0, len(rows) - 1, min(train.eval_rows, len(rows))).astype(np.int64)
+
+
 @torch.no_grad()
 def evaluate(model: MAELM, rows: Rows, train: TrainConfig, place: Place) -> float:
-    """Mean loss over the first eval_rows validation rows with fixed masks, nats a masked token."""
+    """Mean loss over the evaluation_rows with fixed masks, nats a masked token."""
     model.eval()
-    tokens = torch.from_numpy(rows[np.arange(min(train.eval_rows, len(rows)))])
+    tokens = torch.from_numpy(rows[evaluation_rows(rows, train)])
     batch = tokens, corrupt(tokens, model.config, torch.Generator().manual_seed(0))
     size, total, count = train.micro_batch_size, 0.0, 0
     # Each process takes every world-th micro-batch; the last one may be smaller, so rows are counted.
@@ -277,60 +284,145 @@ def evaluate(model: MAELM, rows: Rows, train: TrainConfig, place: Place) -> floa
     return total / count
 
 
-def unigram_entropy(rows: Rows) -> float:
-    """Entropy in nats of the real tokens of (at most the first 65,536) rows: the loss of a model that knows
-    nothing but how frequent each token is."""
-    tokens = rows[np.arange(min(1 << 16, len(rows)))]
+def unigram_entropy(rows: Rows, train: TrainConfig) -> float:
+    """Entropy in nats of the real tokens of the evaluation_rows: the loss of a model that knows nothing but how
+    frequent each token is."""
+    tokens = rows[evaluation_rows(rows, train)]
     counts = np.bincount(tokens[tokens >= NUM_SPECIAL])
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
 
 
 # ---- 5. Run folder ------------------------------------------------------------------------------------------
-def open_run(out: Path, config: Config, train: TrainConfig, resume: bool) -> None:
+@dataclass
+class Run:
+    """A run that can go on: its folder, what it reads, its state after `step` steps."""
+    out: Path
+    train: TrainConfig
+    place: Place
+    identity: dict  # the settings and hashes that must stay
+    folder: Path  # of shards
+    rows: dict[str, Rows]
+    model: MAELM
+    optimizers: list
+    step: int = 0
+    seconds: float = 0.0  # of training, evaluations apart
+
+
+def check_folder(out: Path, settings: dict, resume: bool) -> None:
     """Check that `out` is new or holds an earlier part of this very run; UserError lists what differs."""
     path = out / "config.json"
     if path.is_file():
-        saved = json.loads(path.read_text())
-        settings = asdict(config) | asdict(train)
-        here = {field: value for field, value in settings.items() if field not in MAY_CHANGE}
-        compare_runs(out, saved["model"] | saved["train"], here)
+        saved = read_json(path, {"model": dict, "train": dict})
+        compare_runs(out, saved["model"] | saved["train"], settings)
+    elif any(out.glob("step_[0-9]*.pt*")):
+        raise UserError(f"{path}: missing, beside checkpoints; restore it from a copy, or choose another --out")
     elif resume:
         raise UserError(f"--resume: {out} holds no run to continue")
-    elif out.exists() and not (out.is_dir() and os.access(out, os.W_OK)):
-        raise UserError(f"--out {out}: not a folder that can be written to; choose another")
 
 
-def check(config: Config, train: TrainConfig, rows: dict[str, Rows], out: Path, parameters: int, world: int) -> None:
-    """What can go wrong later is found before the first step; UserError says what to change."""
-    micro_batch(train, world)
+def check_corpus(out: Path, source: str, hashes: dict) -> None:
+    """UserError if the run in `out` began with another text or tokenizer than it would read now."""
+    there = read_json(out / "config.json") if (out / "config.json").is_file() else {}
+    if there and "tokenizer" not in there and (out / "tokenizer.json").is_file():  # of an earlier version
+        there["tokenizer"] = file_hash(out / "tokenizer.json")
+    changed = [name for name, value in hashes.items() if there.get(name, value) != value]
+    if changed:
+        raise UserError(f"{out}: another {' and '.join(changed)} than this run began with: what --data "
+                        f"{source} reads has changed since; bring it back, or choose another --out")
+
+
+def check_masks(config: Config, rows: dict[str, Rows]) -> None:
+    """UserError unless every row has as many real tokens as are masked, and one is masked."""
     n = config.seq_len
     k = config.masks_per_row(n)
     least = min(rows["train"].min_real, rows["val"].min_real)
     if not 0 < k <= least:
         raise UserError(f"mask_rate={config.mask_rate} masks {k} of {n} tokens, but the smallest row has {least} real "
                         f"tokens; use a --mask-rate from {1 / n:.3f} to {least / n:.2f}")
-    there = out.absolute()  # or the folder that it will be made in
-    while not there.exists():
-        there = there.parent
-    free = shutil.disk_usage(there).free
-    need = 12 * parameters * (train.keep_checkpoints + 1)  # weights and two moments in float32
+
+
+def check_disk(run: Run) -> None:
+    """UserError if the checkpoints to come have no room."""
+    interval, step, last = run.train.checkpoint_interval, run.step, run.train.last_step
+    coming = last // interval - step // interval
+    if last % interval:
+        coming += 1  # the last step has one in any case
+    if run.train.keep_checkpoints:
+        # While one is written, those are still there that it will be one too many for.
+        coming = min(coming, max(1, run.train.keep_checkpoints + 1 - len(checkpoints(run.out))))
+    free = shutil.disk_usage(run.out).free
+    need = coming * 12 * sum(p.numel() for p in run.model.parameters())  # weights and two moments in float32
     if free < need:
-        raise UserError(f"--out {out}: checkpoints need {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; free "
-                        "some space or choose another folder")
+        raise UserError(f"--out {run.out}: {coming} checkpoints need {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are "
+                        "free; free some space or choose another folder")
 
 
-def cut_log(out: Path, step: int) -> None:
-    """Leave in log.jsonl what an interrupted run wrote up to the `step` that continues; 0: nothing."""
-    kept = [json.dumps(line) + "\n" for line in read_log(out) if line["step"] <= step and step > 0]
-    with atomic(out / "log.jsonl") as temporary:
-        temporary.write_text("".join(kept))
+def open_run(config: Config, train: TrainConfig, out: Path, resume: bool, stated: dict, place: Place) -> Run:
+    """A run of this configuration, new or as far as it is in `out`. `stated`: the settings that the command line or the
+    preset gave. What can be wrong is found here, before anything is written to `out`; UserError says what to change."""
+    micro_batch(train, place.world)
+    identity = {field: x for field, x in (asdict(config) | asdict(train)).items() if field not in MAY_CHANGE}
+    check_folder(out, identity, resume)
+    check_prepared(train.data, {field: stated[field] for field in ("uncased", "val_share") if field in stated})
+    folder = open_corpus(config, asdict(train))
+    rows = {}
+    for part in ("train", "val"):
+        rows[part] = Rows(folder, part, config.vocab_size, config.seq_len, place.rank, place.world)
+    hashes = corpus_identity(folder)
+    check_corpus(out, train.data, hashes)
+    check_masks(config, rows)
+    torch.manual_seed(train.seed)
+    model = MAELM(config).to(place.device)
+    run = Run(out, train, place, identity | hashes, folder, rows, model, make_optimizers(model, train))
+    restore(run)
+    if place.first:
+        check_disk(run)
+    return run
+
+
+def restore(run: Run) -> None:
+    """Load the newest checkpoint of a run, if there is one. UserError if it is another run's, or not whole."""
+    state = load_checkpoint(run.out, rename=run.place.first)
+    if state is None:
+        return
+    path = checkpoint_path(run.out, state["step"])
+    state = {"run": {}} | state  # earlier versions wrote none
+    check_fields(path, state, config=dict, run=dict, model=dict, optimizers=list, seconds=(int, float))
+    there = state["run"] | state["config"]
+    compare_runs(path, there, {field: x for field, x in run.identity.items() if field in there})
+    check_weights(path, run.model, state["model"])
+    run.model.load_state_dict(state["model"])
+    try:
+        for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+    except (LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: the state of the optimizer is missing, or another's ({first_line(error)}); restore "
+                        "the file from a copy") from error
+    run.step, run.seconds = state["step"], state["seconds"]
+
+
+def write_start(run: Run, entropy: float) -> None:
+    """Write to the run folder what it is from the first step on."""
+    remove_temporaries(run.out)
+    with atomic(run.out / "tokenizer.json") as temporary:
+        shutil.copyfile(run.folder / "tokenizer.json", temporary)
+    # Of the log, what an interrupted run wrote up to the step that continues.
+    kept = [line for line in read_log(run.out) if line.get("step", 0) <= run.step and run.step > 0]
+    with atomic(run.out / "log.jsonl") as temporary:
+        temporary.touch()
+        for line in kept:
+            append_line(temporary, line)
+    if run.step > 0 and not any("unigram_entropy" in line for line in kept):  # the log was deleted
+        write_log(run.out, step=run.step, unigram_entropy=entropy)
+    hashes = {name: run.identity[name] for name in ("corpus", "tokenizer")}
+    settings = {"model": asdict(run.model.config), "train": asdict(run.train), **hashes}
+    write_json(run.out / "config.json", settings)
 
 
 def write_log(out: Path, **line) -> None:
     """Append a JSON object to log.jsonl, as a line."""
-    with open(out / "log.jsonl", "a") as file:
-        file.write(json.dumps(line) + "\n")
+    append_line(out / "log.jsonl", line)
 
 
 def draw_loss(out: Path) -> None:
@@ -339,27 +431,42 @@ def draw_loss(out: Path) -> None:
     with figure(out / "loss.png") as (_, axes):
         for name, label, style in (("loss", "training", "-"), ("val_loss", "validation", ".-")):
             points = [(line["step"], line[name]) for line in log if name in line]
-            axes.plot(*zip(*points), style, label=label)
-        axes.axhline(log[0]["unigram_entropy"], color="gray", linestyle="--", label="unigram entropy")
+            if points:
+                axes.plot(*zip(*points), style, label=label)
+        for line in log:
+            if "unigram_entropy" in line:
+                axes.axhline(line["unigram_entropy"], color="gray", linestyle="--", label="unigram entropy")
         axes.set(xlabel="step", ylabel="loss (nats per masked token)", title=str(out))
         axes.legend()
 
 
 # ---- 6. Filling in [MASK] -----------------------------------------------------------------------------------
+def masks_at(tokens: Tensor, at: Tensor, config: Config, generator: torch.Generator) -> Corruption:
+    """What `corrupt` makes of one row tokens (n,) if the positions at (k,) are those that it masks, on the CPU."""
+    n, k = len(tokens), len(at)
+    nothing = torch.zeros(n, dtype=torch.bool)
+    masked = nothing.index_fill(0, at, True)
+    # A random part of the masks is shown to the encoder, as a `fill`; the others are removed.
+    shown = round(config.mask_in_encoder * k)
+    removed = at[torch.randperm(k, generator=generator)[shown:]]
+    kept = (~nothing.index_fill(0, removed, True)).nonzero()[:, 0]
+    u = torch.rand(n, generator=generator)
+    real = torch.randint(NUM_SPECIAL, config.vocab_size, (n,), generator=generator)
+    read = torch.where(masked, fill(tokens, config, u, real), tokens)
+    return Corruption(masked[None], kept[None], read[kept][None])
+
+
 @torch.no_grad()
-def predict(model: MAELM, tokens: Tensor, at: Tensor, top: int = 3) -> tuple[Tensor, Tensor]:
+def predict(model: MAELM, tokens: Tensor, at: Tensor, generator: torch.Generator,
+            top: int = 3) -> tuple[Tensor, Tensor]:
     """Mask positions at (k,) of tokens (n,) int64 as in pre-training -> the `top` best tokens there and their
     probabilities, (k, top) each. MAE-LM needs its decoder for this: the encoder alone predicts nothing."""
-    masked = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, at, True)
-    # The encoder reads [MASK] at all masked positions or at none.
-    read = torch.where(masked, MASK, tokens)
-    kept = torch.arange(len(tokens), device=tokens.device)
-    if model.config.mask_in_encoder < 1:
-        kept = kept[~masked]
-    corruption = Corruption(masked[None], kept[None], read[kept][None])
+    corruption = masks_at(tokens, at, model.config, generator)
+    tokens, at, *parts = [x.to(model.head.bias.device) for x in (tokens[None], at[None], *corruption)]
+    corruption = Corruption(*parts)
     # The three calls of MAELM.forward, on a batch of one row.
-    h = model.encode(corruption, at[None])
-    z = model.decode(h, tokens[None], corruption, at[None])
+    h = model.encode(corruption, at)
+    z = model.decode(h, tokens, corruption, at)
     best = model.logits(z)[0].float().softmax(-1).topk(top)
     return best.indices, best.values
 
@@ -368,13 +475,15 @@ def fill_mask(model: MAELM, tokenizer: Tokenizer, text: str) -> str:
     """`text` with [MASK]s -> a printable line for each, with three words and their probabilities."""
     # A word has its space before it, so [MASK] stands for both.
     ids = tokenizer.encode(text.replace(" [MASK]", "[MASK]"), special=True).astype(np.int64)
-    tokens = torch.tensor([CLS, *ids, SEP], device=model.head.bias.device)
+    tokens = torch.tensor([CLS, *ids, SEP])
     at = (tokens == MASK).nonzero()[:, 0]
     if not len(at) or len(tokens) > model.config.seq_len:
         raise UserError(f"--fill-mask: needs [MASK] and at most {model.config.seq_len - 2} tokens; "
                         f"got {len(at)} masks, {len(ids)} tokens")
-    best = zip(*predict(model, tokens, at))  # ids and probabilities, for each [MASK]
-    return "\n".join(f"[MASK] {number}: {describe(tokenizer, *words)}" for number, words in enumerate(best, start=1))
+    found = []
+    for ids, probabilities in zip(*predict(model, tokens, at, torch.Generator().manual_seed(0))):
+        found.append(f"[MASK] {len(found) + 1}: {describe(tokenizer, ids, probabilities)}")
+    return "\n".join(found)
 
 
 def describe(tokenizer: Tokenizer, ids: Tensor, probabilities: Tensor) -> str:
@@ -402,7 +511,7 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows, shown: int = 6, cou
     eighth of them a whole word, which is masked. What the model says there has no part in it. The first `shown` are
     printed; hits are counted over the first `counted`."""
     model.eval()
-    device = model.head.bias.device
+    generator = torch.Generator().manual_seed(0)
     kinds = [kind_of(tokenizer.decode([i])) for i in range(rows.vocab_size)]
     printed, hits = [], []
     for number in range(min(len(rows), 10_000)):
@@ -412,7 +521,7 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows, shown: int = 6, cou
         if match is None:
             continue
         at = match.end(1)  # the word between the two groups
-        ids, probabilities = predict(model, torch.from_numpy(row).to(device), torch.tensor([at], device=device))
+        ids, probabilities = predict(model, torch.from_numpy(row), torch.tensor([at]), generator)
         hits.append((ids[0] == row[at]).tolist())  # for each guess, best first
         before, after = tokenizer.decode(row[match.start():at]), tokenizer.decode(row[at + 1:match.end()])
         printed.append(f"  ...{before} [{word(tokenizer, row[at])}]{after} ...\n"
@@ -515,63 +624,19 @@ def estimate(config: Config, train: TrainConfig, devices: int, peak: float, mfu:
 
 
 # ---- 8. The run ---------------------------------------------------------------------------------------------
-@contextmanager
-def signals() -> Iterator[list[int]]:
-    """Yield the list of SIGTERM and SIGINT received since, so that the step in progress ends and a checkpoint is
-    written; a second signal acts at once."""
-    received, before = [], {}
-
-    def note(number: int, frame: object) -> None:
-        received.append(number)
-        signal.signal(number, before[number])
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, note)
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class Clock:
-    """Counts seconds of training. `mark` says how many there were at the last line of the log, and `waited` how many
-    have since then been spent waiting for rows."""
-
-    def __init__(self, seconds: float):
-        self.start = time.perf_counter() - seconds
-        self.lap(seconds)
-
-    def now(self) -> float:
-        """Seconds in all, pauses apart."""
-        return time.perf_counter() - self.start
-
-    def lap(self, mark: float) -> None:
-        """Start to count from a new mark."""
-        self.mark, self.waited = mark, 0.0
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While entered, the clock stands still."""
-        before = self.now()
-        yield
-        self.start = time.perf_counter() - before
-
-
-def loop(model: MAELM, optimizers: list, rows: dict[str, Rows], train: TrainConfig, place: Place, out: Path,
-         step: int, seconds: float) -> int:
-    """Train from `step`, after so many seconds of training, to train.last_step. Returns 0, or the number of the signal
-    that ended it."""
+def loop(run: Run) -> int:
+    """Train from run.step to train.last_step. Returns 0, or the number of the signal that ended it."""
+    model, train, place, out, step = run.model, run.train, run.place, run.out, run.step
     network = DistributedDataParallel(model, gradient_as_bucket_view=True) if place.world > 1 else model
     tokens = train.batch_size * model.config.seq_len  # in a step
     losses = []  # since the last line of the log
     stopped = 0
-    clock = Clock(seconds)
-    draw = partial(batch_of_step, rows=rows["train"], config=model.config, train=train)
+    clock = Clock(run.seconds)
+    draw = partial(batch_of_step, rows=run.rows["train"], config=model.config, train=train)
     hidden = None if place.first else True  # None: where stderr is no terminal
     bar = tqdm(total=train.last_step, initial=step, unit="step", disable=hidden)
     # Rows and masks of the next step are drawn by a thread while this step is computed.
-    with signals() as received, bar, ThreadPoolExecutor(1) as ahead:
+    with Interrupt() as interrupt, bar, ThreadPoolExecutor(1) as ahead:
         coming = ahead.submit(draw, step)
         while step < train.last_step and not stopped:
             asked = clock.now()
@@ -580,11 +645,14 @@ def loop(model: MAELM, optimizers: list, rows: dict[str, Rows], train: TrainConf
             coming = ahead.submit(draw, step + 1)
 
             # ---- one training step ----
-            losses.append(train_step(network, optimizers, batch, step, train, place))
+            try:
+                losses.append(train_step(network, run.optimizers, batch, step, train, place))
+            except NotFinite as error:
+                raise not_finite(run, step, error.args[0]) from error
             step += 1
             # ---------------------------
 
-            stopped = int(place.max(max(received, default=0)))  # all processes stop if one is told to
+            stopped = int(place.max(interrupt.signal))  # all processes stop if one is told to
             last = step == train.last_step or stopped > 0
             seconds = clock.now()
             speed = len(losses) * tokens / (seconds - clock.mark)
@@ -595,100 +663,104 @@ def loop(model: MAELM, optimizers: list, rows: dict[str, Rows], train: TrainConf
                 # The mean over steps and processes: each process has an equal share of every batch.
                 loss = place.sum(sum(losses))[0] / place.world / len(losses)
                 if place.first:
-                    write_log(out, step=step, loss=loss, lr=optimizers[0].param_groups[0]["lr"], seconds=seconds,
+                    write_log(out, step=step, loss=loss, lr=run.optimizers[0].param_groups[0]["lr"], seconds=seconds,
                               tokens_per_second=speed, waiting=clock.waited / (seconds - clock.mark))
                 bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
                 clock.lap(seconds)
                 losses.clear()
             if step % train.eval_interval == 0 or (last and not stopped):
                 with clock.paused():
-                    val_loss = evaluate(model, rows["val"], train, place)
+                    val_loss = evaluate(model, run.rows["val"], train, place)
                 if place.first:
                     write_log(out, step=step, val_loss=val_loss, seconds=seconds)
                     left = (train.last_step - step) * tokens / speed / 60
-                    bar.write(f"step {step:>6,}/{train.last_step:,}  validation loss {val_loss:.3f}  "
-                              f"{speed:,.0f} tokens/s  {left:.1f} min left")
+                    interrupt.say(bar, f"step {step:>6,}/{train.last_step:,}  validation loss {val_loss:.3f}  "
+                                       f"{speed:,.0f} tokens/s  {left:.1f} min left")
             if place.first and (step % train.checkpoint_interval == 0 or last):
-                save_checkpoint(out, step, model, optimizers, seconds, train.keep_checkpoints)
+                save_checkpoint(out, step, model, run.optimizers, seconds, run.identity, train.keep_checkpoints)
     return stopped
 
 
-def restore(out: Path, model: MAELM, optimizers: list, device: torch.device) -> tuple[int, float]:
-    """Load the newest checkpoint of a run, if there is one. Returns its step and seconds of training, else zeros."""
-    state = load_checkpoint(out, device)
-    if state is None:
-        return 0, 0.0
-    model.load_state_dict(state["model"])
-    for optimizer, saved in zip(optimizers, state["optimizers"]):
-        optimizer.load_state_dict(saved)
-    return state["step"], state["seconds"]
+def not_finite(run: Run, step: int, numbers: list[int]) -> UserError:
+    """What to say of a gradient that is not finite. `numbers`: of this process's micro-batches whose loss is not."""
+    size = micro_batch(run.train, run.place.world)
+    numbers = sorted(sum(run.place.gather(numbers), []))  # of all processes
+    text = f"step {step + 1}: the gradient is not finite"
+    if numbers:
+        drawn = rows_of_step(run.train.seed, step, run.train.batch_size, len(run.rows["train"]))
+        first = ", ".join(str(row) for row in drawn[numbers[0] * size:][:size])
+        text += f", nor is the loss of {len(numbers)} of its micro-batches; the first has the training rows {first}"
+    saved = checkpoints(run.out)
+    kept = f"{saved[-1].name} is as it was" if saved else "there is no checkpoint yet"
+    return UserError(f"{text}. {kept}; start again with a lower --learning-rate or --clip-norm in another --out")
 
 
-def pretrain(config: Config, train: TrainConfig, out: Path, resume: bool, place: Place) -> int:
-    """Run or continue a pre-training run in folder `out`. Returns 0, or the number of the signal that ended it."""
-    # Everything that can be wrong is found before anything is written to `out`.
-    open_run(out, config, train, resume)
-    folder = open_corpus(config, asdict(train), place)
-    rows = {part: Rows(folder, part, config.vocab_size, config.seq_len) for part in ("train", "val")}
-    torch.manual_seed(train.seed)
-    model = MAELM(config).to(place.device)
-    parameters = sum(p.numel() for p in model.parameters())
-    check(config, train, rows, out, parameters, place.world)
-
-    # The newest checkpoint, if the run was begun.
-    optimizers = make_optimizers(model, train)
-    step, seconds = restore(out, model, optimizers, place.device)
-    if step >= train.last_step:
-        print(f"{out} is finished at step {step}: nothing to do; choose another --out for another run")
+def pretrain(run: Run) -> int:
+    """Run or continue a pre-training run. Returns 0, or the number of the signal that ended it."""
+    train, place, out = run.train, run.place, run.out
+    found = place.gather((run.step, run.seconds))
+    if len(set(found)) > 1:
+        steps = ", ".join(f"process {rank} step {step}" for rank, (step, _) in enumerate(found))
+        raise UserError(f"{out}: not all processes continue from the same checkpoint: {steps}; --out must be one "
+                        "folder that all of them see")
+    if run.step >= train.last_step:
+        if place.first:
+            if not (out / "loss.png").is_file():  # a signal came while it was drawn
+                draw_loss(out)
+            print(f"{out} is finished at step {run.step}: nothing to do; choose another --out for another run")
         return 0
     if train.checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(run.model)
     if train.compile:
-        model.compile(dynamic=False)  # in place: names of parameters stay as they are
+        run.model.compile(dynamic=False)  # in place: names of parameters stay as they are
 
-    # The folder says what the run is from the first step on.
-    entropy = unigram_entropy(rows["val"])
-    tokenizer = Tokenizer.load(folder)
+    entropy = unigram_entropy(run.rows["val"], train)
     if place.first:
-        tokenizer.save(out)
-        cut_log(out, step)
-        write_json(out / "config.json", {"model": asdict(config), "train": asdict(train)})
-        print(f"{out}: {parameters:,} parameters, {len(rows['train']):,} rows of {config.seq_len} tokens, "
+        write_start(run, entropy)
+        parameters = sum(p.numel() for p in run.model.parameters())
+        print(f"{out}: {parameters:,} parameters, "
+              f"{len(run.rows['train']):,} rows of {run.model.config.seq_len} tokens, "
               f"{place.world} x {place.device.type} in {str(place.dtype).removeprefix('torch.')}, "
-              f"{'continuing at' if step else 'from'} step {step}\n"
+              f"{'continuing at' if run.step else 'from'} step {run.step}\n"
               f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context", flush=True)
-    if step == 0:
-        val_loss = evaluate(model, rows["val"], train, place)
+    if run.step == 0:
+        val_loss = evaluate(run.model, run.rows["val"], train, place)
         if place.first:
             write_log(out, step=0, unigram_entropy=entropy, val_loss=val_loss)
 
-    stopped = loop(model, optimizers, rows, train, place, out, step, seconds)
+    stopped = loop(run)
     if place.first:
         draw_loss(out)
         if stopped:
             print(f"stopped by signal {stopped}; the same command continues")
         else:
-            print(examples(model, tokenizer, rows["val"]))
-        print(f"{out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(out)[-1].name}")
+            print(examples(run.model, Tokenizer.load(out), run.rows["val"]))
+        print(f"{out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(out)[-1].name}", flush=True)
     return stopped
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, train, options = parse(argv)
-    with clear_errors("train.py"):
-        if options.fill_mask is not None:
-            model, tokenizer = load_model(options.init or options.out)
-            print(fill_mask(model, tokenizer, options.fill_mask))
-            return
-        if options.estimate:
-            print(estimate(config, train, options.devices, options.peak, options.mfu))
-            return
-        place = set_up(train.precision)
-        stopped = pretrain(config, train, options.out, options.resume, place)
+    stopped = 0
+    with clear_errors("train.py"), first_speaks(), ExitStack() as held:
+        with first_alone():
+            config, train, options = parse(argv)
+            if options.fill_mask is not None:
+                model, tokenizer = load_model(options.init or options.out)
+                print(fill_mask(model, tokenizer, options.fill_mask))
+                return
+            if options.estimate:
+                print(estimate(config, train, options.devices, options.peak, options.mfu))
+                return
+            place = choose_place(train.precision)
+            if place.first:
+                held.enter_context(claim_folder(options.out, "run"))  # until this process ends
+            stated = TRAIN_PRESETS[options.preset] | given_flags(options, TrainConfig)
+            run = open_run(config, train, options.out, options.resume, stated, place)
+        stopped = pretrain(run)
         if dist.is_initialized():
             dist.destroy_process_group()
-        if stopped:
-            sys.exit(128 + stopped)
+    if stopped:
+        sys.exit(128 + stopped)
 
 
 if __name__ == "__main__":

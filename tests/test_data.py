@@ -1,21 +1,27 @@
 """Claims about data.py: tokenizer, rows, corpora."""
-import contextlib
+import functools
+import gzip
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import time
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import data
 import maelm
 import train
-from conftest import (HERE, catches, fails, run_with_wrong_version, sentence, write_corpus, wrong_versions)
+from conftest import (HERE, SEVERAL, catches, fails, run_with_wrong_version, sentence,
+                      write_corpus, wrong_versions)
+
+
+OPTIONS = ["--vocab-size", "320", "--seq-len", "24", "--val-share", "0.1"]
 
 
 # ---- Tokenizer, rows, corpora ---------------------------------------------------------------------------------------
@@ -28,6 +34,48 @@ def test_tokenizer_gives_back_every_text_and_agrees_with_tokenizers(corpus):
         assert tokenizer.decode(ids) == text.lower()
         assert ids.tolist() == tokenizer.model.encode(text.lower(), add_special_tokens=False).ids
         assert len(ids) == 0 or data.NUM_SPECIAL <= ids.min() and ids.max() < len(tokenizer) <= 320
+
+
+@catches("data.lower", 'text.replace("\\N{GREEK CAPITAL LETTER SIGMA}", "\\N{GREEK SMALL LETTER SIGMA}")', "text")
+def test_every_assigned_character_and_every_document_has_the_ids_of_tokenizers(corpus):
+    tokenizer = data.Tokenizer.load(corpus[1])
+    assigned = [chr(i) for i in range(sys.maxunicode + 1) if unicodedata.category(chr(i)) not in ("Cn", "Co", "Cs")]
+    texts = ["".join(assigned[i:i + 1000]) for i in range(0, len(assigned), 1000)]
+    cased = [letter for letter in assigned if letter.lower() != letter.upper()]
+    texts += [" ".join(f"a{letter} B" for letter in cased)]  # at the end of words
+    texts += [Path(json.__file__).read_text(), "ΑΣ ΣΑΣ. Σ ὈΔΥΣΣΕΎΣ", "İstanbul ẞ"]
+    for text, wanted in zip(texts, tokenizer.model.encode_batch(texts, add_special_tokens=False)):
+        assert tokenizer.encode(text).tolist() == wanted.ids
+        assert tokenizer.decode(wanted.ids) == "".join(letter.lower() for letter in text)
+
+
+@SEVERAL
+@given(text=st.text(), special=st.booleans())
+def test_a_text_comes_back_from_its_tokens(cased, text, special):
+    for name in data.SPECIALS:
+        text = text.replace(name, "")
+    ids = cased.encode(text, special=special)
+    assert cased.decode(ids) == text and (ids >= data.NUM_SPECIAL).all()
+    assert ids.tolist() == cased.model.encode(text, add_special_tokens=False).ids
+
+
+@pytest.fixture(scope="session")
+def cased():
+    """A tokenizer that tells case."""
+    import data  # the right one, even while a wrong version has its place
+    return data.Tokenizer.train([sentence(i) for i in range(100)], 300, False)
+
+
+@catches("data.pack", "stream[count * (n - 1):]", "stream[len(stream):]")
+@SEVERAL
+@given(parts=st.lists(st.lists(st.integers(0, 9), max_size=30), max_size=6), n=st.integers(2, 9))
+def test_packing_keeps_every_token_in_order_however_the_stream_is_cut(parts, n):
+    rest, packed = np.empty(0, np.uint16), []
+    for part in parts:
+        rows, rest = data.pack(np.concatenate([rest, np.array(part, np.uint16)]), n)
+        assert rows.shape == (len(rows), n) and (rows[:, 0] == data.CLS).all() and len(rest) < n - 1
+        packed += rows[:, 1:].flatten().tolist()
+    assert packed + rest.tolist() == [token for part in parts for token in part]
 
 
 def test_token_ids_are_specials_then_bytes_then_merges(corpus):
@@ -92,7 +140,7 @@ def test_a_path_that_exists_is_one_source_whatever_it_is_called(tmp_path, monkey
 
 
 @catches("data.names_in", 'if "" in names:', "if False:", joined="c+")
-@catches("data.corpus", "if source and (prepared", "if (prepared", joined="")
+@catches("data.prepared_folder", 'if source == "":', "if False:", joined="")
 @pytest.mark.parametrize("joined", ["", "c+", "+c", "++", "c++docs"])
 def test_an_empty_name_is_refused_and_never_means_this_folder(joined, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -152,23 +200,7 @@ def g(): "short"
                                        "Returns nothing of interest.\n\nNot even here.", "f(x) -> y, said by a call."]
 
 
-# ---- Records --------------------------------------------------------------------------------------------------------
-@catches("data.read_tsv", "len(row) >= len(names)", "row")
-@catches("data.read_tsv", "header or next(rows, ())", "next(rows, ())")
-@catches("data.read_jsonl", "if line.isspace():", "if False:")
-def test_records_are_the_same_from_every_format(tmp_path):
-    import pyarrow, pyarrow.parquet  # noqa: E401
-    records = [{"text": "it said one, two", "label": "a"}, {"text": "naïve 数", "label": "b"}]
-    (tmp_path / "a.csv").write_text('text,label\n"it said one, two",a\nnaïve 数,b\n', encoding="utf-8")
-    (tmp_path / "a.tsv").write_text("text\tlabel\nit said one, two\ta\ncut off\nnaïve 数\tb\n", encoding="utf-8")
-    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, records)))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
-    for suffix, read in data.RECORDS.items():
-        assert list(read(tmp_path / f"a{suffix}")) == records, suffix
-    first, *rest = data.read_tsv(tmp_path / "a.tsv", header=("text", "label"))
-    assert first == {"text": "text", "label": "label"} and rest == records
-
-
+# ---- Sources -------------------------------------------------------------------------------------------------------
 def test_a_null_text_is_an_empty_document(tmp_path):
     import pyarrow, pyarrow.parquet  # noqa: E401
     records = [{"text": "one"}, {"text": None}, {"text": "two"}]
@@ -178,20 +210,6 @@ def test_a_null_text_is_an_empty_document(tmp_path):
         assert list(data.documents((suffix, str(tmp_path / f"a{suffix}")))) == ["one", "two"]
 
 
-@pytest.mark.parametrize("name, text, message", [
-    ("a.jsonl", '{"a": 1}\n[1, 2]\n', r"a\.jsonl, line 2: not an object with named fields, but \[1, 2\]"),
-    ("a.jsonl", '{"a": 1}\n\n{"a": \n', r"a\.jsonl, line 3: not JSON"),
-    ("a.csv", "text,label\na,b\n" + "x" * 200_000 + ",c\n", r"a\.csv, line 3: not CSV: field larger"),
-    ("a.parquet", "PAR1", r"a\.parquet: not a Parquet file"),
-])
-def test_a_bad_record_is_named_with_its_line(name, text, message, tmp_path):
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(data.UserError, match=message):
-        list(data.RECORDS[path.suffix](path))
-
-
-# ---- Bad data -------------------------------------------------------------------------------------------------------
 def bad_jsonl(path):
     path.write_text('{"text": "fine"}\n{"content": "x", "id": 3}\n')
 
@@ -212,7 +230,26 @@ def bad_parquet(path):
     path.write_bytes(b"PAR1 not really")
 
 
+def utf16(path):
+    path.write_bytes("These are words.\n\nMore of them.".encode("utf-16-le"))
+
+
+def damaged_gzip(path):
+    raw = bytearray(gzip.compress(b"some words\n\n" * 100))
+    raw[20] ^= 16
+    path.write_bytes(raw)
+
+
+def link_to_nothing(path):
+    path.mkdir()
+    (path / "a.txt").write_text("words")
+    (path / "more").symlink_to(path / "gone")
+
+
 @pytest.mark.parametrize("name, make, message", [
+    ("a.txt", utf16, r"a\.txt: holds NUL bytes, as UTF-16 does; convert"),
+    ("a.txt.gz", damaged_gzip, r"a\.txt\.gz: damaged \.gz file"),
+    ("a", link_to_nothing, r"a/more is a link to nothing"),
     ("a.jsonl", bad_jsonl, r"a\.jsonl, record 2: no text column `text`; found: content, id"),
     ("a.jsonl", bad_json, r"a\.jsonl, line 2: not JSON"),
     ("a.txt", bad_bytes, r"a\.txt: byte 36 is not UTF-8 \(0xe9\)"),
@@ -231,6 +268,81 @@ def test_bad_data_is_named_in_one_line_before_anything_is_written(name, make, me
     assert not (tmp_path / "out").exists() and not (tmp_path / "cache").exists()
 
 
+@catches("data.files_in", "if not path.exists():", "if False:")
+def test_a_link_to_nothing_is_named(tmp_path):
+    link_to_nothing(tmp_path / "a")
+    with pytest.raises(data.UserError, match="more is a link to nothing"):
+        data.parts(str(tmp_path / "a"))
+
+
+@catches("data.parts", 'kind == "docs" and colon or ', "", name="docs:x")
+@pytest.mark.parametrize("name", ["docs:x", "docs:", "hf:"])
+def test_a_source_has_the_name_it_needs_and_no_other(name):
+    with pytest.raises(data.UserError, match=f"--data {name}: give docs, which has no choices, or hf:NAME"):
+        data.parts(name)
+
+
+@catches("data.files_in", "followlinks=True", "followlinks=False")
+@catches("data.files_in", "if os.path.realpath(here) in seen:", "if False:")
+@catches("data.files_in", 'name.startswith(".") or real in seen', "real in seen")
+@catches("data.files_in", 'if not name.startswith(".")', "if name")
+@catches("data.text_format", "suffix.lower() for", "suffix for")
+def test_a_folder_is_read_through_links_once_and_without_hidden_files(tmp_path, monkeypatch):
+    folder, other = tmp_path / "texts", tmp_path / "other"
+    for name in ("b", "a.TXT", ".hidden.txt", ".ipynb_checkpoints/a.txt", "c.md", "b/d.jsonl"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if "." in name:
+            path.write_text('{"text": "words"}')
+        else:
+            path.mkdir()
+    other.mkdir()
+    (other / "e.txt").write_text("words")
+    (folder / "link").symlink_to(other)
+    (folder / "b" / "again").symlink_to(folder)
+    (folder / "twice.txt").symlink_to(folder / "a.TXT")
+    read = [(kind, str(Path(name).relative_to(folder))) for kind, name in data.parts(str(folder))]
+    assert read == [(".txt", "a.TXT"), (".jsonl", "b/d.jsonl"), (".txt", "link/e.txt")]
+    assert data.what_is_read(str(folder)) == f"{folder}: 3 files, 39 bytes; 1 of other formats are left out"
+    monkeypatch.chdir(folder)
+    (folder / "docs").mkdir()
+    (folder / "docs" / "page.md").touch()  # docs is the documentation nevertheless
+    monkeypatch.setattr(data, "docs_files", lambda: [("python", Path("a.TXT"))])
+    assert data.what_is_read("docs+link") == "docs+link: 2 files, 22 bytes"
+
+
+def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
+    write_corpus(tmp_path / "a.txt", 3)
+    (tmp_path / "closed").mkdir()
+
+    def refuse(scan, message, *arguments):
+        if "closed" in str(arguments[0]):
+            raise PermissionError(13, "Permission denied", str(arguments[0]))
+        return scan(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", functools.partial(refuse, os.scandir, ""))
+        with pytest.raises(data.UserError, match="closed cannot be read"):
+            data.parts(str(tmp_path))
+    (tmp_path / "closed" / "b.txt").write_text("words")
+    monkeypatch.setattr("builtins.open", functools.partial(refuse, open, ""))
+    with pytest.raises(data.UserError, match="b.txt: cannot be read"):
+        data.content_hash(str(tmp_path))
+
+
+@catches("data.fingerprint", "if status.st_size > SAMPLED:", "if False:")
+def test_a_large_file_that_changes_between_its_samples_is_another(tmp_path):
+    path = tmp_path / "a.txt"
+    with open(path, "wb") as file:
+        file.truncate(100 << 20)
+    before = data.content_hash(str(path))
+    assert before == data.content_hash(str(path))
+    with open(path, "rb+") as file:
+        file.seek((1 << 20) + 1000)  # behind the first sample
+        file.write(b"x")
+    assert data.content_hash(str(path)) != before
+
+
 def test_a_hub_name_without_network_says_so(tmp_path, monkeypatch):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     command = [sys.executable, "train.py", "--data", "hf:no/such-set", "--out", str(tmp_path / "o"),
@@ -239,183 +351,6 @@ def test_a_hub_name_without_network_says_so(tmp_path, monkeypatch):
     assert result.returncode == 2 and not (tmp_path / "o").exists()
     assert re.search("hf:no/such-set: cannot be loaded .* Files of your own and docs need neither",
                      result.stderr.strip().splitlines()[-1])
-
-
-def test_damaged_or_foreign_shards_are_refused(corpus, tmp_path):
-    folder = tmp_path / "shards"
-    shutil.copytree(corpus[1], folder)
-    shard = folder / "train-00000.npy"
-    whole = shard.read_bytes()
-    with pytest.raises(data.UserError, match="prepared with seq_len=24, this run has 32: pass --seq-len 24"):
-        data.Rows(folder, "train", 320, 32)
-    for damage in (b"XX" + whole[2:], whole[:-7], b""):
-        shard.write_bytes(damage)
-        with pytest.raises(data.UserError, match="train-00000.npy: "):
-            data.Rows(folder, "train", 320, 24)
-    np.save(shard, np.load(corpus[1] / "train-00000.npy").astype(np.int64))
-    with pytest.raises(data.UserError, match="bad header: int64"):
-        data.Rows(folder, "train", 320, 24)
-    rows = np.load(corpus[1] / "train-00000.npy")
-    rows[3, 5] = 320
-    np.save(shard, rows)
-    with pytest.raises(data.UserError, match="row 3 holds token id 320, but vocab_size=320"):
-        data.Rows(folder, "train", 320, 24)[np.array([1, 3])]
-
-
-# ---- Large corpora --------------------------------------------------------------------------------------------------
-SMALL = dict(BLOCK_CHARACTERS=2000, SHARD_TOKENS=2400, PROCESS_BYTES=1)  # a small text has many blocks and shards
-OPTIONS = ["--vocab-size", "320", "--seq-len", "24", "--val-share", "0.1"]
-
-
-def prepare_small(monkeypatch, source, out, processes=1):
-    for name, value in SMALL.items():
-        monkeypatch.setattr(data, name, value)
-    return contents(data.prepare(str(source), out, 320, 24, True, 0.1, processes=processes))
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@catches("data.in_order", "yield waiting.popleft().result()\n            while",
-         "yield waiting.pop().result()\n            while")
-@catches("data.ShardWriter.flush", "self.rows, self.tokens = [], 0",
-         "self.rows, self.tokens, self.rest = [], 0, self.rest[:0]")
-def test_shards_do_not_depend_on_processes_nor_rows_on_shards(corpus, tmp_path, monkeypatch):
-    source = f"{corpus[0]}+{write_corpus(tmp_path / 'other.txt', 100)}"
-    large = data.prepare(source, tmp_path / "large", 320, 24, True, 0.1)
-    one, three = (prepare_small(monkeypatch, source, tmp_path / str(n), n) for n in (1, 3))
-    assert one == three and {"train-00003.npy", "val-00003.npy", "meta.json", "tokenizer.json"} < set(one)
-    for part in ("train", "val"):
-        whole, many = (data.Rows(folder, part, 320, 24) for folder in (large, tmp_path / "1"))
-        assert len(whole.shards) == 1 < len(many.shards) and len(whole) == len(many)
-        assert np.array_equal(*(rows[np.arange(len(whole))] for rows in (whole, many)))
-
-
-class End(BaseException):
-    """The end of a process."""
-
-
-def end_after(monkeypatch, writes):
-    """Let the process end before the next file after so many were written."""
-    left, rename = iter(range(writes)), os.replace
-
-    def replace(source, target):
-        if next(left, None) is None:
-            raise End
-        rename(source, target)
-    monkeypatch.setattr(os, "replace", replace)
-
-
-@catches("data.write_shards", "writer.rest.tolist()", "[]")
-@catches("data.write_shards", '"place": place, "bytes"', '"place": (0, 0), "bytes"')
-@catches("data.blocks_from", "            number += len(block)\n", "")
-def test_preparing_continues_wherever_it_ended(corpus, tmp_path, monkeypatch):
-    whole, out, ends = prepare_small(monkeypatch, corpus[0], tmp_path / "whole"), tmp_path / "out", 0
-    while not (out / "meta.json").is_file():
-        done = json.loads((out / "progress.json").read_text()) if (out / "progress.json").is_file() else {}
-        files = {name: (out / name).stat().st_ino for part in ("train", "val") for name, _ in done.get(part, ())}
-        with monkeypatch.context() as patch, contextlib.suppress(End):
-            end_after(patch, 3 + ends % 2)  # the shards of both parts and progress.json; or one file of the next, too
-            ends += 1
-            assert ends < 50
-            prepare_small(patch, corpus[0], out)
-        assert files == {name: (out / name).stat().st_ino for name in files}, "a finished shard was written again"
-    assert ends > 5 and contents(out) == whole
-
-
-@catches("data.write_shards", "        stale.unlink()", "        pass")
-def test_a_killed_command_leaves_no_process_and_continues(corpus, tmp_path, monkeypatch):
-    whole, out = prepare_small(monkeypatch, corpus[0], tmp_path / "whole"), tmp_path / "out"
-    code = ("import data, time\n"
-            f"data.__dict__.update({SMALL})\n"
-            "rename = data.os.replace\n"
-            "data.os.replace = lambda a, b: time.sleep(1000 * ('train-00001' in str(b))) or rename(a, b)\n"
-            "data.main()")
-    command = [sys.executable, "-c", code, "prepare", "--data", str(corpus[0]), "--out", str(out), *OPTIONS]
-    process = subprocess.Popen([*command, "--processes", "2"], cwd=HERE, stdout=subprocess.PIPE)
-    while not list(out.glob(".train-00001.npy.*.tmp")):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.kill()
-    process.communicate(timeout=60)  # the pipe is closed when the workers, which have it too, have ended
-    assert not (out / "meta.json").is_file() and (out / "train-00000.npy").is_file()
-    assert prepare_small(monkeypatch, corpus[0], out) == whole
-
-
-def test_a_folder_of_another_corpus_is_refused_and_a_finished_one_left_alone(corpus, tmp_path, capsys):
-    text, out = tmp_path / "text.txt", tmp_path / "out"
-    text.write_bytes(corpus[0].read_bytes())
-    command = ["prepare", "--data", str(text), "--out", str(out), *OPTIONS]
-    data.main(command)
-    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    data.main([*command, "--processes", "2"])
-    capsys.readouterr()
-    error = fails(lambda: data.main([*command, "--seq-len", "32"]), capsys)
-    assert f"{out} was made with other settings: seq_len=24 there, 32 here; choose another --out" in error
-    (out / "meta.json").rename(out / "progress.json")  # an unfinished one, too
-    assert "uncased=True there, False here" in fails(lambda: data.main([*command, "--no-uncased"]), capsys)
-    (out / "progress.json").rename(out / "meta.json")
-    text.write_text(text.read_text() + "\n\nOne more document.")
-    assert "other settings: content_hash=" in fails(lambda: data.main(command), capsys)
-    assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
-
-
-@catches("data.sample", "max(val_share, 1 - share)", "1 - share")
-def test_the_tokenizer_learns_from_training_documents_all_over_the_corpus():
-    texts = [sentence(i) + " é" for i in range(4000)]
-    size = sum(len(text.encode()) for text in texts)
-    whole, facts = data.sample(texts, 0.1, size)
-    assert [text.decode() for text in whole] == [text for text in texts if not data.in_validation(text, 0.1)]
-    assert facts["bytes"] == size
-    for val_share in (0.1, 0.9):
-        some, facts = data.sample(texts, val_share, size // 10)
-        assert size / 30 < facts["sample"]["bytes"] == sum(map(len, some)) <= size / 10
-        places = [texts.index(text.decode()) for text in some]
-        assert places == sorted(places) and abs(np.mean(places) / 4000 - 0.5) < 0.1
-        assert sorted(some) == sorted(data.sample(reversed(texts), val_share, size // 10)[0])
-        assert not any(data.in_validation(text.decode(), val_share) for text in some)
-
-
-@catches("data.in_order", "> 2 * processes", "> 20 * processes")
-def test_text_is_read_only_a_little_ahead_of_what_is_written():
-    read = []
-    for written, text in enumerate(data.in_order(str.upper, (read.append(i) or f"a{i}" for i in range(40)), 2)):
-        assert text == f"A{written}" and len(read) <= written + 5
-    assert written == 39
-
-
-def test_a_huge_document_is_cut_and_a_huge_line_of_json_refused(tmp_path, monkeypatch):
-    for name, value in (("LONGEST", 100), ("LONGEST_LINE", 150)):
-        monkeypatch.setattr(data, name, value)
-    text = "é🙂 wörds " * 100
-    (tmp_path / "a.txt").write_text(text + "\n\nshort")
-    (tmp_path / "b.txt").write_text(text.replace(" ", "\n"))
-    pieces = list(data.documents((".txt", str(tmp_path / "a.txt"))))
-    assert "".join(pieces).replace(" ", "") == text.replace(" ", "") + "short" and max(map(len, pieces)) <= 100
-    assert pieces[-1] == "short" and len(pieces) < 25
-    assert max(len(piece) for piece in data.documents((".txt", str(tmp_path / "b.txt")))) <= 100
-    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "fine \ud800"}) + "\n" + json.dumps({"text": text}) + "\n")
-    documents = data.documents((".jsonl", str(tmp_path / "c.jsonl")))
-    assert next(documents) == "fine ?"
-    with pytest.raises(data.UserError, match="c.jsonl, line 2: not JSON, or longer than 150"):
-        next(documents)
-
-
-def test_a_hundred_gigabytes_of_shards_are_read_by_the_row(tmp_path):
-    count, rows, n = 25, 1 << 22, 512  # 10^11 bytes and 5 * 10^10 tokens, in sparse files
-    for i in range(count):
-        shard = np.lib.format.open_memmap(tmp_path / f"train-{i:05d}.npy", "w+", np.uint16, (rows, n))
-        shard[0], shard[-1] = 4 + 2 * i, 5 + 2 * i
-    meta = {"seq_len": n, "vocab_size": 100, "min_real": n, "dtype": "uint16",
-            "train": [[f"train-{i:05d}.npy", rows] for i in range(count)]}
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    found = data.Rows(tmp_path, "train", 100, n)
-    assert len(found) * n > 5 * 10 ** 10
-    ends = np.arange(count)[:, None] * rows + [0, rows - 1]
-    assert np.array_equal(found[ends.flatten()], np.arange(4, 4 + 2 * count)[:, None].repeat(n, 1))
-    for step in (0, 51_199, 10 ** 7):
-        assert found[data.rows_of_step(1, step, 2048, len(found))].shape == (2048, n)
 
 
 # ---- Wrong versions -------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@ import csv
 import itertools
 import json
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import types
@@ -14,10 +16,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import files
 import finetune
 import maelm
 import rank
-import run
+import run as run_module
 import tasks
 from conftest import (HERE, OBJECTS, VERBS, catches, fails, generator, one_place, run_with_wrong_version, sentence,
                       write_glue, write_squad, wrong_versions)
@@ -48,7 +51,7 @@ def test_tokens_know_their_characters_even_where_lower_case_is_longer(pretrained
 
 
 @catches("finetune.without_space", "np.minimum(starts + space[starts], ends)", "starts")
-@catches("finetune.answer_tokens", 'np.searchsorted(ends, a, side="right")', "np.searchsorted(ends, a)")
+@catches("tasks.answer_tokens", 'np.searchsorted(ends, a, side="right")', "np.searchsorted(ends, a)")
 def test_every_answer_of_whole_tokens_is_recovered_exactly(pretrained):
     for context in (UNICODE, "The cat sees a tree today, number 12. " + UNICODE):
         _, starts, ends = pretrained.spans(context)
@@ -56,17 +59,17 @@ def test_every_answer_of_whole_tokens_is_recovered_exactly(pretrained):
             answer = context[start:end]
             if not answer.strip():
                 continue
-            first, last, exact = finetune.answer_tokens(tasks.Question("1", "", context, ((start, answer),)), starts, ends)
+            first, last, exact = tasks.answer_tokens(tasks.Question("1", "", context, ((start, answer),)), starts, ends)
             got = context[starts[first]:ends[last]]
             assert answer.strip() in got and exact == (got == answer.strip())
             if start in starts and end in ends and not answer[0].isspace() and not answer[-1].isspace():
                 assert exact, answer
         for word in re.finditer(r"[^\W\d_]+", context):
             question = tasks.Question("1", "", context, ((word.start(), word[0]),))
-            assert finetune.answer_tokens(question, starts, ends)[2], word[0]
+            assert tasks.answer_tokens(question, starts, ends)[2], word[0]
 
 
-@catches("finetune.cut_at_answer", "last, len(q.context))", "len(q.context))")
+@catches("tasks.cut_at_answer", "last, len(q.context))", "len(q.context))")
 @catches("finetune.Spans.encode", "if training and q.answers", "if q.answers")
 def test_in_training_every_answer_is_recovered_exactly_and_elsewhere_none_changes_the_tokens(pretrained):
     context = "The cat sees a tree today, number 12. " + UNICODE
@@ -77,8 +80,8 @@ def test_in_training_every_answer_is_recovered_exactly_and_elsewhere_none_change
         if not answer:
             continue
         q = tasks.Question("1", "", context, ((start, context[start:end]),))
-        ids, starts, ends = finetune.cut_at_answer(pretrained, q)
-        first, last, exact = finetune.answer_tokens(q, starts, ends)
+        ids, starts, ends = tasks.cut_at_answer(pretrained.spans, q)
+        first, last, exact = tasks.answer_tokens(q, starts, ends)
         assert exact and context[starts[first]:ends[last]] == answer
         cut += len(ids) > len(plain)
     assert cut
@@ -191,7 +194,7 @@ def test_padded_and_unpadded_batches_give_the_same_logits(pretrained):
 
 def job_of(pretrained, kind, encoded, **fields):
     return finetune.Job("rte", pretrained, kind, {"train": encoded, "dev": encoded}, finetune.TuneConfig(**{"learning_rate": 1e-3} | fields),
-                        one_place(), Path("unused"), [])
+                        one_place(), Path("unused"), [], {})
 
 
 @catches("finetune.predict", "numpy()[np.argsort(order)]", "numpy()")
@@ -219,15 +222,16 @@ def test_every_epoch_is_a_permutation_in_batches_of_like_length():
     assert means != sorted(means)  # short ones do not come first
 
 
-@catches("finetune.train", "    model.train()\n", "")
+@catches("finetune.train", "        model.train()  # an evaluation switches dropout off\n", "")
 def test_dropout_is_on_in_training_and_off_in_evaluation(pretrained, finished):
     kind, encoded = encode_sentences(pretrained, some_pairs())
     model = finetune.Tuned(pretrained.fresh(0).eval(), kind.head())
     job = job_of(pretrained, kind, encoded)
     seen = []
     model.head[0].register_forward_hook(lambda module, *_: seen.append(module.training and model.encoder.training))
-    finetune.train(model, job, finetune.TuneConfig(epochs=0.1, learning_rate=1e-3), 1)
-    assert seen and all(seen) and model.head[0].p == 0.1
+    for _ in finetune.train(model, job, finetune.TuneConfig(epochs=2.0, learning_rate=1e-3), 1):
+        model.eval()  # as an evaluation leaves it
+    assert len(seen) == 3 and all(seen) and model.head[0].p == 0.1
     tokens, padding, _ = finetune.collate(encoded, np.arange(8), maelm.PAD, torch.device("cpu"))
     for rate in (0.0, 0.1):  # the pre-training rate is replaced by that of fine-tuning
         encoder = finetune.load_pretrained(str(finished[0]), rate).fresh(0).train()
@@ -246,7 +250,7 @@ def test_effective_ranks_are_those_of_the_hidden_states(pretrained):
     assert finetune.effective_ranks(moments) == {"uncentered": rank.effective_rank(h), "centered": rank.effective_rank(h - h.mean(0))}
 
 
-@catches("finetune.grid", "if dim >= 1024", "if dim > 1024")
+@catches("tasks.grid", "if dim >= 1024", "if dim > 1024")
 def test_the_grids_are_tables_5_and_6():
     for group, size, epochs, rates, sizes, warmup in (
             ("small", 768, (2, 3, 5, 10), (2e-5, 3e-5, 4e-5, 5e-5), (16, 32), (0.06, 0.1)),
@@ -255,9 +259,9 @@ def test_the_grids_are_tables_5_and_6():
             ("large", 1024, (2, 3, 5), (5e-6, 7e-6, 1e-5, 2e-5), (32,), (0.06,)),
             ("squad", 768, (2, 3), (2e-5, 3e-5, 4e-5, 5e-5), (16, 32), (0.06, 0.1)),
             ("squad", 1024, (2, 3), (7e-6, 1e-5, 2e-5, 3e-5), (16, 32), (0.06, 0.1))):
-        found = {tuple(setting.values()) for setting in finetune.grid(group, size, {})}
+        found = {tuple(setting.values()) for setting in tasks.grid(group, size, {})}
         assert found == set(itertools.product(epochs, rates, sizes, warmup))
-    assert {s["epochs"] for s in finetune.grid("small", 128, {"epochs": 7.0})} == {7.0}
+    assert {s["epochs"] for s in tasks.grid("small", 128, {"epochs": 7.0})} == {7.0}
     groups = {name: tasks.TASKS[name].group for name in (*tasks.GLUE, "squad2")}
     assert [n for n, g in groups.items() if g == "small"] == ["cola", "rte", "mrpc", "stsb"]
     assert [n for n, g in groups.items() if g == "large"] == ["mnli", "qqp", "qnli", "sst2"]
@@ -273,15 +277,17 @@ FAST = ["--epochs", "1", "--seeds", "2", "--batch-size", "4", "--precision", "fp
 def tune(finished, task, source, out, *flags):
     """Run finetune.py; returns result.json."""
     finetune.main(["--init", str(finished[0]), "--task", task, "--data", str(source), "--out", str(out), *FAST, *flags])
-    return json.loads((out / "result.json").read_text())
+    return files.read_json(out / "result.json")
 
 
 def test_glue_is_eight_tasks_and_their_average(finished, glue, tmp_path):
     result = tune(finished, "glue", glue, tmp_path / "glue", "--seeds", "1")
     assert list(result["medians"]) == list(tasks.GLUE)
     assert result["average"] is None or result["average"] == pytest.approx(np.mean(list(result["medians"].values())))
-    metrics = {name: json.loads((tmp_path / "glue" / f"{name}-run" / "result.json").read_text())["metrics"] for name in tasks.GLUE}
+    metrics = {name: files.read_json(tmp_path / "glue" / f"{name}-run" / "result.json")["metrics"] for name in tasks.GLUE}
     assert set(metrics["mnli"]) == {"accuracy", "accuracy_mm"}
+    assert list(result["row"]) == ["mnli-m", "mnli-mm", *tasks.GLUE[1:], "average"]
+    assert result["row"]["mnli-mm"] == metrics["mnli"]["accuracy_mm"]
     assert {name: next(iter(m), "spearman") for name, m in metrics.items()} == {name: tasks.TASKS[name].metric for name in tasks.GLUE}
 
 
@@ -306,7 +312,7 @@ def test_the_fine_tuned_encoder_can_be_started_from_and_measured(finished, glue,
     assert shares == [0.1, 0.1]  # of the prepared corpus, not the default of train.py
     ranks = result["effective_rank"]
     assert set(ranks["before"]) == {"uncentered", "centered"} and len(ranks["after"]) == 2 and ranks["d"] == 32
-    assert run.load_encoder(tmp_path / "run")[0].state_dict().keys() == after.keys()
+    assert run_module.load_encoder(tmp_path / "run")[0].state_dict().keys() == after.keys()
 
 
 def test_one_seed_gives_one_result_and_random_weights_are_others(finished, glue, tmp_path):
@@ -320,6 +326,224 @@ def test_one_seed_gives_one_result_and_random_weights_are_others(finished, glue,
     assert torch.equal(*weights[0]) and not torch.equal(*weights[1]) and not torch.equal(weights[0][0], weights[1][0])
 
 
+# ---- The checkpoint that counts, and the folder ----------------------------------------------------------------------
+@catches("finetune.ends_half_epoch", "step * batch_size * 2 // examples", "step * batch_size // examples")
+@catches("finetune.ends_half_epoch", "return halves > ", "return step * batch_size * 2 / examples > 1 + ")
+@catches("finetune.train", "step + 1 == steps or", "")
+def test_the_dev_part_is_evaluated_each_half_epoch_and_after_the_last_step(pretrained):
+    kind, _ = encode_sentences(pretrained, some_pairs())
+    for examples, batch_size, epochs in itertools.product((1, 12, 33, 40), (1, 4, 7, 50), (0.1, 0.5, 1.0, 1.7, 3.0)):
+        encoded = kind.encode(some_pairs(examples))
+        model = finetune.Tuned(torch.nn.Identity(), kind.head())
+        model.forward = lambda tokens, padding, head=model.head: (head(torch.zeros(*tokens.shape, 32)), None)
+        tune = finetune.TuneConfig(epochs=epochs, batch_size=batch_size, learning_rate=1e-3)
+        ends = [step for step, _ in finetune.train(model, job_of(pretrained, kind, encoded), tune, 1)]
+        steps = -(-round(epochs * examples * 10) // (10 * batch_size))
+        halves = [-(-half * examples // (2 * batch_size)) for half in range(1, int(2 * epochs) + 1)]
+        halves = [step for step in halves if step < steps]  # each at the first step that has all of it
+        assert ends == [*dict.fromkeys(halves), steps], (examples, batch_size, epochs)
+
+
+def scripted(monkeypatch, values):
+    """Let evaluations on the dev part find these values in turn; returns the weights that each of them saw."""
+    seen = []
+
+    def validate(model, job, step):
+        seen.append({name: tensor.clone() for name, tensor in model.encoder.state_dict().items()})
+        value = values[len(seen) - 1]
+        return finetune.Validation(step, value, {"accuracy": value}, {}, finetune.predict(model, job.parts["dev"], job)[1])
+
+    monkeypatch.setattr(finetune, "validate", validate)
+    return seen
+
+
+@pytest.mark.parametrize("keep, value, chosen", [("best", 70, 1), ("last", 60, 3)])
+@catches("finetune.run_once", "last.value > best.value", "last.value >= best.value", keep="best", value=70, chosen=1)
+@catches("finetune.run_once", 'tensor.to("cpu", copy=True)', "tensor", keep="best", value=70, chosen=1)
+@catches("finetune.run_once", "best if job.tune.keep == \"best\" else last", "last", keep="best", value=70, chosen=1)
+@catches("finetune.run_once", "model.load_state_dict(weights)", "pass", keep="best", value=70, chosen=1)
+@catches("finetune.run_once", "best if job.tune.keep == \"best\" else last", "best", keep="last", value=60, chosen=3)
+def test_the_first_of_the_best_checkpoints_counts_or_the_last(keep, value, chosen, pretrained, tmp_path, monkeypatch):
+    kind, encoded = encode_sentences(pretrained, some_pairs())
+    job = job_of(pretrained, kind, encoded, keep=keep)._replace(out=tmp_path)
+    seen = scripted(monkeypatch, [50.0, 70.0, 70.0, 60.0])
+    run = SETTING | {"epochs": 2.0, "seed": 1}
+    line = finetune.run_once(job, run)
+    assert (line["value"], line["best"], line["last"]) == (value, 70, 60) and len(seen) == 4
+    assert (line["step"], line["steps"]) == ((10, 20) if keep == "best" else (20, 20))
+    weights = run_module.read_tensors(finetune.kept_folder(tmp_path, run) / "encoder.pt")["encoder"]
+    assert all(torch.equal(weights[name], tensor) for name, tensor in seen[chosen].items())
+    assert not torch.equal(seen[1]["norm.weight"], seen[3]["norm.weight"])
+
+
+def test_a_result_has_the_best_and_the_last_of_every_seed(finished, glue, tmp_path, capsys):
+    found = {keep: tune(finished, "stsb", glue, tmp_path / keep, "--learning-rate", "1e-2", "--epochs", "4", "--keep", keep)
+             for keep in ("best", "last")}
+    printed = capsys.readouterr().out
+    for keep, result in found.items():
+        assert result["keep"] == keep and result["values"] == result[keep]["values"] and result["median"] == result[keep]["median"]
+        assert all(best >= last for best, last in zip(result["best"]["values"], result["last"]["values"]))
+        assert f"kept: the {keep} checkpoint of each run" in printed
+    assert found["best"]["best"] == found["last"]["best"] and found["best"]["last"] == found["last"]["last"]
+    assert found["best"]["values"] != found["last"]["values"]
+
+
+@catches("finetune.seeds_of", "len(values) - diverged} of", "len(values)} of")
+@catches("finetune.median", "[value for value in values if value is not None]", "[value or 0 for value in values]")
+def test_a_median_says_of_how_many_seeds_it_is():
+    ranks = {"uncentered": 3, "centered": 4}
+    values = [50.0, None, 70.0, 60.0, 65.0]
+    both = {"median": finetune.median(values), "values": values}
+    result = {"task": "rte", "metric": "accuracy", "keep": "best", "best": both, "last": both, "values": values,
+              "metrics": {"accuracy": finetune.median(values)}, "effective_rank": {"before": ranks, "after": [ranks, None], "d": 8}}
+    first = finetune.report(result).splitlines()[0]
+    assert first == "rte  accuracy 62.50  (median of 4 of 5 seeds; 1 diverged; accuracy 50.00 ... 70.00)"
+    assert finetune.seeds_of([1.0, 2.0]) == "2 seeds" and finetune.median([None, None]) is None
+
+
+@catches("finetune.ranks_before", "if not key.items() <= found.items():", "if True:")
+@catches("finetune.ranks_before", "write_json(path, found)", "pass")
+def test_ranks_before_fine_tuning_are_measured_once(finished, glue, tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(finetune, "predict", lambda *a, true=finetune.predict: measured.append(1) or true(*a))
+    first = tune(finished, "rte", glue, tmp_path / "run")
+    assert len(measured) == 1 + 2 * 2  # and twice for each of two seeds
+    again = tune(finished, "rte", glue, tmp_path / "run", "--seeds", "3")
+    assert len(measured) == 1 + 3 * 2 and again["effective_rank"]["before"] == first["effective_rank"]["before"]
+
+
+def encoder_of(folder):
+    """A tensor of the fine-tuned encoder in a folder."""
+    return run_module.read_tensors(folder / "encoder.pt")["encoder"]["blocks.0.ffn.f.0.weight"]
+
+
+@catches("finetune.publish", "link_or_copy(kept_folder(job.out, run) / name, temporary)",
+         "link_or_copy(max(job.out.glob(f'.kept/*/{name}'), key=lambda path: path.stat().st_mtime_ns), temporary)")
+def test_an_encoder_belongs_to_the_result_beside_it(finished, glue, tmp_path):
+    out, rate = tmp_path / "run", ["--learning-rate", "1e-3", "--seeds", "1"]
+    found = {}
+    for epochs in ("1", "3", "1"):
+        result = tune(finished, "rte", glue, out, *rate, "--epochs", epochs)
+        assert result["setting"]["epochs"] == float(epochs)
+        assert torch.equal(encoder_of(out), found.setdefault(epochs, encoder_of(out)))
+    assert not torch.equal(found["1"], found["3"]) and len(finetune.read_runs(out)) == 2
+
+
+@catches("finetune.is_done", 'and (run["seed"] != 1 or are_kept(out, run))', "")
+@catches("finetune.are_kept", "file_hash(folder / name) == value", "(folder / name).is_file()")
+def test_an_encoder_that_is_lost_or_damaged_comes_back(finished, glue, tmp_path):
+    out, rate = tmp_path / "run", ["--learning-rate", "1e-3"]
+    first = tune(finished, "rte", glue, out, *rate)
+    weights = encoder_of(out)
+    kept, = out.glob(".kept/*/encoder.pt")
+
+    def flip():
+        content = bytearray(kept.read_bytes())
+        content[len(content) // 2] ^= 4
+        kept.write_bytes(content)
+
+    for harm in ((out / "encoder.pt").unlink, flip, lambda: (kept.unlink(), (out / "encoder.pt").unlink())):
+        harm()
+        assert tune(finished, "rte", glue, out, *rate) == first
+        assert torch.equal(encoder_of(out), weights) and len(finetune.read_runs(out)) == 2
+
+
+@catches("finetune.publish", '        (job.out / "result.json").unlink(missing_ok=True)\n', "")
+def test_a_result_never_stands_beside_the_encoder_of_another_setting(finished, glue, tmp_path, monkeypatch):
+    out, rate = tmp_path / "run", ["--learning-rate", "1e-3", "--seeds", "1"]
+    tune(finished, "rte", glue, out, *rate, "--epochs", "3")
+    monkeypatch.setattr(finetune, "link_or_copy", lambda *a, true=finetune.link_or_copy: true(*a) or sys.exit("killed"))
+    with pytest.raises(SystemExit):
+        tune(finished, "rte", glue, out, *rate, "--epochs", "1")
+    assert not (out / "result.json").exists()
+
+
+@catches("finetune.ranks_before", "if not moments.gram.isfinite().all():", "if False:")
+def test_an_encoder_with_nan_is_refused_before_the_first_run(finished, glue, tmp_path, capsys):
+    tune(finished, "rte", glue, tmp_path / "run", "--seeds", "1")
+    state = run_module.read_tensors(tmp_path / "run" / "encoder.pt")
+    state["encoder"]["norm.weight"][3] = float("nan")
+    torch.save(state, tmp_path / "run" / "encoder.pt")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        tune([tmp_path / "run"], "rte", glue, tmp_path / "next")
+    assert "run: hidden states with NaN or infinity" in capsys.readouterr().err
+    assert not (tmp_path / "next" / "sweep.jsonl").exists()
+
+
+@pytest.mark.parametrize("maker", ["train.py", "data.py prepare"])
+@catches("finetune.main", "refuse_other_kind(options.out", "str(options.out", maker="data.py prepare")
+def test_the_folder_of_another_program_is_refused_at_once(maker, corpus, finished, glue, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    shutil.copytree(finished[0] if maker == "train.py" else corpus[1], out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    monkeypatch.setattr(finetune, "read_task", None)  # nothing is read before
+    capsys.readouterr()
+    for task in ("rte", "glue"):
+        assert f"was made by {maker}" in fails(lambda task=task: tune(finished, task, glue, out), capsys)
+    assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_a_folder_of_an_earlier_version_goes_on(finished, glue, tmp_path, capsys):
+    """Without checksums, a list of kept files, or a choice of the checkpoint: it had the last."""
+    out = tmp_path / "run"
+    now = tune(finished, "rte", glue, out, "--keep", "last")
+    config = {k: v for k, v in files.read_json(out / "config.json").items() if k != "tokenizer"}
+    del config["tune"]["keep"]
+    (out / "config.json").write_text(json.dumps(config))
+    lines = [{k: v for k, v in line.items() if k not in ("best", "last", "step", "steps")} for line in finetune.read_runs(out)]
+    (out / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shutil.rmtree(out / ".kept")
+    capsys.readouterr()
+    assert "'keep': 'last'" in fails(lambda: tune(finished, "rte", glue, out), capsys)
+    then = tune(finished, "rte", glue, out, "--keep", "last")
+    assert then["values"] == now["values"] and then["last"] == now["last"] and then["best"]["values"] == [None, None]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_one_line_and_its_code(number, finished, glue, tmp_path):
+    command = [sys.executable, "finetune.py", "--init", str(finished[0]), "--task", "rte", "--data", str(glue), "--out",
+               str(tmp_path / "run"), *FAST, "--epochs", "500"]
+    process = subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert "training inputs" in process.stdout.readline()
+    process.send_signal(number)
+    _, error = process.communicate()
+    assert process.returncode == 128 + number and error == "finetune.py: interrupted; the same command continues\n"
+
+
+@catches("finetune.time_shares", "hours[0] /", "hours[-1] /")
+@catches("finetune.time_shares", "goal = runs[of][-1]", "goal = runs[run][-1]")
+@catches("finetune.time_shares", '/ goal["hours"]', '/ runs[run][-1]["hours"]')
+def test_figure_3_says_after_which_share_of_its_time_another_run_is_reached(tmp_path, capsys):
+    def points(*pairs):
+        return [{"hours": hours, "median": median} for hours, median in pairs]
+
+    found = finetune.time_shares({"mae": points((1, 60), (4, 83), (8, 85), (11, 86)), "mlm": points((2, 50), (10, 83))})
+    assert [(share["run"], share["of"], share["score"], share["share"]) for share in found] == [
+        ("mae", "mlm", 83, 0.4), ("mlm", "mae", 86, None)]
+    results = [{"task": "mnli", "metric": "accuracy", "median": m, "values": [m, m]} for m in (50.0, 83.0, 83.0, 86.0)]
+    hours = {"out/mlm/step_1.pt": 2.0, "out/mlm/step_2.pt": 10.0, "out/mae/step_1.pt": 4.0, "out/mae/step_2.pt": 8.0}
+    finetune.figure3(hours, results, tmp_path)
+    assert len(files.read_json(tmp_path / "figure3.json")["time_shares"]) == 2
+    printed = capsys.readouterr().out
+    assert "mae reaches the final score of out/mlm (83.00) after 40% of its time" in printed
+    assert "mlm reaches the final score of out/mae (86.00): never" in printed
+
+
+@catches("finetune.table1", '"squad2 em": metrics.get("exact")', '"squad2 em": metrics.get("f1")')
+@catches("finetune.table1", 'if task in GLUE:', 'if True:')
+def test_table_1_has_mnli_twice_and_squad_by_both_metrics():
+    def result(task, median, **metrics):
+        return {"task": task, "median": median, "metrics": metrics, "values": [median]}
+
+    results = [result(task, 80.0 + i, accuracy=80.0 + i, accuracy_mm=3.0) for i, task in enumerate(tasks.GLUE)]
+    row = finetune.table1([*results, result("squad2", 84.1, exact=81.1, f1=84.1)])
+    assert list(row) == ["mnli-m", "mnli-mm", *tasks.GLUE[1:], "squad2 em", "squad2 f1", "average"]
+    assert (row["mnli-mm"], row["squad2 em"], row["squad2 f1"], row["average"]) == (3, 81.1, 84.1, 83.5)
+    assert "average" not in finetune.table1(results[1:])
+
+
+# ---- Many runs ------------------------------------------------------------------------------------------------------
 SWEEP = ["--sweep", "--epochs", "0.5", "--warmup-share", "0.06", "--batch-size", "4"]
 
 
@@ -336,6 +560,7 @@ def test_a_sweep_that_was_cut_off_continues_and_ends_as_one_that_was_not(finishe
     lines = (tmp_path / "a" / "sweep.jsonl").read_text().splitlines()
     assert len(lines) == 6
     (tmp_path / "b").mkdir()
+    shutil.copy(tmp_path / "a" / "config.json", tmp_path / "b")
     (tmp_path / "b" / "sweep.jsonl").write_text("\n".join(lines[:2]) + "\n" + lines[2][:30])
     capsys.readouterr()
     cut = tune(finished, "rte", glue, tmp_path / "b", *SWEEP)
@@ -352,18 +577,18 @@ def test_processes_share_a_sweep(finished, glue, tmp_path):
     runs = finetune.read_runs(tmp_path / "run")
     assert len(runs) == len({(r["learning_rate"], r["seed"]) for r in runs}) == 6
     whole = tune(finished, "rte", glue, tmp_path / "alone", *SWEEP)
-    assert strip(json.loads((tmp_path / "run" / "result.json").read_text())) == strip(whole)
+    assert strip(files.read_json(tmp_path / "run" / "result.json")) == strip(whole)
 
 
 HELD = """
 import json, pathlib, sys, time
-import finetune
+import files, finetune
 out, run = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 with finetune.lock_of(out, run):
     print("held", flush=True)
     sys.stdin.readline()
     time.sleep(1)  # so that whoever waits for the lock waits
-    finetune.append(out, run | {"value": 1.0, "seconds": 0.0})
+    files.append_line(out / "sweep.jsonl", run | {"value": 1.0, "seconds": 0.0})
 """
 
 
@@ -385,7 +610,7 @@ def is_free(out, run):
 
 
 SETTING = {"epochs": 1.0, "learning_rate": 1e-3, "batch_size": 4, "warmup_share": 0.06}
-RUNS = [SETTING | {"seed": seed} for seed in (1, 2, 3)]
+RUNS = [SETTING | {"seed": seed} for seed in (2, 3, 4)]  # of seed 1 files are kept, too
 
 
 @catches("finetune.lock_of", "digest(repr(key).encode())", "digest(b'')")
@@ -397,17 +622,17 @@ def test_a_run_belongs_to_one_process_until_that_one_ends_or_is_killed(tmp_path)
         end(process)
         process.communicate()
         assert all(is_free(tmp_path, run) for run in RUNS)
-    assert [line["seed"] for line in finetune.read_runs(tmp_path)] == [1]  # one that was killed leaves no line
+    assert [line["seed"] for line in finetune.read_runs(tmp_path)] == [2]  # one that was killed leaves no line
 
 
-@catches("finetune.complete", "if not find_run(job.out, run):", "if True:")
+@catches("finetune.complete", "if not is_done(job.out, run):  #", "if True:  #")
 @catches("finetune.complete", "(False, True)", "(False,)")
 def test_what_another_process_is_at_is_waited_for_after_all_else(tmp_path, monkeypatch):
     done = []
 
     def run_once(job, run):
         done.append(run["seed"])
-        if done == [2, 3]:
+        if done == [3, 4]:
             process.stdin.write("\n")
             process.stdin.flush()
         return run | {"value": 0.0, "seconds": 0.0}
@@ -415,22 +640,31 @@ def test_what_another_process_is_at_is_waited_for_after_all_else(tmp_path, monke
     monkeypatch.setattr(finetune, "run_once", run_once)
     process = process_at(tmp_path, RUNS[0])
     kind = types.SimpleNamespace(metric="accuracy")
-    lines = finetune.complete(finetune.Job("rte", None, kind, {}, None, None, tmp_path, []), RUNS)
+    lines = finetune.complete(finetune.Job("rte", None, kind, {}, None, None, tmp_path, [], {}), RUNS)
     process.wait()
-    assert done == [2, 3] and [(line["seed"], line["value"]) for line in lines] == [(1, 1.0), (2, 0.0), (3, 0.0)]
+    assert done == [3, 4] and [(line["seed"], line["value"]) for line in lines] == [(2, 1.0), (3, 0.0), (4, 0.0)]
 
 
+@catches("finetune.make_job", 'if not found and (out / "sweep.jsonl").is_file():', "if False:")
 def test_another_setup_in_the_same_folder_is_refused(finished, glue, tmp_path, capsys):
     tune(finished, "rte", glue, tmp_path / "run")
     before = (tmp_path / "run" / "sweep.jsonl").read_bytes()
     capsys.readouterr()
     assert "was made with other settings: task='rte' there, 'cola' here" in fails(lambda: tune(finished, "cola", glue, tmp_path / "run"), capsys)
     assert (tmp_path / "run" / "sweep.jsonl").read_bytes() == before
+    for remains in ("{}", None):
+        (tmp_path / "run" / "config.json").unlink()
+        if remains:
+            (tmp_path / "run" / "config.json").write_text(remains)
+        assert "no config.json that says of what" in fails(lambda: tune(finished, "cola", glue, tmp_path / "run"), capsys)
 
 
+@catches("finetune.validate", "if not moments.gram.isfinite().all():", "if False:")
 def test_a_run_that_diverges_is_recorded_and_loses(finished, glue, tmp_path):
-    result = tune(finished, "rte", glue, tmp_path / "run", "--learning-rate", "1e30", "--epochs", "3")
-    assert result["values"] == [None, None] and result["median"] is None
+    for name, epochs in (("run", "3"), ("one-step", "0.1")):  # after one step the loss is finite, the weights are not
+        result = tune(finished, "rte", glue, tmp_path / name, "--learning-rate", "1e38", "--epochs", epochs)
+        assert result["values"] == [None, None] and result["median"] is None
+        assert not (tmp_path / name / "encoder.pt").exists()
 
 
 def test_every_format_of_ones_own_data_gives_the_same(finished, tmp_path):
@@ -469,9 +703,9 @@ def test_fine_tuning_learns(finished, tmp_path):
 
 
 def test_figure_3_is_drawn_from_the_checkpoints_of_a_run(finished, glue, tmp_path):
-    paths = [str(path) for path in run.checkpoints(finished[0])]
+    paths = [str(path) for path in run_module.checkpoints(finished[0])]
     finetune.main(["--figure3", *paths, "--task", "rte", "--data", str(glue), "--out", str(tmp_path / "f"), *FAST])
-    points = json.loads((tmp_path / "f" / "figure3.json").read_text())
+    points = files.read_json(tmp_path / "f" / "figure3.json")["points"]
     assert [p["checkpoint"] for p in points] == paths and (tmp_path / "f" / "figure3.png").stat().st_size > 5000
     assert [p["hours"] * 3600 for p in points] == pytest.approx([torch.load(p, weights_only=True)["seconds"] for p in paths])
 
@@ -517,22 +751,25 @@ def break_answer(qas):
     ("rte", [], lambda d: (d / "RTE" / "dev.tsv").write_text("index\tsentence1\tsentence2\tlabel\n1\ta\tb\tmaybe\n"),
      "label 'maybe' of 'a' is not in the task: entailment, not_entailment"),
     ("rte", [], lambda d: (d / "RTE" / "dev.tsv").write_text("index\tsentence1\tlabel\n1\ta\tentailment\n"),
-     "dev.tsv, record 1: no column `sentence2`; found: index, sentence1, label"),
+     "dev.tsv, record 1: `sentence2` is missing; found: index, sentence1, label"),
     ("rte", [], lambda d: (d / "RTE" / "train.tsv").write_text("index\tsentence1\tsentence2\tlabel\n"), "rte, part train in .*: empty"),
     ("rte", [], lambda d: (d / "RTE" / "train.tsv").unlink(), "no train.tsv there or in RTE/"),
     ("glue", [], lambda d: (d / "STS-B" / "dev.tsv").unlink(), "no dev.tsv there or in STS-B/"),
     ("stsb", [], lambda d: (d / "STS-B" / "dev.tsv").write_text("sentence1\tsentence2\tscore\na\tb\tmuch\n"), "label 'much' of 'a' is not in"),
     ("squad2", [], lambda d: write_squad(d / "SQuAD" / "dev-v2.0.json", change=break_answer),
      "question q7: answer 'nobody' is not in its context, at character 3"),
-    ("squad2", [], lambda d: (d / "SQuAD" / "train-v2.0.json").write_text("{}"), "not in the format of SQuAD: no 'data'"),
+    ("squad2", [], lambda d: (d / "SQuAD" / "train-v2.0.json").write_text("{}"), "not in the format of SQuAD: `data` is missing"),
     ("custom", [], lambda d: (d / "train.csv").write_text("text,kind\na,b\n") and (d / "dev.csv").write_text("text,label\na,b\n"),
-     "train.csv, record 1: no column `label`; found: text, kind"),
-    ("custom", [], lambda d: [(d / f"{p}.jsonl").write_text(json.dumps({"text": "x", "label": p}) + "\n") for p in ("train", "dev")],
-     "label 'dev' of 'x' is not in the task: train"),
+     "train.csv, record 1: `label` is missing; found: text, kind"),
+    ("custom", [], lambda d: [(d / f"{p}.jsonl").write_text("".join(json.dumps({"text": "x", "label": p + x}) + "\n" for x in "ab"))
+                              for p in ("train", "dev")], "label 'deva' of 'x' is not in the task: traina, trainb"),
     ("rte", ["--init", "no/such"], lambda d: None, "no/such: no such run folder"),
     ("rte", ["--epochs", "0"], lambda d: None, "epochs=0.0: use a positive number"),
     ("rte", ["--seeds", "0"], lambda d: None, "--seeds 0: use a positive number"),
-    ("rte", ["--figure3", "missing.pt"], lambda d: None, "missing.pt: no checkpoint"),
+    ("rte", ["--figure3", "missing.pt"], lambda d: None, "missing.pt: cannot be read"),
+    ("rte", ["--learning-rate", "inf"], lambda d: None, "learning_rate=inf: use a finite number"),
+    ("rte", ["--keep", "first"], lambda d: None, "keep='first': use best or last"),
+    ("rte", ["--out", ""], lambda d: None, "the name is empty"),
     ("sst3", [], lambda d: None, "invalid choice: 'sst3'.*mnli.*squad2"),
 ])
 def test_bad_input_is_named_in_one_line_before_any_run(task, flags, damage, message, finished, tmp_path, capsys):

@@ -2,14 +2,20 @@
 import csv
 import itertools
 import json
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import data
+import files
 import maelm
 import rank
 from conftest import (HERE, TAUS, built, catches, fails, generator, moments_of, one_place, rank_json,
@@ -224,7 +230,7 @@ def test_the_command_writes_what_the_contract_says(corpus, finished, tmp_path, c
     short_run(corpus, mlm, "--ablation", "mlm", "--max-steps", "2")
     found = rank_json(tmp_path / "rank", finished[0], mlm, "--data", text, "--val-share", 1, "--tau", 0.9, 0.5, "--bootstrap", 3,
                       "--theory", "--collapse")
-    assert {p.name for p in (tmp_path / "rank").iterdir()} == {"rank.json", "rank.csv", "rank.png", "collapse.png"}
+    assert {p.name for p in (tmp_path / "rank").iterdir() if p.name != ".lock"} == {"rank.json", "rank.csv", "rank.png", "collapse.png"}
     assert list(found["models"]) == [str(finished[0]), str(mlm)] and found["tau"] == [0.9, 0.5]
     for model in found["models"].values():
         assert len(model["layers"]) == 3 and model["d"] == 32
@@ -246,17 +252,22 @@ def test_two_processes_give_the_ranks_of_one(corpus, finished, tmp_path):
     script.write_text(f"""
 import json, os, sys
 sys.path.insert(0, {str(HERE)!r})
-import conftest, rank, train
-place = train.set_up("fp32")
-found = []
-for kind in ("geometric", "power", "two-step", "rogue"):
-    for sizes in (2000, 77):
-        rows = [conftest.built(kind)[:300], conftest.built(kind)[300:]][place.rank]
-        moments = conftest.moments_of(rows, sizes).over_processes(place)
-        ranks = [[rank.tau_rank(moments.spectrum(c), tau) for tau in conftest.TAUS] for c in (False, True)]
-        found.append([kind, moments.count, *ranks])
-if place.rank == 0:
-    json.dump(found, open({str(tmp_path / "found.json")!r}, "w"))
+import conftest, rank
+analyse_all = rank.analyse_all
+
+def first_known_ranks(models, config, place):
+    found = []
+    for kind in ("geometric", "power", "two-step", "rogue"):
+        for sizes in (2000, 77):
+            rows = [conftest.built(kind)[:300], conftest.built(kind)[300:]][place.rank]
+            moments = conftest.moments_of(rows, sizes).over_processes(place)
+            ranks = [[rank.tau_rank(moments.spectrum(c), tau) for tau in conftest.TAUS] for c in (False, True)]
+            found.append([kind, moments.count, *ranks])
+    if place.rank == 0:
+        json.dump(found, open({str(tmp_path / "found.json")!r}, "w"))
+    analyse_all(models, config, place)
+
+rank.analyse_all = first_known_ranks
 rank.main(sys.argv[1:])
 """)
     flags = [str(finished[0]), "--data", str(corpus[0]), "--val-share", "1", "--tau", *map(str, TAUS), "--bootstrap", "2"]
@@ -264,7 +275,7 @@ rank.main(sys.argv[1:])
                     "--out", str(tmp_path / "two")], cwd=HERE, check=True, capture_output=True, timeout=240)
     for kind, count, *ranks in json.loads((tmp_path / "found.json").read_text()):
         assert count == 2000 and ranks == [svd_ranks(built(kind), centered)[0] for centered in (False, True)], kind
-    one, two = rank_json(tmp_path / "one", *flags), json.loads((tmp_path / "two" / "rank.json").read_text())
+    one, two = rank_json(tmp_path / "one", *flags), files.read_json(tmp_path / "two" / "rank.json")
     (one,), (two,) = one["models"].values(), two["models"].values()
     assert one["n"] == two["n"] and one["convergence"] == two["convergence"]
     assert integers(one) == integers(two)
@@ -281,13 +292,86 @@ def test_a_bad_rank_command_gets_one_line(flags, message, capsys, monkeypatch):
     assert message in fails(lambda: rank.main(flags), capsys)
 
 
+def rank_fails(command, capsys):
+    """Run a command that must end with exit code 2 and one line, after it has said what it reads; returns the line."""
+    with pytest.raises(SystemExit) as exit:
+        rank.main(command)
+    captured = capsys.readouterr()
+    assert exit.value.code == 2 and len(captured.err.splitlines()) == 1, captured
+    assert captured.out == "" or re.fullmatch(r"reads .*text.txt: 1 files, [0-9,]+ bytes\n", captured.out)
+    return captured.err
+
+
 def test_too_few_tokens_are_refused(corpus, finished, tmp_path, capsys):
     command = [str(finished[0]), "--out", str(tmp_path / "out")]
     for flags in ([], ["--data", str(corpus[0]), "--val-share", "1", "--tokens", "1000"]):
-        error = fails(lambda: rank.main([*command, *flags]), capsys)
+        error = rank_fails([*command, *flags], capsys)
         assert "fewer than 10 d = 320" in error and "Raise --tokens" in error and not (tmp_path / "out").exists()
     command += ["--data", str(corpus[0]), "--val-share", "1e-6"]
-    assert "less than a row of 24" in fails(lambda: rank.main(command), capsys)
+    assert "less than a row of 24" in rank_fails(command, capsys)
+
+
+@pytest.mark.parametrize("maker", ["train.py", "data.py prepare"])
+@catches("rank.main", 'refuse_other_kind(config.out, "ranks")', "pass", maker="train.py")
+def test_the_folder_of_another_program_is_refused_before_the_first_model(maker, corpus, finished, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    shutil.copytree(finished[0] if maker == "train.py" else corpus[1], out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    monkeypatch.setattr(rank, "analyse_all", None)
+    capsys.readouterr()
+    for flags in ([str(finished[0])], ["--collapse"]):
+        assert f"was made by {maker}" in fails(lambda flags=flags: rank.main([*flags, "--out", str(out)]), capsys)
+    assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_ranks_replace_ranks(corpus, finished, tmp_path):
+    flags = [finished[0], "--data", corpus[0], "--val-share", 1]
+    first, again = rank_json(tmp_path / "out", *flags, "--tau", 0.5), rank_json(tmp_path / "out", *flags)
+    assert first["tau"] == [0.5] and again["tau"] == [0.9]
+
+
+def test_a_bad_model_is_named_in_one_line(corpus, finished, tmp_path, capsys, monkeypatch):
+    """One flipped bit anywhere in a checkpoint, a part of one, other files: never ranks of other weights."""
+    monkeypatch.chdir(tmp_path)  # short names have room in a legend
+    path, out = Path("step_0000006.pt"), Path("out")
+    shutil.copy(finished[0] / "tokenizer.json", tmp_path)
+    whole = (finished[0] / path.name).read_bytes()
+    random = np.random.default_rng(0)
+    places = random.integers(len(whole), size=30)
+    contents = [whole[:len(whole) // 2], whole[:-1], b"", b"no checkpoint"]
+    for place, bit in zip(places, random.integers(8, size=30)):
+        contents.append(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1:])
+    flags = ["--data", str(corpus[0]), "--val-share", "1", "--tokens", "8000", "--out"]
+    rank.main([str(finished[0] / path.name), *flags, "right"])
+    right, = files.read_json(Path("right") / "rank.json")["models"].values()
+    refused = 0
+    for content in contents:
+        path.write_bytes(content)
+        capsys.readouterr()
+        try:
+            rank.main([str(path), *flags, str(out)])
+        except SystemExit as exit:
+            error = capsys.readouterr().err
+            assert exit.code == 2 and len(error.splitlines()) == 1 and str(path) in error
+            refused += 1
+        else:  # the bit is in a date or a number that nobody reads
+            found, = files.read_json(out / "rank.json")["models"].values()
+            assert found == right
+    assert refused > len(contents) - 10
+    torch.save({"model": {"a": torch.zeros(2)}}, path)
+    assert str(path) in fails(lambda: rank.main([str(path), *flags, str(out)]), capsys)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_one_line_and_its_code(number, corpus, finished, tmp_path):
+    command = [sys.executable, "rank.py", str(finished[0]), "--data", str(corpus[0]), "--val-share", "1", "--bootstrap", "100000",
+               "--batch-size", "1", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(6)  # until it measures; should the machine be slow, until it imports, where Python itself speaks
+    process.send_signal(number)
+    _, error = process.communicate()
+    assert process.returncode == 128 + number and error == "rank.py: interrupted; the same command continues\n"
+    assert not (tmp_path / "out" / "rank.json").exists()
 
 
 # ---- Wrong versions -------------------------------------------------------------------------------------------------

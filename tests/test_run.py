@@ -1,5 +1,7 @@
 """Claims about run.py: the machine a run is on, the folder it leaves, the encoder it ends with."""
 import dataclasses
+import errno
+import io
 import json
 import re
 import shutil
@@ -13,23 +15,197 @@ import pytest
 import torch
 
 import data
+import files
 import maelm
 import rank
 import run
 import train
-from conftest import (HERE, QUICK, catches, fails, one_place, rank_json, run_with_wrong_version, same, sentence,
-                      short_run, svd_ranks, wrong_versions)
+from conftest import (HERE, QUICK, catches, fails, let_use, one_place, rank_json, run_with_wrong_version, same, sentence,
+                      short_run, svd_ranks, tiny, wrong_versions)
 
 
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
-def test_a_damaged_checkpoint_is_passed_over(corpus, finished, tmp_path, capsys):
-    for i, damage in enumerate((lambda b: b[:len(b) // 2], lambda b: b[:9000] + bytes([b[9000] ^ 255]) + b[9001:])):
-        out = tmp_path / str(i)
-        shutil.copytree(finished[0], out)
-        newest = out / "step_0000006.pt"
-        newest.write_bytes(damage(newest.read_bytes()))
-        assert same(short_run(corpus, out), finished[1])
-        assert "step_0000006.pt is damaged" in capsys.readouterr().err
+def flipped(raw, bit):
+    """These bytes with one bit flipped."""
+    changed = bytearray(raw)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+DAMAGES = {"cut off": lambda raw: raw[:len(raw) // 2], "a flipped bit": lambda raw: flipped(raw, 72_000), "empty": lambda raw: b"",
+           "text": lambda raw: b"no checkpoint"}
+
+
+def copy_of(finished, folder):
+    """A copy of the finished run in `folder`, and a function that tells all that is in it but its lock."""
+    shutil.copytree(finished[0], folder)
+    return folder, lambda: {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+@catches("run.load_checkpoint", "if rename:", "if False:", damage="cut off")
+@pytest.mark.parametrize("damage", DAMAGES, ids=DAMAGES)
+def test_a_damaged_checkpoint_is_renamed_and_passed_over(corpus, finished, tmp_path, monkeypatch, capsys, damage):
+    let_use(train, run, monkeypatch)
+    out, _ = copy_of(finished, tmp_path / "run")
+    newest = out / "step_0000006.pt"
+    damaged = DAMAGES[damage](newest.read_bytes())
+    newest.write_bytes(damaged)
+    assert same(short_run(corpus, out), finished[1])
+    error = capsys.readouterr().err
+    assert re.search(r"step_0000006.pt: damaged.*trying the one before$", error.strip()) and error.count("\n") == 1
+    assert "step_0000006.pt.damaged" in {path.name for path in out.iterdir()}
+    assert (out / "step_0000006.pt.damaged").read_bytes() == damaged
+
+
+@catches("run.load_checkpoint", "if found or damaged:", "if False:")
+@catches("run.load_checkpoint", "if found or damaged:", "if found:")
+def test_a_run_never_starts_again_where_no_checkpoint_is_whole(corpus, finished, tmp_path, monkeypatch, capsys):
+    let_use(train, run, monkeypatch)
+    out, content = copy_of(finished, tmp_path / "run")
+    for path in run.checkpoints(out):
+        path.write_bytes(path.read_bytes()[:-1000])
+    before = content()
+    for _ in range(2):  # the second time only files with other names are left
+        with pytest.raises(SystemExit) as exit:
+            short_run(corpus, out)
+        assert exit.value.code == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert "no whole checkpoint, but damaged ones: step_0000003.pt.damaged, step_0000006.pt.damaged" in lines[-1], lines
+    assert content() == {name + ".damaged" * name.startswith("step"): raw for name, raw in before.items()}
+
+
+@catches("run.read_tensors", 'if "PytorchStreamReader" not in str(error):', "if False:", error=torch.OutOfMemoryError("CUDA out of memory"))
+@catches("run.read_tensors", "except DAMAGE as error", "except (*DAMAGE, MemoryError) as error", error=MemoryError())
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: device busy"), MemoryError()],
+                         ids=repr)
+def test_out_of_memory_at_loading_is_no_damage_and_touches_no_file(corpus, finished, tmp_path, monkeypatch, error):
+    let_use(train, run, monkeypatch)
+    out, content = copy_of(finished, tmp_path / "run")
+    before = content()
+
+    def load(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(BaseException) as raised:
+        short_run(corpus, out, "--max-steps", "6")
+    assert raised.value is error and content() == before
+
+
+@catches("run.check_zip", "part.compress_type or part.external_attr", "part.compress_type")
+@catches("run.check_zip", "if wrong:", "if False:")
+def test_no_flipped_bit_of_a_checkpoint_gives_another_result(tmp_path):
+    path = tmp_path / "small.pt"
+    state = {"step": 3, "model": {"w": torch.arange(12.0).view(3, 4), "b": torch.ones(5)}, "optimizers": [{"seen": torch.zeros(2)}]}
+    run.write_tensors(path, state)
+    raw = path.read_bytes()
+    # Every bit of the list of contents at the end, and some of each part.
+    bits = [*range(8 * raw.index(b"PK\1\2"), 8 * len(raw), 3), *range(0, 8 * len(raw), 29)]
+    folder_bits = [8 * (match.start() + 38) + 4 for match in re.finditer(b"PK\1\2", raw)]  # "this part is a folder"
+    found = 0
+    for bit in bits + folder_bits:
+        path.write_bytes(flipped(raw, bit))
+        try:
+            read = run.read_tensors(path)
+        except files.UserError as error:
+            assert str(path) in str(error)
+            found += 1
+        else:
+            assert str(read) == str(state), bit
+    assert found > len(bits) // 10
+
+
+class Malicious:
+    def __reduce__(self):
+        return print, ("this ran code",)
+
+
+@catches("run.with_weights", "check_weights(path, make(config), state[name])", "pass", content={"model": {"x": torch.zeros(1)}, "config": {}})
+@catches("run.read_tensors", "weights_only=True", "weights_only=False", content={"model": Malicious()})
+@pytest.mark.parametrize("content", [
+    {"model": Malicious()}, [1, 2], {}, {"model": {}, "config": {"layers": 3}}, {"model": {}, "config": {"vocab_size": -1}},
+    {"model": {"x": 3}, "config": {}}, {"model": [], "config": {}}, {"model": {}, "config": 7}, {"model": {}, "config": {"vocab_size": "x"}}])
+def test_a_foreign_checkpoint_gets_one_line_and_runs_no_code(corpus, finished, tmp_path, monkeypatch, capsys, content):
+    let_use(train, run, monkeypatch)
+    out, now = copy_of(finished, tmp_path / "run")
+    path = out / "step_0000006.pt"
+    torch.save(content, path)
+    before = now()
+    for command in (lambda: short_run(corpus, out), lambda: train.main(["--fill-mask", "a [MASK]", "--init", str(path)]),
+                    lambda: train.main(["--fill-mask", "a [MASK]", "--init", str(out)])):
+        assert f"train.py: {out}" in fails(command, capsys)
+    assert now() == before
+
+
+@catches("run.checkpoints", "CHECKPOINT.fullmatch(path.name) and ", "")
+def test_a_users_own_copies_are_neither_loaded_nor_deleted(corpus, finished, tmp_path, monkeypatch):
+    let_use(train, run, monkeypatch)
+    out = tmp_path / "run"
+    short_run(corpus, out, "--stop-at", "3", "--keep-checkpoints", "1")
+    mine = {"step_best.pt", "step_00000003.pt", "step_3.pt", "step_0000003_copy.pt"}
+    for name in mine:
+        (out / name).write_bytes(b"mine")
+    train.main(["--data", str(corpus[1]), "--out", str(out), *QUICK, "--keep-checkpoints", "1", "--checkpoint-interval", "1"])
+    assert {path.name for path in out.glob("*.pt*")} == mine | {"step_0000006.pt"}
+    assert all((out / name).read_bytes() == b"mine" for name in mine)
+    assert same(torch.load(out / "step_0000006.pt", weights_only=True), finished[1])
+
+
+def saved(out, step, keep, weight=0.0):
+    """Save a checkpoint of a tiny model after so many steps; returns the steps that are there then."""
+    model = maelm.MAELM(tiny())
+    torch.nn.init.constant_(model.head.bias, weight)
+    run.save_checkpoint(out, step, model, [], 1.0, {}, keep)
+    return [int(path.stem[5:]) for path in run.checkpoints(out)]
+
+
+@catches("run.save_checkpoint", "max(0, len(older) + 1 - keep)", "len(older) + 1 - keep")
+@catches("run.save_checkpoint", "len(older) + 1 - keep", "len(older) - keep")
+@catches("run.save_checkpoint", "other.name < path.name", "True")
+@catches("run.save_checkpoint", "if keep > 0:", "if True:")
+def test_the_oldest_checkpoints_are_removed_but_never_the_one_just_written(tmp_path):
+    assert [saved(tmp_path, step, 3) for step in (1, 2, 3, 4)] == [[1], [1, 2], [1, 2, 3], [2, 3, 4]]
+    assert saved(tmp_path, 5, 5) == [2, 3, 4, 5] and saved(tmp_path, 6, 0) == [2, 3, 4, 5, 6]
+    assert saved(tmp_path, 1, 1) == [1, 2, 3, 4, 5, 6] and saved(tmp_path, 7, 1) == [7]
+
+
+@catches("run.save_checkpoint", "if not weight.isfinite().all():", "if False:", bad=float("nan"))
+@catches("run.save_checkpoint", "weight.isfinite().all()", "weight.isnan().any().logical_not()", bad=float("inf"))
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path, bad):
+    saved(tmp_path, 1, 1)
+    before = (tmp_path / "step_0000001.pt").read_bytes()
+    with pytest.raises(files.UserError, match="step 2: weights are not finite, head.bias to begin with"):
+        saved(tmp_path, 2, 1, bad)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("step_0000001.pt", before)]
+
+
+class FullDisk(io.FileIO):
+    """A file on a disk that has room for so many more bytes."""
+    room = 20_000
+
+    def write(self, data):
+        if self.tell() + len(data) > self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+@catches("run.write_tensors", "if isinstance(error.__context__, OSError):", "if False:", room=20_000)
+@pytest.mark.parametrize("room", [0, 20_000, 300_000])
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_whole(corpus, finished, tmp_path, monkeypatch, capsys, room):
+    let_use(train, run, monkeypatch)
+    out = tmp_path / "run"
+    short_run(corpus, out, "--stop-at", "3")
+    capsys.readouterr()
+    monkeypatch.setattr(FullDisk, "room", room)
+    monkeypatch.setattr(run, "open", FullDisk, raising=False)
+    with pytest.raises(SystemExit) as exit:
+        short_run(corpus, out)
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.count("\n") == 1 and "step_0000006.pt: No space left on device; free some" in error
+    monkeypatch.undo()
+    assert [path.name for path in out.iterdir() if path.name.endswith((".pt", ".tmp"))] == ["step_0000003.pt"]
+    assert same(short_run(corpus, out), finished[1])
 
 
 def start(corpus, out, *flags):
@@ -66,7 +242,7 @@ def test_a_run_that_is_killed_while_saving_can_be_continued(corpus, tmp_path):
         process.kill()
         process.wait()
         saved = run.checkpoints(out)
-        assert run.load_checkpoint(out, torch.device("cpu"))["step"] == int(saved[-1].stem[5:])
+        assert run.load_checkpoint(out)["step"] == int(saved[-1].stem[5:])
         assert run.read_log(out)
 
 
@@ -76,9 +252,11 @@ def test_another_run_is_refused_with_the_fields_that_differ(corpus, finished, ca
     assert "mask_rate=0.15 there, 0.3 here; seed=0 there, 2 here" in error
 
 
-@catches("data.compare_runs", "there.get(name) != value", "name not in there")
-def test_a_folder_of_other_settings_is_refused_in_the_same_words_by_every_program(corpus, finished, tmp_path, capsys):
+@catches("files.compare_runs", "there.get(name) != value", "name not in there")
+def test_a_folder_of_other_settings_is_refused_in_the_same_words_by_every_program(corpus, finished, tmp_path, monkeypatch, capsys):
     import finetune
+    for program in (data, finetune, train):
+        let_use(program, files, monkeypatch)
     (tmp_path / "task").mkdir()
     for part in ("train", "dev"):
         rows = [json.dumps({"text": sentence(i), "label": i % 2}) for i in range(8)]
@@ -122,11 +300,10 @@ def test_checkpoints_prepared_data_and_fine_tuned_folders_are_read(corpus, finis
     torch.save({"encoder": weights, "config": state["config"]}, tuned / "encoder.pt")
     shutil.copy(finished[0] / "tokenizer.json", tuned)
     assert rank_json(tmp_path / "c", tuned, *flags)["models"].popitem()[1] == newest
-    # The run's own validation rows are too few: lend it the others.
-    meta = json.loads((folder / "meta.json").read_text())
+    meta = files.read_json(folder / "meta.json")  # the run's own validation rows are too few: lend it the others
     whole = tmp_path / "shards"
     shutil.copytree(folder, whole)
-    (whole / "meta.json").write_text(json.dumps(meta | {"val": meta["train"]}))
+    files.write_json(whole / "meta.json", meta | {"val": meta["train"]})
     found = rank_json(tmp_path / "d", finished[0], "--data", whole)["models"].popitem()[1]
     assert found["n"]["with_mask"] == 24 * meta["train"][0][1]
 

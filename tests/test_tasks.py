@@ -1,6 +1,9 @@
 """Claims about tasks.py: metrics, and the files of the tasks."""
+import csv
 import itertools
+import json
 import math
+import re
 import string
 from dataclasses import replace
 
@@ -9,7 +12,7 @@ import pytest
 
 import data
 import tasks
-from conftest import catches, run_with_wrong_version, sentence, wrong_versions
+from conftest import catches, run_with_wrong_version, sentence, write_squad, wrong_versions
 
 
 # ---- Metrics --------------------------------------------------------------------------------------------------------
@@ -171,6 +174,148 @@ def test_docs_never_touches_the_pre_training_validation_part(monkeypatch):
         assert not texts["train"] & texts["dev"] and {e.label for e in parts["dev"]} == {"torch", "numpy"}
         assert not any(data.in_validation(t, share) for t in texts["train"] | texts["dev"])
         assert all((t, library) in {(t, lib) for lib, t in documents} for t, _, library in parts["dev"])
+
+
+# ---- Data that a model would learn without a word, although they are a mistake -----------------------------------------
+def write_records(path, records):
+    """Write records in the format that the name of the file says."""
+    if path.suffix == ".csv":
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, dict.fromkeys(itertools.chain.from_iterable(records)))
+            writer.writeheader()
+            writer.writerows(records)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    else:
+        import pyarrow, pyarrow.parquet  # noqa: E401
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+
+
+def records_with(number=None, **change):
+    """Six good records, of which one (or all) is changed; ... takes a field away."""
+    records = [{"text": sentence(i), "text2": sentence(i + 1), "label": str(i % 2)} for i in range(6)]
+    for record in records if number is None else [records[number - 1]]:
+        record |= change
+    return [{name: value for name, value in record.items() if value is not ...} for record in records]
+
+
+NUMBERS = [record | {"label": str(i / 4)} for i, record in enumerate(records_with())]
+MISTAKES = {
+    "one label": (records_with(label="yes"), "all 6 records have the label 'yes'"),
+    "one number": (records_with(label="0.5"), "all 6 records have the label '0.5'"),
+    "empty labels": (records_with(label=""), "record 1: `label` is empty"),
+    "an empty label": (records_with(4, label=" "), "record 4: `label` is empty"),
+    "an empty text": (records_with(4, text=""), "record 4: `text` is empty"),
+    "nan": ([*NUMBERS, NUMBERS[0] | {"label": "nan"}], "record 7: label 'nan' among numbers"),
+    "infinity": ([*NUMBERS, NUMBERS[0] | {"label": "-Infinity"}], "record 7: label '-Infinity' among numbers"),
+    "beyond floats": ([*NUMBERS, NUMBERS[0] | {"label": "1e999"}], "record 7: label '1e999' among numbers"),
+    "nan among classes": (records_with(3, label="nan"), "record 3: label 'nan' among numbers"),
+}
+JSON_MISTAKES = {
+    "a list as text": (records_with(2, text=["a", "b"]), "record 2: `text` is of type list"),
+    "a number as text": (records_with(2, text=5), "record 2: `text` is of type int"),
+    "a list as second text": (records_with(2, text2=["a"]), "record 2: `text2` is of type list"),
+    "an object as label": (records_with(2, label={"a": 1}), "record 2: `label` is of type dict"),
+    "a null label": (records_with(5, label=None), "record 5: `label` is null"),
+    "no label": (records_with(5, label=...), "record 5: `label` is missing; found: text, text2"),
+    "a second text is missing": (records_with(5, text2=...), "record 5: `text2` is in some records alone, this record has none"),
+    "the first second text is missing": (records_with(1, text2=None), "record 2: `text2` is in some records alone, record 1 has none"),
+    "a float that is none": ([*NUMBERS, NUMBERS[0] | {"label": float("nan")}], "record 7: label 'nan' among numbers"),
+}
+CASES = [(name, suffix) for suffix in (".csv", ".jsonl", ".parquet") for name in MISTAKES]
+CASES += [(name, ".jsonl") for name in JSON_MISTAKES]
+
+
+def refused(read, path):
+    """What the UserError of reading a file says; it names the file."""
+    with pytest.raises(data.UserError) as error:
+        read(path)
+    assert str(path) in str(error.value) or path.parent.name in str(error.value), error.value
+    return str(error.value)
+
+
+def read_custom(path):
+    return tasks.read_part("custom", str(path.parent), 0)
+
+
+@pytest.mark.parametrize("name, suffix", CASES)
+@catches("tasks.check_custom", "if len(numbers) == 1:", "if False:", name="one label", suffix=".csv")
+@catches("tasks.check_custom", "if not getattr(example, name):", "if False:", name="an empty text", suffix=".jsonl")
+@catches("tasks.check_custom", "math.isfinite(value)", "value == value", name="infinity", suffix=".csv")
+@catches("tasks.check_custom", "if (example.text2 is None) != (examples[0].text2 is None):", "if False:",
+         name="a second text is missing", suffix=".jsonl")
+@catches("tasks.value_of", "if not isinstance(value, kinds):", "if False:", name="an object as label", suffix=".jsonl")
+def test_a_mistake_in_ones_own_data_is_named_with_its_record(name, suffix, tmp_path):
+    records, message = {**MISTAKES, **JSON_MISTAKES}[name]
+    write_records(tmp_path / f"train{suffix}", records)
+    assert message in refused(read_custom, tmp_path / f"train{suffix}")
+
+
+@catches("tasks.examples_of", "if None in record:", "if False:")
+def test_a_comma_that_moves_columns_is_named(tmp_path):
+    (tmp_path / "train.csv").write_text("text,label\na cat,x\na cat, a dog,y\n")
+    assert "record 2: has more values than columns" in refused(read_custom, tmp_path / "train.csv")
+
+
+def test_what_is_no_mistake_is_read_as_it_is(tmp_path):
+    words = [record | {"label": label} for record, label in zip(records_with(), ("nan", "inf", "cdo", "yue", "1", "2"))]
+    for records in (records_with(), records_with(text2=None), records_with(text2=...), records_with(2, text2=""), NUMBERS,
+                    words, [record | {"label": i % 2 == 0} for i, record in enumerate(records_with())]):
+        write_records(tmp_path / "train.jsonl", records)
+        found = read_custom(tmp_path / "train.jsonl")
+        assert [e.label for e in found] == [str(record["label"]) for record in records]
+        assert [e.text2 for e in found] == [record.get("text2") for record in records]
+
+
+@catches("tasks.value_of", 'value.encode(errors="replace").decode() if isinstance(value, str) else value', "value")
+def test_half_a_surrogate_pair_is_replaced_by_one_character(tmp_path):
+    (tmp_path / "train.jsonl").write_text("".join(
+        json.dumps({"text": "a \ud83d cat", "label": label}) + "\n" for label in "xy"))
+    assert [e.text for e in read_custom(tmp_path / "train.jsonl")] == ["a ? cat"] * 2
+    path = tmp_path / "train-v2.0.json"
+    answer = [{"text": "\udc00 cat", "answer_start": 5}]
+    qas = [{"id": "1", "question": "w\ud83dho?", "is_impossible": False, "answers": answer}]
+    path.write_text(json.dumps({"data": [{"paragraphs": [{"context": "It's \udc00 cat", "qas": qas}]}]}))
+    question, = tasks.read_squad(path)
+    tasks.check_answers([question], "here")
+    assert question == ("1", "w?ho?", "It's ? cat", ((5, "? cat"),))
+
+
+def change_of(part, name, value):
+    """A change of write_squad's: in the second question, or in its answer, a field has another value; ... none."""
+    def change(qas):
+        record = qas[0] if part == "question" else qas[0]["answers"][0]
+        record[name] = value
+        if value is ...:
+            del record[name]
+        return qas
+    return change
+
+
+@pytest.mark.parametrize("part, name, value, message", [
+    ("question", "question", None, "`question` is null"), ("question", "id", 7, "`id` is of type int"),
+    ("question", "answers", None, "`answers` is null"), ("question", "answers", ..., "`answers` is missing"),
+    ("question", "answers", ["a"], "not an object with named fields, but a"), ("question", "id", "same", "two questions have the id same"),
+    ("answer", "text", None, "`text` is null"), ("answer", "answer_start", "3", "`answer_start` is of type str"),
+    ("answer", "answer_start", ..., "`answer_start` is missing"), ("answer", "answer_start", -999, "is not in its context")])
+def test_fields_of_squad_that_are_null_or_of_another_type_are_named(part, name, value, message, tmp_path):
+    path = tmp_path / "train-v2.0.json"
+    write_squad(path, change=change_of(part, name, value))
+    assert message in refused(lambda path: tasks.read_task("squad2", str(path.parent), 0.01, 0, 0), path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]", "{}", '{"data": null}', '{"data": [1]}', '{"data": [{"paragraphs": [{"qas": []}]}]}'])
+def test_a_file_that_is_not_squads_is_named(text, tmp_path):
+    path = tmp_path / "dev-v2.0.json"
+    path.write_text(text)
+    refused(tasks.read_squad, path)
+
+
+@catches("tasks.locate", "if len(found) > 1:", "if False:")
+def test_two_files_for_one_part_are_not_chosen_from(tmp_path):
+    for name in ("train.csv", "train.jsonl"):
+        write_records(tmp_path / name, records_with())
+    assert re.search("holds train.csv and train.jsonl", refused(read_custom, tmp_path / "train.csv"))
 
 
 # ---- Wrong versions -------------------------------------------------------------------------------------------------

@@ -1,27 +1,40 @@
 """Claims about train.py: runs, the schedule, flags, costs."""
+import json
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from functools import partialmethod
+from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import data
+import files
 import maelm
 import run
 import train
-from conftest import (HERE, TINY, QUICK, catches, fails, generator, model_and_batch, random_tokens, same,
-                      run_with_wrong_version, short_run, tiny, wrong_versions)
+from conftest import (HERE, TINY, QUICK, catches, fails, generator, last_checkpoint, let_use, model_and_batch, one_place,
+                      random_tokens, same, run_with_wrong_version, short_run, tiny, write_corpus, wrong_versions)
+
+
+def visible(folder):
+    """The files of a folder, but for its lock."""
+    return [path for path in folder.iterdir() if not path.name.startswith(".")]
 
 
 # ---- Runs -----------------------------------------------------------------------------------------------------------
 def test_a_run_folder_holds_what_the_readme_says(finished):
     out, _ = finished
-    assert {p.name for p in out.iterdir()} == {"config.json", "tokenizer.json", "log.jsonl", "loss.png",
-                                               "step_0000003.pt", "step_0000006.pt"}
+    assert {p.name for p in visible(out)} == {"config.json", "tokenizer.json", "log.jsonl", "loss.png", "step_0000003.pt",
+                                               "step_0000006.pt"}
     log = run.read_log(out)
     assert log[0]["unigram_entropy"] > 1 and log[0]["step"] == 0
     steps = [line for line in log if "loss" in line]
@@ -31,9 +44,10 @@ def test_a_run_folder_holds_what_the_readme_says(finished):
     assert [line["step"] for line in log if "val_loss" in line] == [0, 3, 6]
 
 
-@catches("train.Clock.paused", "self.start = time.perf_counter() - before", "pass")
+@catches("run.Clock.paused", "self.start = time.perf_counter() - before", "pass")
 def test_speed_and_seconds_do_not_depend_on_when_it_is_evaluated(corpus, tmp_path, monkeypatch):
     """With a clock that only a step moves, by 1 s, and an evaluation, by 100 s."""
+    let_use(train, run, monkeypatch)
     now = [0.0]
 
     def passing(seconds, function):
@@ -42,7 +56,7 @@ def test_speed_and_seconds_do_not_depend_on_when_it_is_evaluated(corpus, tmp_pat
             return function(*arguments)
         return slow
 
-    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(run.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(train, "train_step", passing(1, train.train_step))
     monkeypatch.setattr(train, "evaluate", passing(100, train.evaluate))
     short_run(corpus, tmp_path / "run", "--log-interval", "4", "--eval-interval", "1")
@@ -83,16 +97,125 @@ def test_the_seed_decides_everything(corpus, finished, tmp_path):
 
 def test_the_same_command_never_destroys_a_finished_run(corpus, finished, capsys):
     out, _ = finished
-    before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()}
+    before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in visible(out)}
     short_run(corpus, out)
     assert "finished at step 6" in capsys.readouterr().out
-    assert before == {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()}
+    assert before == {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in visible(out)}
 
 
 def test_a_diverging_run_stops_with_a_clear_line(corpus, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
         short_run(corpus, tmp_path / "run", "--learning-rate", "1e30", "--optimizer", "adamw")
     assert exit.value.code == 2 and "the gradient is not finite" in capsys.readouterr().err
+
+
+@catches("train.train_step", "if not norm.isfinite():", "if False:")
+@catches("train.train_step", "if not loss.isfinite()]", "if loss.isfinite()]")
+@catches("train.not_finite", "drawn[numbers[0] * size:]", "drawn[numbers[0]:]")
+def test_a_loss_that_is_not_finite_ends_the_run_at_once_names_the_rows_and_keeps_the_checkpoint(corpus, tmp_path, monkeypatch, capsys):
+    out, forward, calls = tmp_path / "run", maelm.MAELM.forward, []
+
+    def poisoned(model, tokens, corruption):
+        calls.append(model.training)
+        loss = forward(model, tokens, corruption)
+        # The second micro-batch of step 5, and only if it is noticed, no further one.
+        return loss * float("nan") if calls.count(True) == 10 else loss
+
+    monkeypatch.setattr(maelm.MAELM, "forward", poisoned)
+    with pytest.raises(SystemExit) as exit:
+        short_run(corpus, out)
+    rows = data.rows_of_step(0, 4, 8, 426)[4:]  # 8 rows a step, 4 a micro-batch
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.count("\n") == 1 and calls.count(True) == 10
+    assert "step 5: the gradient is not finite, nor is the loss of 1 of its micro-batches" in error
+    assert f"the training rows {', '.join(map(str, rows))}. step_0000003.pt is as it was" in error
+    assert [line["step"] for line in run.read_log(out) if "loss" in line] == [1, 2, 3, 4]
+    assert [path.name for path in run.checkpoints(out)] == ["step_0000003.pt"]
+
+
+@catches("run.save_checkpoint", "if not weight.isfinite().all():", "if False:")
+def test_weights_that_a_last_step_makes_infinite_are_not_saved(corpus, tmp_path, monkeypatch, capsys):
+    let_use(train, run, monkeypatch)
+    with pytest.raises(SystemExit) as exit:
+        short_run(corpus, tmp_path / "run", "--learning-rate", "1e38", "--max-steps", "1", "--warmup-steps", "0", "--weight-decay", "100")
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and "not finite" in error and not run.checkpoints(tmp_path / "run")
+
+
+def test_other_errors_of_a_step_are_not_taken_for_a_gradient(corpus, tmp_path, monkeypatch):
+    error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", fail)
+    with pytest.raises(torch.AcceleratorError) as raised:
+        short_run(corpus, tmp_path / "run")
+    assert raised.value is error
+
+
+class Recorded:
+    """So many rows of random tokens, of which it is noted which are read."""
+    vocab_size = 300
+
+    def __init__(self, count):
+        self.rows, self.read = random_tokens(count).numpy(), []
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, numbers):
+        self.read.append(numbers.tolist())
+        return self.rows[numbers]
+
+
+@catches("train.evaluation_rows", "np.linspace(0, len(rows) - 1, min(train.eval_rows, len(rows)))",
+         "np.arange(min(train.eval_rows, len(rows)))", total=1000, wanted=37)
+@catches("train.evaluation_rows", "min(train.eval_rows, len(rows))", "train.eval_rows", total=20, wanted=37)
+@catches("train.unigram_entropy", "rows[evaluation_rows(rows, train)]", "rows[np.arange(len(rows))]", total=1000, wanted=37)
+@pytest.mark.parametrize("total, wanted", [(1000, 37), (1000, 999), (20, 37), (7, 1)])
+def test_loss_and_entropy_are_of_the_same_rows_from_all_over_the_validation_part(total, wanted):
+    rows, recipe = Recorded(total), train.TrainConfig(eval_rows=wanted)
+    entropy = train.unigram_entropy(rows, recipe)
+    train.evaluate(maelm.MAELM(tiny()), rows, recipe, one_place())
+    (a, b), count = rows.read, min(total, wanted)
+    assert a == b and len(set(a)) == len(a) == count and a[0] == 0 and (count == 1 or a[-1] == total - 1)
+    gaps = np.diff(a)
+    assert count == 1 or gaps.max() - gaps.min() <= 1
+    _, frequency = np.unique(rows.rows[a][rows.rows[a] >= maelm.NUM_SPECIAL], return_counts=True)
+    assert entropy == pytest.approx(scipy.stats.entropy(frequency))
+
+
+FILLS = {"all removed": dict(), "a half": dict(mask_in_encoder=0.5), "all shown": dict(mask_in_encoder=1.0),
+         "random": dict(mask_in_encoder=1.0, encoder_fill="random"), "trick": dict(mask_in_encoder=1.0, bert_trick=True),
+         "half a trick": dict(mask_in_encoder=0.5, bert_trick=True)}
+
+
+@catches("train.masks_at", "fill(tokens, config, u, real)", "torch.full_like(tokens, MASK)", kind="random")
+@catches("train.masks_at", "fill(tokens, config, u, real)", "torch.full_like(tokens, MASK)", kind="trick")
+@catches("train.masks_at", "round(config.mask_in_encoder * k)", "k * int(config.mask_in_encoder)", kind="a half")
+@catches("train.masks_at", "at[torch.randperm(k, generator=generator)[shown:]]", "at[shown:]", kind="a half")
+@pytest.mark.parametrize("kind", FILLS)
+def test_what_predict_shows_the_encoder_is_what_corrupt_shows_it(kind):
+    config = tiny(seq_len=400, mask_rate=0.5, **FILLS[kind])
+    rows = random_tokens(8, 400)
+    theirs = maelm.corrupt(rows, config, generator(0))
+    shares = []
+    for corruption in (theirs, [train.masks_at(row, masked.nonzero()[:, 0], config, generator(i))
+                                for i, (row, masked) in enumerate(zip(rows, theirs.masked))]):
+        if isinstance(corruption, list):
+            corruption = maelm.Corruption(*(torch.cat(parts) for parts in zip(*corruption)))
+        masked, kept, read = corruption
+        assert torch.equal(masked, theirs.masked) and kept.shape == theirs.kept.shape and (kept.diff() > 0).all()
+        true, shown = rows.gather(1, kept), masked.gather(1, kept)
+        assert torch.equal(true[~shown], read[~shown])
+        # Which masks are shown (their mean position), and as what.
+        what = [(kept[shown].double().mean() - 200) / 200, (read == maelm.MASK)[shown].double().mean(),
+                (read == true)[shown].double().mean()]
+        shares.append([float(x) for x in what])
+    assert np.allclose(*shares, atol=0.06, equal_nan=True), shares
+    if kind == "random":
+        assert maelm.MASK not in read and read[shown].unique().numel() > 200
 
 
 def test_training_learns_the_little_language_and_fills_in_its_words(corpus, tmp_path, capsys):
@@ -143,7 +266,7 @@ def test_examples_are_the_first_that_the_rule_finds_and_their_hits_are_counted(m
     assert 150 < len(places) < 400
     asked = []
 
-    def predict(model, tokens, at):  # its guesses are always wa, wb, wc
+    def predict(model, tokens, at, generator):  # its guesses are always wa, wb, wc
         asked.append((tokens.tolist(), at.item()))
         return torch.tensor([[3, 4, 5]]), torch.tensor([[0.5, 0.2, 0.1]])
 
@@ -287,10 +410,10 @@ def test_presets_are_table_4():
     (["--preset", "huge"], "invalid choice: 'huge' .*toy.*large"),
     (["--ablation", "bert"], "invalid choice: 'bert' .*mae-lm.*dec-1024"),
     (["--max-steps", "many"], "--max-steps: invalid int value: 'many'"),
-    (["--init", "out/toy"], "--init out/toy: for --fill-mask only"),
-    (["--estimate", "--mfu", "nan"], "--mfu nan: use a positive"),
-    (["--estimate", "--preset", "base", "--devices", "6"],
-     "batch_size=2048 is not a multiple of 6 processes; change --batch-size"),
+    (["--init", "out/toy"], "--init out/toy: for --fill-mask only"), (["--estimate", "--mfu", "nan"], "--mfu nan: use a positive"),
+    (["--estimate", "--preset", "base", "--devices", "6"], "batch_size=2048 is not a multiple of 6 processes; change --batch-size"),
+    (["--ablation", "mae-lm", "--bert-trick"], "bert_trick=True: needs mask_in_encoder > 0"), (["--out", ""], "--out: the name is empty"),
+    (["--max-steps", "1" * 8], "max_steps=11111111: use less than"),
     (["--init-std", "-1"], "init_std=-1.0: "), (["--seed", "9" * 20], "use 0 <= seed < 2"),
     (["--norm", "mid"], "norm='mid': "),
     (["--optimizer", "sgd"], "optimizer='sgd': use adamw or muon"),
@@ -326,6 +449,207 @@ def test_a_full_or_forbidden_disk_is_named(corpus, tmp_path, monkeypatch, capsys
         with data.atomic(tmp_path / "x"):
             raise OSError(28, "No space left on device")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]
+
+
+@catches("train.check_disk", "coming = last // interval - step // interval", "coming = 1")
+@catches("train.check_disk", "if run.train.keep_checkpoints:", "if True:")
+@catches("train.check_disk", "run.train.keep_checkpoints + 1 - len(checkpoints(run.out))", "run.train.keep_checkpoints")
+def test_there_must_be_room_for_all_checkpoints_to_come(corpus, tmp_path, monkeypatch, capsys):
+    usage, one = train.shutil.disk_usage(tmp_path), 12 * 51_648
+    out = tmp_path / "run"
+
+    def needs(count, *flags):
+        monkeypatch.setattr(train.shutil, "disk_usage", lambda path: usage._replace(free=count * one - 1))
+        assert f"{count} checkpoints need 0.0 GB and 0.0 GB are free" in fails(lambda: short_run(corpus, out, *flags), capsys)
+        monkeypatch.setattr(train.shutil, "disk_usage", lambda path: usage._replace(free=count * one))
+        short_run(corpus, out, *flags)
+        capsys.readouterr()
+
+    needs(2, "--keep-checkpoints", "0", "--checkpoint-interval", "2", "--stop-at", "3")
+    needs(2, "--keep-checkpoints", "3", "--checkpoint-interval", "1")  # two are there; three stay, and one more for a moment
+
+
+# ---- One folder, one run --------------------------------------------------------------------------------------------
+def copied(finished, folder):
+    shutil.copytree(finished[0], folder)
+    return folder
+
+
+@catches("train.check_folder", 'any(out.glob("step_[0-9]*.pt*"))', "False")
+def test_checkpoints_without_their_config_are_refused(corpus, finished, tmp_path, capsys):
+    out = copied(finished, tmp_path / "run")
+    (out / "config.json").unlink()
+    for path in run.checkpoints(out)[1:]:
+        path.rename(f"{path}.damaged")
+    before = contents(out)
+    assert "config.json: missing, beside checkpoints" in fails(lambda: short_run(corpus, out), capsys)
+    assert contents(out) == before
+
+
+def contents(folder):
+    """The files of a folder, but for its lock, with their bytes."""
+    return {path.name: path.read_bytes() for path in visible(folder)}
+
+
+@catches("train.restore", 'there = state["run"] | state["config"]', 'there = state["config"]',
+         change=lambda state: state | {"run": state["run"] | {"seed": 5}})
+@catches("train.restore", "strict=True", "strict=False", change=lambda state: state | {"optimizers": []})
+@pytest.mark.parametrize("change", [
+    lambda state: state | {"run": state["run"] | {"seed": 5}}, lambda state: state | {"run": state["run"] | {"corpus": "other"}},
+    lambda state: state | {"optimizers": []}, lambda state: {name: x for name, x in state.items() if name != "optimizers"},
+    lambda state: state | {"optimizers": [{}, {}]}, lambda state: state | {"step": 5}, lambda state: state | {"run": 3},
+    lambda state: state | {"config": state["config"] | {"mask_rate": 0.3}}, lambda state: state | {"seconds": None},
+    lambda state: state | {"model": {name: x[:1] for name, x in state["model"].items()}}])
+def test_the_checkpoint_of_another_run_or_a_part_of_one_is_refused(corpus, finished, tmp_path, capsys, change):
+    out = copied(finished, tmp_path / "run")
+    torch.save(change(finished[1]), out / "step_0000006.pt")
+    before = contents(out)
+    assert "step_0000006.pt" in fails(lambda: short_run(corpus, out), capsys)
+    assert contents(out) == before
+
+
+@catches("train.check_corpus", "if changed:", "if False:", version="earlier")
+@catches("train.check_corpus", 'and "tokenizer" not in there', "and False", version="earlier")
+@pytest.mark.parametrize("version", ["this", "earlier"])
+def test_a_text_that_has_changed_does_not_continue_the_run(tmp_path, capsys, version):
+    text = write_corpus(tmp_path / "text.txt")
+    command = ["--data", str(text), "--out", str(tmp_path / "run"), "--cache", str(tmp_path / "cache"), *QUICK, "--val-share", "0.1"]
+    train.main([*command, "--stop-at", "3"])
+    if version == "earlier":  # no hashes in config.json and in the checkpoint
+        config = files.read_json(tmp_path / "run" / "config.json")
+        (tmp_path / "run" / "config.json").write_text(json.dumps({name: config[name] for name in ("model", "train")}))
+        state = last_checkpoint(tmp_path / "run")
+        del state["run"]
+        torch.save(state, tmp_path / "run" / "step_0000003.pt")
+    before = contents(tmp_path / "run")
+    original = text.read_text()
+    text.write_text(original.replace("Anna sees", "Anna hears"))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        train.main(command)
+    assert exit.value.code == 2 and "has changed since; bring it back" in capsys.readouterr().err
+    assert contents(tmp_path / "run") == before
+    text.write_text(original)
+    train.main(command)
+    assert "continuing at step 3" in capsys.readouterr().out
+
+
+@catches("train.open_run", '("uncased", "val_share") if field in stated', '("val_share",) if field in stated')
+@catches("train.main", "TRAIN_PRESETS[options.preset] | given", "given")
+def test_a_folder_of_shards_must_be_prepared_as_flag_and_preset_say(corpus, tmp_path, capsys):
+    cased = tmp_path / "cased"
+    data.main(["prepare", "--data", str(corpus[0]), "--out", str(cased), "--vocab-size", "320", "--seq-len", "24", "--val-share", "0.1",
+               "--no-uncased"])
+    capsys.readouterr()
+
+    def command(folder, *flags):
+        return lambda: train.main(["--data", str(folder), "--out", str(tmp_path / "run"), *QUICK, *flags])
+
+    for folder, flags, message in (
+            (cased, ["--preset", "base"], "prepared with uncased=False, this run has True: pass --no-uncased or prepare"),
+            (corpus[1], ["--preset", "base++"], "prepared with uncased=True, this run has False"),
+            (cased, ["--uncased"], "prepared with uncased=False, this run has True"),
+            (corpus[1], ["--val-share", "0.2"], "prepared with val_share=0.1, this run has 0.2: pass --val-share 0.1 or")):
+        assert message in fails(command(folder, *flags), capsys)
+    command(cased)()
+    command(cased, "--no-uncased", "--out", str(tmp_path / "other"))()
+
+
+@catches("train.main", 'held.enter_context(claim_folder(options.out, "run"))', "pass")
+def test_a_folder_has_one_run_at_a_time_and_no_other_program(corpus, finished, tmp_path, capsys):
+    out = copied(finished, tmp_path / "run")
+    with files.claim_folder(out, "run"):
+        assert f"process {os.getpid()} on" in fails(lambda: short_run(corpus, out), capsys)
+    before = contents(corpus[1])
+    assert "was made by data.py prepare" in fails(lambda: short_run(corpus, corpus[1]), capsys)
+    assert contents(corpus[1]) == before
+
+
+def test_a_lost_figure_and_a_lost_log_come_back(corpus, finished, tmp_path):
+    out = copied(finished, tmp_path / "run")
+    (out / "loss.png").unlink()
+    short_run(corpus, out)
+    assert (out / "loss.png").is_file()
+    (out / "log.jsonl").unlink()
+    (out / "step_0000006.pt").unlink()
+    short_run(corpus, out)
+    log = run.read_log(out)
+    assert log[0]["unigram_entropy"] > 1 and [line["step"] for line in log if "loss" in line] == [4, 5, 6]
+
+
+# ---- Signals, and several processes ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("stage, number", [("open_corpus", signal.SIGTERM), ("evaluate", signal.SIGINT),
+                                           ("draw_loss", signal.SIGTERM), ("examples", signal.SIGINT)])
+def test_a_signal_at_any_stage_gets_one_line_and_its_code(corpus, finished, tmp_path, monkeypatch, capsys, stage, number):
+    def interrupted(*arguments):
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    monkeypatch.setattr(train, stage, interrupted)
+    with pytest.raises(SystemExit) as exit:
+        short_run(corpus, tmp_path / "run")
+    assert exit.value.code == 128 + number
+    assert capsys.readouterr().err == "train.py: interrupted; the same command continues\n"
+    monkeypatch.undo()
+    assert same(short_run(corpus, tmp_path / "run"), finished[1])
+
+
+@catches("run.Interrupt.say", "except BrokenPipeError:", "except ZeroDivisionError:")
+def test_a_reader_of_stdout_that_goes_away_ends_the_run_with_a_checkpoint(corpus, tmp_path, monkeypatch):
+    let_use(train, run, monkeypatch)
+    before = os.dup(1)
+    reader, writer = os.pipe()
+    out = tmp_path / "run"
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+    original = train.train_step
+
+    def step(*arguments):
+        if arguments[3] == 2:
+            os.close(reader)
+        return original(*arguments)
+
+    monkeypatch.setattr(train, "train_step", step)
+    with pytest.raises(SystemExit) as exit:
+        short_run(corpus, out, "--max-steps", "1000", "--checkpoint-interval", "1000")
+    os.close(before)
+    assert exit.value.code == 141 and len(run.checkpoints(out)) == 1
+    assert last_checkpoint(out)["step"] == run.read_log(out)[-1]["step"] < 10
+
+
+def two_processes(tmp_path, patch, *flags):
+    """Run train.py twice under torchrun, with the code `patch` in each process before; returns exit code and what our
+    processes said on stderr: torchrun's own report has times, and what came before it."""
+    program = tmp_path / "program.py"
+    places = [str(HERE), str(Path(run.__file__).parent)]
+    program.write_text(f"import os, sys\nsys.path[:0] = {places!r}\nimport {run.__name__} as run\nsys.modules['run'] = run\n"
+                       f"import maelm, train\n"
+                       f"rank = int(os.environ['RANK'])\n{patch}\nif __name__ == '__main__':\n    train.main()\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program), *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    said, _, _ = done.stderr.partition("torch/distributed/elastic")
+    ours = [line for line in said.splitlines() if "train.py: " in line or "Error" in line or "Traceback" in line]
+    return done.returncode, ours, done.stderr
+
+
+@catches("run.first_alone", "while rank > 0 and store.add", "while rank > 2 and store.add", patch="",
+         flags=["--encoder-layers", "0"], message="encoder_layers=0: ")
+@pytest.mark.parametrize("patch, flags, message", [
+    ("", ["--encoder-layers", "0"], "encoder_layers=0: "),
+    # Losses of one process are not finite: both stop.
+    ("f = maelm.MAELM.forward\nmaelm.MAELM.forward = lambda m, *x: f(m, *x) * (float('nan') if m.training and rank == 1 else 1)",
+     ["--precision", "fp32"], "step 1: the gradient is not finite, nor is the loss of 1 of its micro-batches; the first has the"),
+    # Only the first process finds the checkpoint.
+    ("if rank == 1:\n    train.load_checkpoint = lambda *x, **y: None", ["--max-steps", "6"],
+     "not all processes continue from the same checkpoint: process 0 step 3, process 1 step 0"),
+    # The first one cannot save; the other one loses its connection.
+    ("def fail(*x): raise run.UserError('cannot write it')\ntrain.save_checkpoint = fail", ["--max-steps", "6"], "cannot write it"),
+], ids=["flag", "nan", "checkpoints", "disk"])
+def test_of_several_processes_one_says_what_is_wrong_and_all_end(corpus, tmp_path, patch, flags, message):
+    out = tmp_path / "run"
+    if "checkpoint" in message:
+        short_run(corpus, out, "--stop-at", "3")
+    code, ours, everything = two_processes(tmp_path, patch, "--data", str(corpus[1]), "--out", str(out), *QUICK, *flags)
+    assert code != 0 and len(ours) == 1 and message in ours[0], everything
 
 
 # ---- Wrong versions -------------------------------------------------------------------------------------------------
