@@ -44,7 +44,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # the first token ids; bytes and merges follow
 
@@ -101,7 +100,7 @@ class Config:
         check("decoder_self", self.decoder_self in ("bi", "uni", "none"), "use bi, uni or none")
         check("decoder_self", self.decoder_self == "bi" or self.decoder_cross,
               "needs decoder_cross: such a decoder sees the text by cross-attention only")
-        if self.decoder_dim == 0:
+        if self.decoder_dim == 0:  # filled in here; a frozen dataclass allows it so only
             object.__setattr__(self, "decoder_dim", self.encoder_dim)
         head_dim = self.encoder_dim // self.encoder_heads
         check("decoder_dim", self.decoder_dim > 0 and self.decoder_dim % head_dim == 0,
@@ -166,15 +165,33 @@ class Corruption(NamedTuple):
     tokens: Tensor  # (B, m) int64, what it reads there
 
 
-def corrupt(tokens: Tensor, config: Config, generator: torch.Generator) -> Corruption:
+class Noise(NamedTuple):
+    """All that is random in a corruption; its rows are independent of each other."""
+    order: Tensor  # (B, n) float32 in [0, 1): where it is smallest is masked
+    u: Tensor  # (B, n) float32 in [0, 1): chooses between the fills of footnote 1
+    real: Tensor  # (B, n) int64: random tokens
+
+
+def draw_noise(B: int, n: int, config: Config, generator: torch.Generator) -> Noise:
+    """The random numbers for B rows of n tokens, on the generator's device. Cheap, so that of many processes
+    each can draw them for the whole batch, and corrupt its own rows."""
+    order, u = torch.rand(2, B, n, generator=generator, device=generator.device)
+    real = torch.randint(NUM_SPECIAL, config.vocab_size, (B, n), generator=generator, device=generator.device)
+    return Noise(order, u, real)
+
+
+def corrupt(tokens: Tensor, config: Config, generator: torch.Generator | None = None,
+            noise: Noise | None = None) -> Corruption:
     """Draw exactly k = config.masks_per_row(n) masked positions a row, uniformly among its real tokens (those
     with id >= NUM_SPECIAL), and remove them; section 3. tokens (B, n) int64, on the generator's device.
 
     round(mask_in_encoder * k) of the masked positions, a uniform choice too, are not removed: the encoder
     reads a `fill` there. So each row keeps m = n - k + round(mask_in_encoder * k) positions. Pure: `tokens`
-    is not changed, and the same generator state gives the same result. ValueError if k is 0 or if a row has
-    fewer than k real tokens."""
+    is not changed, and the same generator state, or the same `noise` drawn before, gives the same result.
+    ValueError if k is 0 or if a row has fewer than k real tokens."""
     B, n = tokens.shape
+    if noise is None:
+        noise = draw_noise(B, n, config, generator)
     k = config.masks_per_row(n)
     special = tokens < NUM_SPECIAL
     fewest = n - int(special.sum(1).max())
@@ -182,13 +199,12 @@ def corrupt(tokens: Tensor, config: Config, generator: torch.Generator) -> Corru
         raise ValueError(f"mask_rate={config.mask_rate} masks {k} of {n} tokens a row: use 1 to {fewest}")
 
     # One random number a position: those with the k smallest are the set M. Special tokens get a larger one.
-    noise, u = torch.rand(2, B, n, generator=generator, device=tokens.device)
-    noise = noise.masked_fill(special, 2.0)
-    chosen = noise.topk(k, largest=False).indices  # (B, k)
+    order = noise.order.masked_fill(special, 2.0)
+    chosen = order.topk(k, largest=False).indices  # (B, k)
     none = torch.zeros_like(special)
     masked = none.scatter(1, chosen, True)
 
-    # `chosen` is in the order of the noise, not of the positions: its first entries are a random part of M.
+    # `chosen` is sorted by these numbers, not by position: its first entries are a random part of M.
     shown = round(config.mask_in_encoder * k)
     removed = none.scatter(1, chosen[:, shown:], True)
 
@@ -196,20 +212,18 @@ def corrupt(tokens: Tensor, config: Config, generator: torch.Generator) -> Corru
     # row, ascending: one long list that can be cut into B rows of equal length.
     kept = (~removed).nonzero()[:, 1].view(B, -1)  # (B, m)
 
-    real = torch.randint(NUM_SPECIAL, config.vocab_size, (B, n), generator=generator, device=tokens.device)
-    read = torch.where(masked, fill(tokens, config, u, real), tokens)
+    read = torch.where(masked, fill(tokens, config, noise), tokens)
     return Corruption(masked, kept, read.gather(1, kept))
 
 
-def fill(tokens: Tensor, config: Config, u: Tensor, real: Tensor) -> Tensor:
+def fill(tokens: Tensor, config: Config, noise: Noise) -> Tensor:
     """What the encoder reads at masked positions that are not removed: [MASK], a random token, or BERT's
-    mixture of both and the true one. tokens (B, n) int64, u (B, n) in [0, 1), real (B, n) random tokens ->
-    (B, n)."""
+    mixture of both and the true one. tokens (B, n) int64 -> (B, n) int64."""
     mask = torch.full_like(tokens, MASK)
     if config.bert_trick:  # 10 % random, 10 % unchanged, 80 % [MASK]; footnote 1
-        return torch.where(u < 0.1, real, torch.where(u < 0.2, tokens, mask))
+        return torch.where(noise.u < 0.1, noise.real, torch.where(noise.u < 0.2, tokens, mask))
     if config.encoder_fill == "random":
-        return real
+        return noise.real
     return mask
 
 
@@ -295,10 +309,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, p: fl
     and v (B, heads, k, d_h), bias None or broadcastable to (B, heads, q, k), -inf to hide a key
     -> (B, heads, q, d_h)."""
     if q.is_cuda:
-        # One fused kernel; not cuDNN's, which may read a mask as another dtype. A CPU likes the formula
-        # better.
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
+        # One fused kernel (not cuDNN's: run.py turns that off). A CPU likes the formula better.
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
     d_h = q.shape[-1]
     logits = (q * d_h ** -0.5) @ k.transpose(-2, -1)  # (B, heads, q, k)
     if bias is not None:
@@ -323,6 +335,7 @@ class Attention(nn.Module):
         def split(z: Tensor) -> Tensor:
             return z.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, length, d_h)
 
+        # One matrix for all heads, W^Q = [W_1^Q ... W_N^Q], and so on; then the heads are split.
         q = split(self.query(x))
         k, v = self.key_value(y).chunk(2, dim=-1)
         p = self.p if self.training else 0.0
@@ -330,12 +343,24 @@ class Attention(nn.Module):
         return self.output(z.transpose(1, 2).flatten(2))  # the heads side by side: (B, q, d)
 
 
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm in the dtype of its input, with float32 inside. Autocast would have a GPU return float32, and
+    so move twice the bytes through every residual connection."""
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., d) -> the same shape and dtype."""
+        if not x.is_cuda:  # a CPU has it so, with float32 weights
+            return super().forward(x)
+        with torch.autocast(x.device.type, enabled=False):
+            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 class Residual(nn.Module):
     """A sub-layer f with its skip connection: LayerNorm(x + f(x)) for post, x + f(LayerNorm(x)) for pre."""
     def __init__(self, f: nn.Module, dim: int, norm: str, dropout: float):
         super().__init__()
         self.f = f
-        self.norm = nn.LayerNorm(dim)
+        self.norm = LayerNorm(dim)
         self.p = dropout
         self.pre = norm == "pre"
 
@@ -349,11 +374,19 @@ class Residual(nn.Module):
         return x if self.pre else self.norm(x)
 
 
+def row_numbers(n: int, at: Tensor) -> Tensor:
+    """Positions at (B, k) int64 of B sequences of n -> their numbers (B * k,) among all B * n rows."""
+    first = n * torch.arange(len(at), device=at.device)[:, None]  # of each sequence
+    return (first + at).flatten()
+
+
 def take(x: Tensor, at: Tensor | None) -> Tensor:
     """The rows of x (B, n, d) at positions at (B, k) int64 -> (B, k, d); all of x for None."""
     if at is None:
         return x
-    return x.gather(1, at[:, :, None].expand(-1, -1, x.shape[-1]))
+    B, n, d = x.shape
+    # Whole rows at a time: a gather would look every single number up.
+    return x.reshape(B * n, d).index_select(0, row_numbers(n, at)).view(B, -1, d)
 
 
 class Block(nn.Module):
@@ -375,6 +408,7 @@ class Block(nn.Module):
         """x (B, n, d), memory (B, m, d) -> (B, n, d). With `at` (B, k) int64 only these positions are
         computed, as the last layer may: their queries meet the keys and values of all n, so the result is
         just those rows."""
+        # All tokens give keys and values; queries, and what is added to them, are at `at` alone.
         layer = self.self_attention
         if layer is None:
             x = take(x, at)
@@ -396,12 +430,12 @@ class Encoder(nn.Module):
         d = config.encoder_dim
         self.token_embedding = nn.Embedding(config.vocab_size, d)
         self.position_embedding = nn.Embedding(config.seq_len, d)
-        self.norm = nn.LayerNorm(d)
+        self.norm = LayerNorm(d)
         self.p = config.dropout
         self.bias = RelativeBias(config) if config.rel_pos_buckets > 0 else None
         self.blocks = nn.ModuleList(Block(config, d, config.dropout) for _ in range(config.encoder_layers))
         # Post-LN layers end with a LayerNorm; pre-LN layers do not, and need one behind the last.
-        self.final_norm = nn.LayerNorm(d) if config.norm == "pre" else nn.Identity()
+        self.final_norm = LayerNorm(d) if config.norm == "pre" else nn.Identity()
 
     def forward(self, tokens: Tensor, positions: Tensor, padding: Tensor | None = None,
                 all_layers: bool = False, at: Tensor | None = None) -> Tensor | list[Tensor]:
@@ -434,13 +468,13 @@ class Decoder(nn.Module):
         self.project = nn.Linear(config.encoder_dim, d) if config.encoder_dim != d else nn.Identity()
         # Differs from the paper: it writes one p_i; its code, and ours, learn a table of the decoder's own.
         self.position_embedding = nn.Embedding(config.seq_len, d)
-        self.norm = nn.LayerNorm(d)
+        self.norm = LayerNorm(d)
         self.bias = causal_bias if config.decoder_self == "uni" else None
         self.cross = config.decoder_cross
         self_attention = config.decoder_self != "none"
         self.blocks = nn.ModuleList(Block(config, d, 0.0, self_attention, self.cross)
                                     for _ in range(config.decoder_layers))
-        self.final_norm = nn.LayerNorm(d) if config.norm == "pre" else nn.Identity()
+        self.final_norm = LayerNorm(d) if config.norm == "pre" else nn.Identity()
 
     def forward(self, x: Tensor, memory: Tensor, at: Tensor) -> Tensor:
         """H-hat^0 (B, n, d) without p_i, memory H^L (B, m, d), at (B, k) int64 -> (B, k, decoder_dim)."""
@@ -461,7 +495,7 @@ class Head(nn.Module):
         super().__init__()
         d = config.encoder_dim
         # Differs from the paper: Eq. (1) has e_x^T h_i alone; its code, like BERT, transforms h_i first.
-        self.transform = nn.Sequential(nn.Linear(config.decoder_dim, d), nn.GELU(), nn.LayerNorm(d))
+        self.transform = nn.Sequential(nn.Linear(config.decoder_dim, d), nn.GELU(), LayerNorm(d))
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, h: Tensor, embeddings: Tensor) -> Tensor:
@@ -538,9 +572,10 @@ class MAELM(nn.Module):
         positions, and e_[MASK], the encoder's embedding of MASK, elsewhere; with decoder_reset at all masked
         positions."""
         masked, kept, _ = corruption
+        B, n = masked.shape
         e_mask = self.encoder.token_embedding.weight[MASK].to(h.dtype)  # (d,)
-        x = e_mask.expand(*masked.shape, -1)  # (B, n, d)
-        x = x.scatter(1, kept[:, :, None].expand_as(h), h)
+        x = e_mask.expand(B * n, -1).index_copy(0, row_numbers(n, kept), h.flatten(0, 1))
+        x = x.view(B, n, -1)
         if self.config.decoder_reset:  # Table 2: forget what the encoder made of the [MASK]s that it read
             x = torch.where(masked[:, :, None], e_mask, x)
         return x

@@ -20,6 +20,7 @@ import signal
 import struct
 import sys
 import time
+import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,16 +80,18 @@ class Place:
 
     def sum(self, *values: float) -> list[float]:
         """The sums of numbers over all processes."""
+        if self.world == 1:  # an Apple GPU, for one, has no float64
+            return [float(value) for value in values]
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        if self.world > 1:
-            dist.all_reduce(total)
+        dist.all_reduce(total)
         return total.tolist()
 
     def max(self, value: float) -> float:
         """The largest of a number over all processes."""
+        if self.world == 1:
+            return value
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        if self.world > 1:
-            dist.all_reduce(total, dist.ReduceOp.MAX)
+        dist.all_reduce(total, dist.ReduceOp.MAX)
         return total.item()
 
     def gather(self, value: object) -> list:
@@ -117,28 +120,39 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD
 
 
-def best_device(local_rank: int) -> torch.device:
-    """The GPU of this process where there is one, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank)
-    if torch.backends.mps.is_available():
-        return torch.device("mps")
-    return torch.device("cpu")
+DEVICES = ("auto", "cpu", "cuda", "mps")  # what --device can be
+
+
+def best_device(name: str, small: bool) -> torch.device:
+    """The device that --device names, or for auto the best there is: a GPU of NVIDIA, an Apple GPU unless the model is
+    `small`, the CPU. UserError if this machine has no such device."""
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        # An Apple GPU has hundreds of kernels to start for a step of the toy, which its CPU computes as fast.
+        name = "cuda" if there["cuda"] else "mps" if there["mps"] and not small else "cpu"
+    if not there[name]:
+        raise UserError(f"--device {name}: this machine, or this PyTorch, has none; use --device auto")
+    if name == "cuda":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device(name)
 
 
 def has_bf16(device: torch.device) -> bool:
     """Whether matrix products in bf16 are fast on this device."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.is_bf16_supported(including_emulation=False)  # a T4 or V100 emulates it, slowly
     return device.type == "cpu" and cpu_has_bf16()
 
 
-def choose_place(precision: str) -> Place:
-    """The device and dtype of this process, and which of torchrun's processes it is."""
-    device = best_device(int(os.environ.get("LOCAL_RANK", 0)))
+def choose_place(precision: str, device: str = "auto", small: bool = False) -> Place:
+    """The device and dtype of this process, and which of torchrun's processes it is. UserError as best_device."""
+    device = best_device(device, small)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+        # cuDNN's attention may read a mask as another dtype. Turned off here, once: a context around the call would
+        # have torch.compile compile again at every start.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     keep_freed_memory()
     bf16 = precision == "bf16" or (precision == "auto" and has_bf16(device))
     return Place(rank=int(os.environ.get("RANK", 0)), world=int(os.environ.get("WORLD_SIZE", 1)),
@@ -153,15 +167,35 @@ def first_alone() -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
         yield
         return
-    # The store in which the processes meet to form the group; the count of those that are through.
+    # torchrun's store, in which the processes meet. It still holds what others wrote there before a restart: so each
+    # process says its name, a new one, and waits for an answer to that from the first process: the first one's name.
     store, rank, world = next(dist.rendezvous("env://"))
-    while rank > 0 and store.add("through", 0) == 0:
-        time.sleep(0.2)
+    name = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"process {rank}", name)
+        while not store.check([name]):
+            time.sleep(0.2)
+        name = store.get(name).decode()
     yield
-    store.add("through", 1)
-    while store.add("through", 0) < world:
+    group = dist.PrefixStore(name, store)  # a part of the store that only they know
+    group.add("through", 1)
+    while group.add("through", 0) < world:
+        if rank == 0:
+            answer(store, world, name)
         time.sleep(0.2)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world)
+    if torch.cuda.is_initialized():  # choose_place has taken a GPU
+        device = torch.device("cuda", torch.cuda.current_device())
+        dist.init_process_group("nccl", store=group, rank=rank, world_size=world, device_id=device)
+    else:
+        dist.init_process_group("gloo", store=group, rank=rank, world_size=world)
+
+
+def answer(store: dist.Store, world: int, name: str) -> None:
+    """Tell the other processes, as far as they have said their names, that of the first one."""
+    for rank in range(1, world):
+        if store.check([f"process {rank}"]):
+            other = store.get(f"process {rank}").decode()
+            store.set(other, name)
 
 
 @contextmanager
@@ -176,16 +210,16 @@ def first_speaks() -> Iterator[None]:
         raise
 
 
-def set_up(precision: str) -> Place:
+def set_up(precision: str, device: str = "auto") -> Place:
     """Choose device and dtype, and join the process group if torchrun started this process."""
     with first_alone():
-        return choose_place(precision)
+        return choose_place(precision, device)
 
 
 # ---- 3. Signals and time ------------------------------------------------------------------------------------
 class Interrupt:
     """While entered, notes SIGTERM and SIGINT, and that the reader of stdout has gone (`| head`), so that the step in
-    progress ends and a checkpoint is written; a second signal acts at once."""
+    progress ends and a checkpoint is written; a second Ctrl-C acts at once."""
 
     def __enter__(self) -> "Interrupt":
         self.signal = 0
@@ -199,7 +233,8 @@ class Interrupt:
     def note(self, number: int, frame: object) -> None:
         """Signal handler."""
         self.signal = number
-        signal.signal(number, self.before[number])
+        if number == signal.SIGINT:  # while SIGTERM comes twice at once, from Slurm and from torchrun
+            signal.signal(number, self.before[number])
 
     def say(self, bar: tqdm, text: str) -> None:
         """Print a line above a progress bar."""
@@ -357,6 +392,7 @@ def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, second
     write_tensors(path, {
         "step": step,
         "seconds": seconds,  # of training, evaluations apart
+        "logged": len(read_log(out)),  # a log with fewer lines, when the run continues, has lost some
         "run": identity,
         "config": asdict(model.config),
         "model": model.state_dict(),
@@ -368,27 +404,30 @@ def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, second
             other.unlink()
 
 
-def load_checkpoint(out: Path, rename: bool = False) -> dict | None:
-    """What the newest whole checkpoint of a run folder holds, on the CPU, or None if there never was one. A damaged one
-    is named on stderr and passed over; with `rename`, which is for the program that the folder belongs to, it becomes
-    NAME.damaged. UserError if there are damaged ones alone, and as read_tensors."""
+def load_checkpoint(out: Path, mend: bool = False) -> dict | None:
+    """What the newest checkpoint of a run folder holds, on the CPU, or None if there never was one. UserError if it is
+    damaged, and as read_tensors. With `mend`, for the program that will train the lost steps again: a damaged one is
+    named on stderr, becomes NAME.damaged and is passed over; UserError if there are damaged ones alone."""
     found = checkpoints(out)
+    passed_over = []
     for path in reversed(found):
         try:
             state = read_tensors(path)
         except Damaged as error:
-            print(f"{error}; trying the one before", file=sys.stderr)
-            if rename:
-                path.replace(f"{path}.damaged")
+            if not mend:
+                raise UserError(f"{error}; name an earlier checkpoint, or let train.py continue the run") from error
+            passed_over.append(f"{error}; continuing from the one before")
+            path.replace(f"{path}.damaged")
             continue
+        for line in passed_over:
+            print(line, file=sys.stderr)
         if state.get("step") != int(CHECKPOINT.fullmatch(path.name)[1]):
             raise UserError(f"{path}: holds step {state.get('step')}; give it back the name that it had")
         return state
     damaged = sorted(path.name for path in out.glob("step_*.pt.damaged"))
-    if found or damaged:
-        names = damaged or [path.name for path in found]
-        raise UserError(f"{out}: no whole checkpoint, but damaged ones: {', '.join(names)}; put a copy in their place, "
-                        "or remove them to start again, or choose another --out")
+    if damaged:
+        raise UserError(f"{out}: no whole checkpoint, but damaged ones: {', '.join(damaged)}; put a copy in their "
+                        "place, or remove them to start again, or choose another --out")
     return None
 
 
@@ -397,7 +436,9 @@ def run_settings(folder: Path) -> dict:
     path = folder / "config.json"
     if not path.is_file():
         return {}
-    return read_json(path).get("train", {})
+    settings = read_json(path)
+    check_fields(path, {"train": {}} | settings, train=dict)
+    return settings.get("train", {})
 
 
 def open_corpus(config: Config, settings: dict) -> Path:

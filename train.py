@@ -6,7 +6,8 @@
 
 Every field of both configurations is a flag. The same command again continues an unfinished run. Everything
 random in a step is a function of (seed, step): rows, masks and dropout do not depend on the number of
-processes, and a run that was stopped and continued equals one that was not.
+processes (dropout does where batch_size / processes falls below micro_batch_size), and a run that was stopped and
+continued equals one that was not.
 """
 import argparse
 import os
@@ -30,9 +31,9 @@ from tqdm import tqdm
 from data import VAL_SHARE, Rows, Tokenizer, check_prepared, corpus_identity, rows_of_step, seed_of
 from files import (Parser, UserError, append_line, atomic, claim_folder, clear_errors, compare_runs, file_hash,
                    read_json, remove_temporaries, write_json)
-from maelm import (ABLATIONS, CLS, MAELM, MASK, NUM_SPECIAL, PRESETS, SEP, Block, Config, Corruption, check_field,
-                   corrupt, fill)
-from run import (Clock, Interrupt, Place, add_flags, check_fields, check_weights, checkpoint_path, checkpoints,
+from maelm import (ABLATIONS, CLS, MAELM, MASK, NUM_SPECIAL, PRESETS, SEP, Block, Config, Corruption, Noise,
+                   check_field, corrupt, draw_noise, fill)
+from run import (DEVICES, Clock, Interrupt, Place, add_flags, check_fields, check_weights, checkpoint_path, checkpoints,
                  choose_place, figure, first_alone, first_line, first_speaks, given_flags, load_checkpoint, load_model,
                  open_corpus, read_log, save_checkpoint)
 
@@ -58,7 +59,8 @@ class TrainConfig:
     adam_epsilon: float = 1e-6
     clip_norm: float = 2.0  # of the gradient over all parameters
     precision: str = "auto"  # auto | fp32 | bf16: of matrix products; auto = bf16 where the hardware has it
-    compile: bool = False  # torch.compile the model
+    device: str = "auto"  # auto | cpu | cuda | mps: where it is computed
+    compile: str = "auto"  # auto | on | off: torch.compile the model; auto = on CUDA
     checkpointing: bool = False  # compute each layer again for its gradient: a tenth of the activations, 4/3 the work
     seed: int = 0
     log_interval: int = 100  # steps between lines of log.jsonl
@@ -80,6 +82,8 @@ class TrainConfig:
         check_field(self, "val_share", 0 < self.val_share < 1, "use 0 < val_share < 1")
         check_field(self, "optimizer", self.optimizer in ("adamw", "muon"), "use adamw or muon")
         check_field(self, "precision", self.precision in ("auto", "fp32", "bf16"), "use auto, fp32 or bf16")
+        check_field(self, "device", self.device in DEVICES, f"use {', '.join(DEVICES)}")
+        check_field(self, "compile", self.compile in ("auto", "on", "off"), "use auto, on or off")
         check_field(self, "warmup_steps", self.warmup_steps <= self.max_steps,
                     f"it exceeds max_steps={self.max_steps}; pass both")
         check_field(self, "max_steps", self.max_steps < 10 ** 7, "use less than 10^7: checkpoints have seven digits")
@@ -100,7 +104,7 @@ TRAIN_PRESETS = {  # as differences from the defaults; Table 4
     "base++": dict(uncased=False, max_steps=2_000_000, learning_rate=2e-4),
     "large++": dict(uncased=False, max_steps=1_000_000, learning_rate=1e-4, clip_norm=1.0),
 }
-MAY_CHANGE = {"stop_at", "micro_batch_size", "compile", "checkpointing", "log_interval", "eval_interval",
+MAY_CHANGE = {"stop_at", "micro_batch_size", "device", "compile", "checkpointing", "log_interval", "eval_interval",
               "checkpoint_interval", "keep_checkpoints", "cache"}  # when a run is continued
 
 
@@ -173,9 +177,57 @@ def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
     return (max_steps - step) / (max_steps - warmup_steps)
 
 
-def make_optimizers(model: nn.Module, train: TrainConfig) -> list:
-    """AdamW, or AdamW and Muon for the matrices of the layers; together they have all parameters. Weight decay is
-    decoupled and on everything."""
+def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Matrices x (B, rows, columns) -> about U V^T of each x = U S V^T, in `dtype`: singular values between about 0.5
+    and 1.5. Five steps of a Newton-Schulz iteration with the coefficients of Jordan et al., "Muon", 2024."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = x.shape[1] > x.shape[2]
+    y = x.to(dtype)
+    if tall:  # the products are of the shorter side
+        y = y.mT
+    y = y / y.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value above 1
+    for _ in range(5):
+        gram = y @ y.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        y = torch.baddbmm(y, gram, y, beta=a)  # a y + b (y y^T) y + c (y y^T)^2 y
+    return y.mT if tall else y
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum SGD with orthogonalized updates (Jordan et al., 2024), for matrices. In bf16 a step equals that of
+    torch.optim.Muon.
+
+    Why not that one, where elsewhere a library is better than our own code: it always multiplies in bf16, which costs
+    a CPU without bf16 units 4 to 40 times the time of float32, and one matrix after the other, which costs a GPU a
+    thousand small kernels a step. Here the dtype is the run's, and matrices of one shape are multiplied together."""
+
+    def __init__(self, matrices: list[Tensor], lr: float, weight_decay: float, dtype: torch.dtype):
+        super().__init__(matrices, dict(lr=lr, weight_decay=weight_decay, momentum=0.95))
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step; every matrix needs a gradient."""
+        group, = self.param_groups
+        by_shape = {}
+        for matrix in group["params"]:
+            by_shape.setdefault(matrix.shape, []).append(matrix)
+            if matrix not in self.state:
+                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+        for (rows, columns), matrices in by_shape.items():
+            gradients = [matrix.grad for matrix in matrices]
+            momentum = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
+            torch._foreach_lerp_(momentum, gradients, 1 - group["momentum"])
+            nesterov = torch._foreach_lerp(gradients, momentum, group["momentum"])
+            update = orthogonalize(torch.stack(nesterov), self.dtype).to(gradients[0].dtype)
+            torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+            scale = max(1, rows / columns) ** 0.5  # tall matrices move farther
+            torch._foreach_add_(matrices, list(update), alpha=-group["lr"] * scale)
+
+
+def make_optimizers(model: nn.Module, train: TrainConfig, dtype: torch.dtype) -> list:
+    """AdamW, or AdamW and Muon, which multiplies in `dtype`, for the matrices of the layers; together they have all
+    parameters. Weight decay is decoupled and on everything."""
     matrices, rest = [], []
     for name, parameter in model.named_parameters():
         if train.optimizer == "muon" and ".blocks." in name and parameter.ndim == 2:
@@ -187,17 +239,29 @@ def make_optimizers(model: nn.Module, train: TrainConfig) -> list:
                               weight_decay=train.weight_decay, fused=True)
     if not matrices:
         return [adamw]
-    return [adamw, torch.optim.Muon(matrices, lr=train.muon_learning_rate, weight_decay=train.weight_decay)]
+    return [adamw, Muon(matrices, train.muon_learning_rate, train.weight_decay, dtype)]
 
 
 # ---- 3. Batches: functions of (seed, step) ------------------------------------------------------------------
 Batch = tuple[Tensor, Corruption]  # tokens (B, n) int64, and what is masked in them
 
 
-def batch_of_step(step: int, rows: Rows, config: Config, train: TrainConfig) -> Batch:
-    """Tokens (batch_size, n) int64 of a step and their masks, for all processes together."""
-    tokens = torch.from_numpy(rows[rows_of_step(train.seed, step, train.batch_size, len(rows))])
-    return tokens, corrupt(tokens, config, torch.Generator().manual_seed(seed_of(train.seed, step)))
+def batch_of_step(step: int, rows: Rows, config: Config, train: TrainConfig, place: Place) -> Batch:
+    """This process's rows of a step, tokens (batch_size / world, n) int64 and their masks: its micro-batches one after
+    the other. Micro-batch i of the batch belongs to process i modulo `world`."""
+    size = micro_batch(train, place.world)
+    mine = np.arange(train.batch_size).reshape(-1, place.world, size)[:, place.rank].flatten()
+    chosen = rows_of_step(train.seed, step, train.batch_size, len(rows))
+    tokens = torch.from_numpy(rows[chosen[mine]])
+    # The random numbers are drawn for the whole batch: so the masks of a row do not depend on the processes.
+    generator = torch.Generator().manual_seed(seed_of(train.seed, step))
+    noise = draw_noise(train.batch_size, config.seq_len, config, generator)
+    if place.world > 1:
+        noise = Noise(*[x[torch.from_numpy(mine)] for x in noise])
+    corruption = corrupt(tokens, config, noise=noise)
+    if place.device.type == "cuda":  # from pinned memory a copy does not wait for the GPU
+        return tokens.pin_memory(), Corruption(*[x.pin_memory() for x in corruption])
+    return tokens, corruption
 
 
 def piece(batch: Batch, start: int, size: int, device: torch.device) -> Batch:
@@ -239,7 +303,7 @@ def train_step(model: nn.Module, optimizers: list, batch: Batch, step: int, trai
         # DDP averages the gradients over processes in the backward pass, unless it is told to wait.
         with model.no_sync() if wait else nullcontext():
             with place.autocast():
-                loss = model(*piece(batch, number * size, size, place.device)) / count
+                loss = model(*piece(batch, i * size, size, place.device)) / count
             loss.backward()
         losses[number] = loss.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm)
@@ -369,12 +433,13 @@ def open_run(config: Config, train: TrainConfig, out: Path, resume: bool, stated
     rows = {}
     for part in ("train", "val"):
         rows[part] = Rows(folder, part, config.vocab_size, config.seq_len, place.rank, place.world)
+    Tokenizer.load(folder)  # whether it is whole
     hashes = corpus_identity(folder)
     check_corpus(out, train.data, hashes)
     check_masks(config, rows)
     torch.manual_seed(train.seed)
     model = MAELM(config).to(place.device)
-    run = Run(out, train, place, identity | hashes, folder, rows, model, make_optimizers(model, train))
+    run = Run(out, train, place, identity | hashes, folder, rows, model, make_optimizers(model, train, place.dtype))
     restore(run)
     if place.first:
         check_disk(run)
@@ -383,7 +448,7 @@ def open_run(config: Config, train: TrainConfig, out: Path, resume: bool, stated
 
 def restore(run: Run) -> None:
     """Load the newest checkpoint of a run, if there is one. UserError if it is another run's, or not whole."""
-    state = load_checkpoint(run.out, rename=run.place.first)
+    state = load_checkpoint(run.out, mend=True)
     if state is None:
         return
     path = checkpoint_path(run.out, state["step"])
@@ -400,6 +465,9 @@ def restore(run: Run) -> None:
         raise UserError(f"{path}: the state of the optimizer is missing, or another's ({first_line(error)}); restore "
                         "the file from a copy") from error
     run.step, run.seconds = state["step"], state["seconds"]
+    if len(read_log(run.out)) < state.get("logged", 0):
+        raise UserError(f"{run.out / 'log.jsonl'}: missing, or cut off before step {run.step}; restore it from a copy, "
+                        "or choose another --out")
 
 
 def write_start(run: Run, entropy: float) -> None:
@@ -450,9 +518,8 @@ def masks_at(tokens: Tensor, at: Tensor, config: Config, generator: torch.Genera
     shown = round(config.mask_in_encoder * k)
     removed = at[torch.randperm(k, generator=generator)[shown:]]
     kept = (~nothing.index_fill(0, removed, True)).nonzero()[:, 0]
-    u = torch.rand(n, generator=generator)
-    real = torch.randint(NUM_SPECIAL, config.vocab_size, (n,), generator=generator)
-    read = torch.where(masked, fill(tokens, config, u, real), tokens)
+    noise = draw_noise(1, n, config, generator)
+    read = torch.where(masked, fill(tokens[None], config, noise)[0], tokens)
     return Corruption(masked[None], kept[None], read[kept][None])
 
 
@@ -530,6 +597,8 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows, shown: int = 6, cou
             break
     head = ("held-out text: in each row the first 15 tokens that are nothing but words, the whole word in the middle\n"
             "masked (in brackets), and what the model expects there:")
+    if not hits:
+        return "no held-out row has 15 tokens in a row that are nothing but words: no examples"
     tail = (f"of the first {len(hits)} such words, {sum(hit[0] for hit in hits)} are the model's first guess, "
             f"{sum(map(any, hits))} among its first three")
     return "\n".join([head, *printed[:shown], tail])
@@ -627,12 +696,15 @@ def estimate(config: Config, train: TrainConfig, devices: int, peak: float, mfu:
 def loop(run: Run) -> int:
     """Train from run.step to train.last_step. Returns 0, or the number of the signal that ended it."""
     model, train, place, out, step = run.model, run.train, run.place, run.out, run.step
-    network = DistributedDataParallel(model, gradient_as_bucket_view=True) if place.world > 1 else model
+    network = model
+    if place.world > 1:
+        network = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        network.broadcast_buffers = False  # they never change (as an argument, it has another name in each version)
     tokens = train.batch_size * model.config.seq_len  # in a step
     losses = []  # since the last line of the log
     stopped = 0
     clock = Clock(run.seconds)
-    draw = partial(batch_of_step, rows=run.rows["train"], config=model.config, train=train)
+    draw = partial(batch_of_step, rows=run.rows["train"], config=model.config, train=train, place=place)
     hidden = None if place.first else True  # None: where stderr is no terminal
     bar = tqdm(total=train.last_step, initial=step, unit="step", disable=hidden)
     # Rows and masks of the next step are drawn by a thread while this step is computed.
@@ -652,7 +724,9 @@ def loop(run: Run) -> int:
             step += 1
             # ---------------------------
 
-            stopped = int(place.max(interrupt.signal))  # all processes stop if one is told to
+            # All processes stop if one is told to. To ask them makes a GPU wait: not after every step.
+            if place.world == 1 or step % 16 == 0:
+                stopped = int(place.max(interrupt.signal))
             last = step == train.last_step or stopped > 0
             seconds = clock.now()
             speed = len(losses) * tokens / (seconds - clock.mark)
@@ -711,7 +785,7 @@ def pretrain(run: Run) -> int:
         return 0
     if train.checkpointing:
         checkpoint_activations(run.model)
-    if train.compile:
+    if train.compile == "on" or (train.compile == "auto" and place.device.type == "cuda"):
         run.model.compile(dynamic=False)  # in place: names of parameters stay as they are
 
     entropy = unigram_entropy(run.rows["val"], train)
@@ -751,7 +825,7 @@ def main(argv: list[str] | None = None) -> None:
             if options.estimate:
                 print(estimate(config, train, options.devices, options.peak, options.mfu))
                 return
-            place = choose_place(train.precision)
+            place = choose_place(train.precision, train.device, small=config.encoder_dim < 256)
             if place.first:
                 held.enter_context(claim_folder(options.out, "run"))  # until this process ends
             stated = TRAIN_PRESETS[options.preset] | given_flags(options, TrainConfig)

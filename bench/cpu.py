@@ -9,13 +9,15 @@ as its error, one that would start after --budget seconds as skipped.
 """
 import argparse
 import itertools
+import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -27,7 +29,7 @@ sys.path.insert(0, str(HERE.parent))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from data import Parser, atomic, clear_errors, write_json  # noqa: E402
+from files import Parser, atomic, clear_errors, write_json  # noqa: E402
 from maelm import MAELM, NUM_SPECIAL, Config, Corruption, corrupt  # noqa: E402
 from run import Place, set_up  # noqa: E402
 from train import TRAIN_PRESETS, TrainConfig, flops, make_config, make_optimizers, train_step  # noqa: E402
@@ -59,15 +61,28 @@ def ratio(a: list[float], b: list[float]) -> float:
     return statistics.median(x / y for x, y in zip(a, b))
 
 
+def commit() -> str:
+    """The short hash of the commit that is measured, or "" where there is no git."""
+    if shutil.which("git") is None:
+        return ""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=HERE, capture_output=True, text=True).stdout.strip()
+
+
+def cpu_name() -> str:
+    """As Linux says it, or "unknown CPU"."""
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.is_file() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or "unknown CPU"
+
+
 def machine(device: torch.device) -> dict[str, object]:
     """What a result was measured on and with."""
-    info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-             ] if info.is_file() else []
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout
-    return {"device": torch.cuda.get_device_name() if device.type == "cuda" else (names or ["unknown CPU"])[0],
-            "threads": torch.get_num_threads(), "commit": commit.strip(),
-            "versions": {name: version(name) for name in ("torch", "transformers") if find_spec(name)}}
+    return {"device": torch.cuda.get_device_name() if device.type == "cuda" else cpu_name(),
+            "threads": torch.get_num_threads(), "commit": commit(),
+            "versions": {name: version(name) for name in ("torch", "transformers", "numpy") if find_spec(name)}}
 
 
 def markdown(rows: list[dict[str, object]]) -> str:
@@ -142,7 +157,7 @@ class Trainer:
         self.size, self.place = batch, place
         self.train = TrainConfig(**TRAIN_PRESETS[preset] | dict(batch_size=batch, micro_batch_size=batch))
         self.model = MAELM(self.config)
-        self.optimizers = make_optimizers(self.model, self.train)
+        self.optimizers = make_optimizers(self.model, self.train, place.dtype)
         self.generator = torch.Generator().manual_seed(0)
         self.flops = batch * flops(self.config, n)
 
@@ -314,7 +329,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, default=330, help="seconds after which no section is started [330]")
     options = parser.parse_args(argv)
     sizes = TINY if options.tiny else Sizes()
-    place = replace(set_up("auto"), device=torch.device("cpu"))
+    place = set_up("auto", "cpu")
     with clear_errors("bench/cpu.py"):
         about = machine(place.device) | {"dtype": str(place.dtype)[6:]}
         found = write_report([where_time_goes, distance_to_the_limit, base_size, cost, compiling], (sizes, place),

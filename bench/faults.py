@@ -122,11 +122,11 @@ def kill_cases() -> list[Kill]:
 
 # ---- 2. flips ----------------------------------------------------------------------------------------------------
 class Reader(NamedTuple):
-    """A command, the files that it reads, and the folder of its result ("" = what it prints)."""
+    """A command, the folder of its result ("" = what it prints), and the files that it reads."""
     kind: str
     command: str
     folder: str
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # some with a * for a name that is a hash
 
 
 RUN = ("run/config.json", "run/tokenizer.json", "run/step_0000006.pt")
@@ -152,7 +152,8 @@ READERS = [
     Reader("finetune.py RUN", "tune", "new", RUN),
     Reader("finetune.py FINE-TUNED", "tune --init tuned", "new", TUNED),
     Reader("finetune.py again", "tune --out tuned", "tuned",
-           ("tuned/config.json", "tuned/sweep.jsonl", "tuned/result.json")),
+           ("tuned/config.json", "tuned/sweep.jsonl", "tuned/result.json", "tuned/before.json",
+            "tuned/.kept/*/kept.json", "tuned/.kept/*/encoder.pt")),
     Reader("finetune.py --figure3", "tune --figure3 run/step_0000003.pt run/step_0000006.pt", "new",
            ("run/step_0000003.pt", "run/tokenizer.json")),
 ]
@@ -185,8 +186,9 @@ def flip(home: Path, case: tuple[Reader, str], draw: random.Random) -> list[Row]
     reader, file = case
     wanted = undisturbed(home, reader.command, reader.folder)
     with copy_of(home):
-        raw, what = flipped(Path(file).read_bytes(), draw)
-        Path(file).write_bytes(raw)
+        path = next(Path().glob(file))
+        raw, what = flipped(path.read_bytes(), draw)
+        path.write_bytes(raw)
         before = contents()
         ended = call(reader.command)
         right = has(result_of(reader.folder, ended), wanted)
@@ -275,6 +277,7 @@ FOLDERS = [
            "half", HALF),
     Change("all are damaged",
            f"half/step_0000003.pt=@flip half/step_0000002.pt=@cut half/step_0000001.pt='' ; {HALF}"),
+    Change("the log was deleted", f"half/log.jsonl=@gone ; {HALF}"),
     Change("a checkpoint of another run", f"half/step_0000003.pt=<other/step_0000003.pt ; {HALF}"),
     Change("a lost shard comes back", "shards/train-00001.npy=@gone ; prepare --out shards", "shards", "prepare"),
     Change("a lost shard of half a corpus comes back", "begun/train-00000.npy=@gone ; prepare --out begun", "begun",
@@ -311,7 +314,7 @@ def hold(home: Path, case: Holder) -> list[Row]:
         end_waiting.cancel()
         # Only the same command has something to wait for.
         right = rival == case.command and has(result_of("new", ended), undisturbed(home, rival, "new"))
-        found = outcome(ended, right, lost=bool(before - contents()))
+        found = outcome(ended, right, lost=first.waits and bool(before - contents()))
         rows.append(row("folders", case.kind, rival, found, ended))
     first.go()
     ended = first.end()
@@ -420,7 +423,8 @@ STAGES = [  # command, the function at whose start the signal comes
     ("train", "train.save_checkpoint"), ("train", "train.draw_loss"), ("train", "train.examples"),
     ("prepare", "data.sample"), ("prepare", "data.write_shards"), ("rank run", "rank.stream"),
     ("rank run", "rank.write_csv"), ("rank run", "rank.draw"), ("tune", "finetune.read_task"),
-    ("tune", "finetune.train"), ("tune", "finetune.predict"), ("tune", "finetune.append_line")]
+    ("tune", "finetune.train"), ("tune", "finetune.predict"), ("tune", "finetune.keep_files"),
+    ("tune", "finetune.append_line"), ("tune", "finetune.publish")]
 PIPED = ("train", "prepare", "rank run", "tune")
 
 

@@ -1,21 +1,29 @@
 """Speed and correctness on one GPU, in one call of under 8 minutes. bench/README.md explains every number.
 
-    python bench/gpu.py            # needs torch with CUDA and transformers; writes bench/results/gpu-DEVICE.json
+    python bench/gpu.py            # needs torch with CUDA; writes bench/results/gpu-DEVICE.json
     python bench/gpu.py --tiny     # the same on a CPU at a size for tests; proves the script, measures nothing
 
 Base size, n = 512, bf16 autocast. A step is forward, backward, clipping and a fused AdamW update on batches that lie
 on the GPU already. Variants that are compared take turns; times are CUDA events, medians over several windows; warm-up
-and compilation are not in them. Each section stands alone: one that fails is recorded as its error, one that would
-start after --budget seconds as skipped, the most important come first.
+and compilation are not in them. The sections that matter most come first. Each stands alone: one that fails is recorded
+as its error, one that would start after --budget seconds as skipped, and the file is written after each.
 """
 import argparse
+import copy
 import itertools
+import multiprocessing
+import os
+import random
 import re
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,43 +33,65 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from cpu import HERE, machine, ratio, take_turns, wall_clock, write_report
-from data import Parser, clear_errors
-from maelm import (ABLATIONS, CLS, MAELM, MASK, NUM_SPECIAL, PAD, SEP, Config, Corruption, RelativeBias, attention,
-                   corrupt)
-from run import Place
+from files import Parser, clear_errors
+from maelm import (ABLATIONS, CLS, MAELM, MASK, NUM_SPECIAL, PAD, SEP, Config, Corruption, LayerNorm, RelativeBias,
+                   attention, corrupt)
+from run import Place, read_log
 from speed import roberta
 from train import TRAIN_PRESETS, TrainConfig, flops, make_config, make_optimizers, train_step
 
 PEAK = {"A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12}  # dense bf16, FLOP/s
+Rows = list[dict[str, object]]  # of a table
 
 
 @dataclass(frozen=True)
 class Sizes:
     """How large everything is, and how often it is measured."""
     config: Config = Config()
-    largest_batch: int = 64  # RoBERTa's logits at all positions then stay below 2^31 elements
-    windows: int = 7
-    steps: int = 3  # in a window of training
-    calls: int = 20  # in a window of a kernel
-    kept: tuple = (435, 512, 64)  # m of the correctness checks
-    rows: int = 4  # of the correctness checks
-    kernel_rows: int = 32
-    backends: tuple = ("EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")  # that take a bias
+    batch: int = 32  # rows in a step: the preset's micro-batch
+    windows: int = 5
+    steps: int = 4  # in a window of training
+    kept: tuple = (435, 512, 64)  # m of the correctness checks; the first one of the attention kernels, too
+    checked_rows: int = 4
+    attention_rows: tuple = (32, 128)
+    dropouts: tuple = (0.1, 0.0)
+    backends: tuple = ("EFFICIENT_ATTENTION", "MATH")  # of SDPA, that take a bias
+    without_bias: str = "FLASH_ATTENTION"  # a backend of SDPA that takes none
+    apart: tuple = ("CUDNN_ATTENTION", "FlexAttention")  # kernels that get a process of their own
     compiler: str = "inductor"
+    command: str = "--batch-size 256 --max-steps 50 --warmup-steps 10"
+    stop_at: int = 25
     curve: Config = field(default_factory=lambda: make_config("toy"))
     curve_train: TrainConfig = TrainConfig(**TRAIN_PRESETS["toy"] | dict(max_steps=200, warmup_steps=20))
     smooth: int = 20  # steps
 
 
-TINY = Sizes(Config(vocab_size=300, seq_len=24, encoder_layers=1, encoder_dim=48, encoder_heads=2, decoder_layers=1),
-             largest_batch=2, windows=1, steps=1, calls=1, kept=(19, 24), rows=2, kernel_rows=2, backends=("MATH",),
-             compiler="eager", curve=make_config("toy", encoder_layers=1, encoder_dim=32, vocab_size=300, seq_len=16),
-             curve_train=TrainConfig(batch_size=2, micro_batch_size=2, max_steps=8, warmup_steps=2), smooth=4)
+TINY = Sizes(
+    config=Config(vocab_size=300, seq_len=24, encoder_layers=1, encoder_dim=48, encoder_heads=2, decoder_layers=1),
+    batch=2, windows=1, steps=1, kept=(19, 24), checked_rows=2, attention_rows=(2,), backends=("MATH",),
+    without_bias="MATH", apart=("FlexAttention",), compiler="eager",
+    command="--batch-size 4 --micro-batch-size 2 --max-steps 4 --warmup-steps 1 --device cpu --vocab-size 300 "
+            "--seq-len 24 --encoder-layers 1 --encoder-dim 48 --encoder-heads 2 --decoder-layers 1",
+    stop_at=2,
+    curve=make_config("toy", encoder_layers=1, encoder_dim=32, vocab_size=300, seq_len=16),
+    curve_train=TrainConfig(batch_size=2, micro_batch_size=2, max_steps=8, warmup_steps=2), smooth=4)
+
+
+# ---- 1. Measuring --------------------------------------------------------------------------------------------
+class Bench:
+    """What the sections share: sizes, place, clock, and until when there is time."""
+
+    def __init__(self, sizes: Sizes, place: Place, deadline: float):
+        self.sizes, self.place, self.device = sizes, place, place.device
+        self.deadline = deadline  # of time.time(), which is the same in all processes
+        self.clock = wall_clock if place.device.type == "cpu" else cuda_clock
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as run.choose_place; a section asks for it by name
 
 
 def cuda_clock(run: Callable[[], object], times: int) -> float:
     """Seconds a call on the GPU, between two CUDA events."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(times):
         run()
@@ -84,7 +114,8 @@ def memory_of(run: Callable[[], object], device: torch.device) -> int | None:
 
 def short(what: str, error: Exception) -> str:
     """An error in a cell of a table."""
-    return f"{what}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:80]}"
+    first_line = (str(error).splitlines() or [""])[0]
+    return f"{what}: {type(error).__name__}: {first_line[:80]}"
 
 
 def gigabytes(count: int | None) -> float | None:
@@ -92,37 +123,49 @@ def gigabytes(count: int | None) -> float | None:
     return None if count is None else count / 1e9
 
 
-# ---- 1. The models that are compared -------------------------------------------------------------------------
+def device_name(device: torch.device) -> str:
+    """As the driver says it, or "tiny" on a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "tiny"
+
+
+def mfu(rate: float, device: torch.device) -> float | None:
+    """FLOP/s -> percent of the GPU's dense bf16 peak, if it is a GPU of the list."""
+    for name, peak in PEAK.items():
+        if name in device_name(device):
+            return 100 * rate / peak
+    return None
+
+
+# ---- 2. Training steps ---------------------------------------------------------------------------------------
 class Contestant:
     """A model with its optimizer and its batches; FLOPs of one row."""
 
-    def __init__(self, name: str, model: nn.Module, config: Config, place: Place, ours: bool):
-        self.name, self.config, self.place, self.ours = name, config, place, ours
-        self.model = model.to(place.device).train()
+    def __init__(self, name: str, make: Callable[[Config], nn.Module], config: Config, bench: Bench):
+        self.name, self.config, self.place = name, config, bench.place
+        self.ours = make in (MAELM, with_float32_norms)
+        self.model = make(config).to(bench.device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.flops = flops(config, config.seq_len, None if ours else config.seq_len)
-
-    def prepare(self, size: int) -> None:
-        """Make the batches of `size` rows that steps take in turn."""
+        # Others apply their head to all positions.
+        self.flops = flops(config, config.seq_len, None if self.ours else config.seq_len)
         generator = torch.Generator().manual_seed(0)
-        shape, batches = (size, self.config.seq_len), []
+        batches = []
         for _ in range(4):
-            tokens = torch.randint(NUM_SPECIAL, self.config.vocab_size, shape, generator=generator)
-            corruption = corrupt(tokens, self.config, generator)
-            batches.append((tokens.to(self.place.device), Corruption(*(x.to(self.place.device) for x in corruption))))
+            shape = bench.sizes.batch, config.seq_len
+            tokens = torch.randint(NUM_SPECIAL, config.vocab_size, shape, generator=generator)
+            corruption = corrupt(tokens, config, generator)
+            on_device = [x.to(bench.device) for x in (tokens, *corruption)]
+            batches.append((on_device[0], Corruption(*on_device[1:])))
         self.batches = itertools.cycle(batches)
 
-    def loss(self, call: Callable[..., object], tokens: Tensor, corruption: Corruption) -> Tensor:
-        """Of a batch, by the model as it is or as it was compiled."""
-        if self.ours:
-            return call(tokens, corruption)
-        masked = corruption.masked
-        return call(input_ids=tokens.masked_fill(masked, MASK), labels=tokens.masked_fill(~masked, -100)).loss
-
     def step(self, call: Callable[..., object]) -> None:
-        """One training step."""
+        """One training step by the model's `call`."""
+        tokens, corruption = next(self.batches)
         with self.place.autocast():
-            loss = self.loss(call, *next(self.batches))
+            if self.ours:
+                loss = call(tokens, corruption)
+            else:
+                masked = corruption.masked
+                loss = call(input_ids=tokens.masked_fill(masked, MASK), labels=tokens.masked_fill(~masked, -100)).loss
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 2.0)
         self.optimizer.step()
@@ -135,18 +178,6 @@ class Contestant:
     def compiled(self) -> None:
         """A step of the model as compiled in place."""
         self.step(self.model)
-
-    def fits(self, size: int) -> bool:
-        """Whether a step of `size` rows leaves a fifth of the GPU's memory free."""
-        self.prepare(size)
-        try:
-            used = memory_of(self.eager, self.place.device)
-            return used is None or torch.cuda.max_memory_allocated() < 0.8 * torch.cuda.mem_get_info()[1]
-        except torch.OutOfMemoryError:
-            return False
-        finally:
-            self.optimizer.zero_grad()
-            torch.cuda.empty_cache()
 
     def resident(self) -> int:
         """Bytes of weights and of AdamW's two moments, all fp32."""
@@ -167,259 +198,443 @@ def modernbert(config: Config) -> nn.Module:
     return model
 
 
-class Bench:
-    """What the sections share: sizes, place, clock, deadline, and the models, which are made when first asked for."""
-
-    def __init__(self, sizes: Sizes, place: Place, batch: int, deadline: float):
-        self.sizes, self.place, self.device, self.batch, self.deadline = sizes, place, place.device, batch, deadline
-        self.clock = wall_clock if place.device.type == "cpu" else cuda_clock
-        self.missing: list[dict] = []  # models that could not be made
-
-    @cached_property
-    def contestants(self) -> list[Contestant]:
-        """All models, on batches of the largest power of two that fits for each of them."""
-        base = self.sizes.config
-        mlm = replace(base, **ABLATIONS["mlm"])
-        made = []
-        for name, make, config in (("MAE-LM", MAELM, base), ("MLM", MAELM, mlm), ("RoBERTa", roberta, mlm),
-                                   ("ModernBERT", modernbert, mlm),
-                                   ("MAE-LM, no relative bias", MAELM, replace(base, rel_pos_buckets=0)),
-                                   ("MLM, no relative bias", MAELM, replace(mlm, rel_pos_buckets=0))):
-            try:
-                contestant = Contestant(name, make(config), config, self.place, ours=make is MAELM)
-                contestant.fits(1)  # makes the optimizer's state, which a step without memory would leave in halves
-                made.append(contestant)
-            except Exception as error:  # a transformers that is missing or another
-                self.missing.append({"model": name, "batch": short("not available", error)})
-        size = self.batch or self.sizes.largest_batch
-        for contestant in [] if self.batch else made:
-            while size > 1 and not contestant.fits(size):
-                size //= 2
-        self.batch = size
-        for contestant in made:
-            contestant.prepare(size)
-        return made
-
-    def race(self, chosen: dict[str, tuple[Contestant, Callable[[], None]]]) -> list[dict]:
-        """Let training steps of models take turns -> a row of results for each."""
-        runs = {name: run for name, (_, run) in chosen.items()}
-        memory = {name: memory_of(run, self.device) for name, run in runs.items()}
-        seconds = take_turns(runs, self.sizes.windows, self.sizes.steps, self.clock)
-        peak = next((peak for name, peak in PEAK.items() if name in device_name(self.device)), None)
-        rows = []
-        for name, (contestant, _) in chosen.items():
-            median = statistics.median(seconds[name])
-            rate = contestant.flops * self.batch / median
-            rows.append({"model": name, "batch": self.batch, "step ms": 1e3 * median,
-                         "slowest / fastest window": max(seconds[name]) / min(seconds[name]),
-                         "tokens/s": self.batch * contestant.config.seq_len / median, "TFLOP/s": rate / 1e12,
-                         "MFU %": peak and 100 * rate / peak,
-                         "peak GB": gigabytes(memory[name] and memory[name] + contestant.resident())})
-            reference = "RoBERTa" + name.removeprefix(contestant.name)
-            rows[-1]["speed over RoBERTa"] = ratio(seconds[reference], seconds[name]) if reference in seconds else None
-        return rows
+def with_float32_norms(config: Config) -> MAELM:
+    """MAE-LM whose LayerNorms return what autocast makes of them on a GPU: float32."""
+    model = MAELM(config)
+    for module in model.modules():
+        if isinstance(module, LayerNorm):
+            module.forward = partial(nn.LayerNorm.forward, module)
+    return model
 
 
-def device_name(device: torch.device) -> str:
-    """As the driver says it, or "tiny" on a CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "tiny"
-
-
-# ---- 2. Sections ---------------------------------------------------------------------------------------------
-def training(bench: Bench) -> list[dict]:
-    """A training step of each model, eager. MFU is counted FLOPs (train.flops) over the GPU's dense bf16 peak; peak
-    memory is of the step with weights and optimizer; tokens are all n of a row."""
-    return bench.race({c.name: (c, c.eager) for c in bench.contestants}) + bench.missing
-
-
-def positions(bench: Bench, rows: int, m: int) -> Tensor:
-    """m of n positions for each row, (rows, m) int64, ascending."""
-    noise = torch.rand(rows, bench.sizes.config.seq_len, generator=torch.Generator().manual_seed(m))
-    return noise.topk(m).indices.sort().values.to(bench.device)
-
-
-def with_gradients(call: Callable[..., Tensor], leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
-    """The output of call(q, k, v, table) and its gradient for each leaf."""
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    out = call(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
-
-
-def exact(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, hidden: Tensor) -> Tensor:
-    """The formula of section 2.1, in the precision of its arguments."""
-    logits = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + bias
-    return logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v
-
-
-def by_distance(table: Tensor, relative: RelativeBias) -> Tensor:
-    """The table of buckets -> (heads, 2n - 1), a number for each head and distance."""
-    return table[relative.bucket].t().contiguous()
-
-
-def bias_by_distance(values: Tensor, kept: Tensor, hidden: Tensor) -> Callable[..., Tensor]:
-    """FlexAttention's score_mod: adds values (heads, 2n - 1) by distance, hides the keys hidden (B, k) bool."""
-    middle = values.shape[1] // 2
-
-    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return torch.where(hidden[b, j], -torch.inf, s + values[h, kept[b, j] - kept[b, i] + middle])
-    return score
-
-
-def correctness(bench: Bench) -> list[dict]:
-    """Attention against the formula in float64, with the model's relative bias on m of n positions and padding: largest
-    error over largest value, of the output and of the gradients of q, k, v and the bias table."""
-    found = []
-    for m in bench.sizes.kept:
-        for dtype in (torch.bfloat16, torch.float32):
-            found += check_attention(bench, m, dtype)
-    return found
-
-
-def check_attention(bench: Bench, m: int, dtype: torch.dtype) -> list[dict]:
-    """The rows of `correctness` for one length and precision."""
-    config, B, device = bench.sizes.config, bench.sizes.rows, bench.device
-    generator = torch.Generator().manual_seed(0)
-    shape = B, config.encoder_heads, m, config.encoder_dim // config.encoder_heads
-    q, k, v, upstream = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4))
-    relative = RelativeBias(config).to(device)
-    table = torch.randn(relative.table.weight.shape, generator=generator).to(device)
-    kept = positions(bench, B, m)
-    hidden = torch.arange(m, device=device) >= m - 3 * torch.arange(B, device=device)[:, None]  # 0, 3, 6 ... keys
-    bucket = relative.bucket[kept[:, None, :] - kept[:, :, None] + config.seq_len - 1]  # (B, m, m)
-    padding = hidden[:, None, None, :]
-
-    def model_bias(table: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            bias = torch.func.functional_call(relative, {"table.weight": table}, (kept, kept))
-        return bias.masked_fill(padding, -torch.inf)
-
-    def sdpa(backend: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-
-    calls = {"maelm.attention": lambda q, k, v, table: attention(q, k, v, model_bias(table))}
-    for backend in bench.sizes.backends:
-        calls[f"SDPA {backend}"] = lambda q, k, v, table, backend=backend: sdpa(backend, q, k, v, model_bias(table))
-    calls["maelm.attention, no bias"] = lambda q, k, v: attention(q, k, v)
-    if dtype == torch.bfloat16:
-        calls["SDPA FLASH_ATTENTION, no bias"] = lambda q, k, v: sdpa("FLASH_ATTENTION", q, k, v)
-    if dtype == torch.bfloat16 and m == bench.sizes.kept[0] and device.type == "cuda":  # no backward on a CPU
-        flex = torch.compile(flex_attention, dynamic=False)
-        calls["FlexAttention"] = lambda q, k, v, table: flex(
-            q, k, v, score_mod=bias_by_distance(by_distance(table, relative), kept, hidden))
-    def formula(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-        return exact(q, k, v, table[bucket].permute(0, 3, 1, 2), padding)
-
-    double = [x.double() for x in (q, k, v, table)]
-    want = {False: with_gradients(formula, double, upstream),
-            True: with_gradients(lambda *qkv: exact(*qkv, 0.0, torch.zeros_like(padding)), double[:3], upstream)}
+def race(bench: Bench, chosen: dict[str, tuple[Contestant, Callable[[], None]]]) -> Rows:
+    """Let training steps of models take turns -> a row of results for each."""
+    runs, memory = {}, {}
+    for name, (_, run) in chosen.items():
+        runs[name] = run
+        run()  # makes the optimizer's state, which stays
+        memory[name] = memory_of(run, bench.device)
+    seconds = take_turns(runs, bench.sizes.windows, bench.sizes.steps, bench.clock)
     rows = []
-    for name, call in calls.items():
-        plain = "no bias" in name
-        row = {"attention": name, "m": m, "dtype": str(dtype)[6:]}
-        try:
-            got = with_gradients(call, [q, k, v] if plain else [q, k, v, table], upstream)
-            row |= {what: ((a - b).abs().max() / b.abs().max()).item()
-                    for what, a, b in zip(("output", "q", "k", "v", "table"), got, want[plain])}
-        except Exception as error:  # a backend that is not there
-            row["output"] = short("not available", error)
-        rows.append({key: row.get(key) for key in ("attention", "m", "dtype", "output", "q", "k", "v", "table")})
+    for name, (contestant, _) in chosen.items():
+        median = statistics.median(seconds[name])
+        rate = contestant.flops * bench.sizes.batch / median
+        peak = memory[name] and memory[name] + contestant.resident()
+        rows.append({
+            "model": name,
+            "step ms": 1e3 * median,
+            "slowest / fastest window": max(seconds[name]) / min(seconds[name]),
+            "tokens/s": bench.sizes.batch * contestant.config.seq_len / median,
+            "TFLOP/s": rate / 1e12,
+            "MFU %": mfu(rate, bench.device),
+            "peak GB": gigabytes(peak),
+            "speed over RoBERTa": None,
+        })
+        # Compiled ones are compared with RoBERTa compiled.
+        reference = "RoBERTa" + name.removeprefix(contestant.name)
+        if reference in seconds:
+            rows[-1]["speed over RoBERTa"] = ratio(seconds[reference], seconds[name])
     return rows
 
 
-def leaf(*shape: int, bench: Bench, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A tensor of normal numbers whose gradient is asked for."""
-    return torch.randn(shape, device=bench.device, dtype=dtype).requires_grad_()
-
-
-def kernels(bench: Bench) -> list[dict]:
-    """Forward and backward of attention alone, gradients of bias or table included, in bf16, and of the bias from its
-    table, once for all layers. TFLOP/s count Q K^T and A V, times 3. For choosing kernels."""
-    config, B, m = bench.sizes.config, bench.sizes.kernel_rows, bench.sizes.kept[0]
-    heads, d = config.encoder_heads, config.encoder_dim // config.encoder_heads
-    q, k, v = (leaf(B, heads, m, d, bench=bench) for _ in range(3))
-    bias = leaf(B, heads, m, m, bench=bench)
-    aligned = F.pad(bias.detach(), (0, -m % 8))[..., :m].requires_grad_()
-    values = leaf(heads, 2 * config.seq_len - 1, bench=bench, dtype=torch.float32)
-    kept, upstream = positions(bench, B, m), torch.randn_like(q)
-    hidden = torch.zeros_like(kept, dtype=torch.bool)
-    relative = RelativeBias(config).to(bench.device)
-    bucket = relative.bucket[kept[:, None, :] - kept[:, :, None] + config.seq_len - 1].flatten(1)  # (B, m * m)
-    table, numbers = relative.table.weight, torch.arange(config.rel_pos_buckets, device=bench.device)[:, None]
-
-    def sdpa(backend: str, mask: Tensor | None) -> Tensor:
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-    def one_hot() -> Tensor:
-        return (bucket[:, None] == numbers).bfloat16()  # (B, buckets, m * m)
-
-    def by_product(chosen: Tensor) -> Tensor:
-        return (table.t().bfloat16().expand(B, -1, -1) @ chosen).unflatten(2, (m, m))
-
-    def by_gather() -> Tensor:
-        with bench.place.autocast():
-            return relative(kept, kept)
-
-    def training_call(forward: Callable, leaves: tuple[Tensor, ...], upstream: Tensor) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(forward(), leaves, upstream)
-
-    qkv, built = (q, k, v), one_hot()
-    calls = {f"SDPA {backend}, bias": training_call(lambda backend=backend: sdpa(backend, bias), (*qkv, bias), upstream)
-             for backend in bench.sizes.backends}
-    calls |= {f"SDPA {backend}, bias stored in rows of 8":
-              training_call(lambda backend=backend: sdpa(backend, aligned), (*qkv, aligned), upstream)
-              for backend in bench.sizes.backends if backend != "MATH"}
-    calls["maelm.attention, bias"] = training_call(lambda: attention(q, k, v, bias), (*qkv, bias), upstream)
-    calls["written out, bias"] = training_call(
-        lambda: (q * d ** -0.5 @ k.transpose(-2, -1) + bias).float().softmax(-1).to(q.dtype) @ v,
-        (*qkv, bias), upstream)
-    calls["SDPA FLASH_ATTENTION, no bias"] = training_call(lambda: sdpa("FLASH_ATTENTION", None), qkv, upstream)
-    if bench.device.type == "cuda":
-        flex, score = torch.compile(flex_attention, dynamic=False), bias_by_distance(values, kept, hidden)
-        calls["FlexAttention, values by distance"] = training_call(
-            lambda: flex(q, k, v, score_mod=score), (*qkv, values), upstream)
-    else:  # where it has no backward
-        score = bias_by_distance(values.detach(), kept, hidden)
-        calls["FlexAttention, forward"] = lambda: flex_attention(*(x.detach() for x in qkv), score_mod=score)
-    attentions = len(calls)
-    calls["table to bias by gather, as the model"] = training_call(by_gather, (table,), bias.detach())
-    calls["table to bias by one-hot product"] = training_call(lambda: by_product(one_hot()), (table,), bias.detach())
-    calls["the same, one-hot built before"] = training_call(lambda: by_product(built), (table,), bias.detach())
-    errors, memory = {}, {}
-    for name, call in calls.items():
+def training(bench: Bench) -> Rows:
+    """A training step of each model, eager. MFU is counted FLOPs (train.flops) over the GPU's dense bf16 peak; peak
+    memory is of the step with weights and optimizer; tokens are all n of a row."""
+    base = bench.sizes.config
+    mlm = replace(base, **ABLATIONS["mlm"])
+    made, missing = {}, []
+    for name, make, config in (
+        ("MAE-LM", MAELM, base),
+        ("MLM", MAELM, mlm),
+        ("RoBERTa", roberta, mlm),
+        ("MAE-LM, no relative bias", MAELM, replace(base, rel_pos_buckets=0)),
+        ("MLM, no relative bias", MAELM, replace(mlm, rel_pos_buckets=0)),
+        ("MAE-LM, LayerNorm in float32", with_float32_norms, base),
+        ("ModernBERT", modernbert, mlm),
+    ):
         try:
-            call()
-            memory[name] = memory_of(call, bench.device)
-        except Exception as error:  # a kernel that is not there
-            errors[name] = short("not available", error)
-    seconds = take_turns({name: call for name, call in calls.items() if name not in errors}, bench.sizes.windows,
-                         bench.sizes.calls, bench.clock)
-    count = 3 * 4 * B * heads * m * m * d
-    return [{"kernel": name, "ms": errors.get(name) or 1e3 * statistics.median(seconds[name]),
-             "TFLOP/s": count / statistics.median(seconds[name]) / 1e12 if name in seconds and i < attentions else None,
-             "GB": gigabytes(memory.get(name))} for i, name in enumerate(calls)]
+            contestant = Contestant(name, make, config, bench)
+            contestant.eager()
+        except Exception as error:  # transformers is missing or another, or there is too little memory
+            missing.append({"model": name, "step ms": short("not available", error)})
+            continue
+        made[name] = contestant, contestant.eager
+    return race(bench, made) + missing
 
 
-def kernel_names(bench: Bench) -> list[dict]:
+def compiled(bench: Bench) -> Rows:
+    """A training step of each model eager and compiled in place (dynamic=False), in turns. The first step includes the
+    compilation; the last ones are left out when half of the time has passed."""
+    base = bench.sizes.config
+    mlm = replace(base, **ABLATIONS["mlm"])
+    half = (time.time() + bench.deadline) / 2
+    chosen, first = {}, {}
+    for name, make, config in (("MAE-LM", MAELM, base), ("MLM", MAELM, mlm), ("RoBERTa", roberta, mlm)):
+        key = f"{name}, compiled"
+        if time.time() > half:
+            first[key] = "skipped: out of time"
+            continue
+        try:
+            contestant = Contestant(name, make, config, bench)
+            contestant.model.compile(dynamic=False, backend=bench.sizes.compiler)
+            contestant.eager()
+            first[key] = wall_clock(contestant.compiled, 1)
+        except Exception as error:  # a model that is not there or does not compile
+            first[key] = short("fails", error)
+            continue
+        chosen[name] = contestant, contestant.eager
+        chosen[key] = contestant, contestant.compiled
+    rows = race(bench, chosen)
+    for row in rows:
+        row["first step s"] = first.pop(row["model"], None)
+    return rows + [{"model": name, "first step s": why} for name, why in first.items()]
+
+
+# ---- 3. Attention --------------------------------------------------------------------------------------------
+@dataclass
+class Case:
+    """What attention computes from: q, k, v (B, heads, m, d_h), and a bias by the distance of positions (B, m)."""
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    relative: RelativeBias
+    kept: Tensor
+    p: float  # dropout of the weights
+    place: Place
+    padding: Tensor | None = None  # (B, 1, 1, m) bool
+
+    def bias(self) -> Tensor:
+        """(B, heads, m, m), as the model makes it."""
+        with self.place.autocast():
+            bias = self.relative(self.kept, self.kept)
+        return bias if self.padding is None else bias.masked_fill(self.padding, -torch.inf)
+
+    def leaves(self) -> list[Tensor]:
+        """What has a gradient."""
+        return [self.q, self.k, self.v, self.relative.table.weight]
+
+
+def make_case(bench: Bench, B: int, m: int, p: float, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """Normal numbers, and m of n positions in each row, ascending; always the same."""
+    config = bench.sizes.config
+    generator = torch.Generator(bench.device).manual_seed(m)
+    shape = B, config.encoder_heads, m, config.encoder_dim // config.encoder_heads
+    qkv = []
+    for _ in range(3):
+        x = torch.randn(shape, generator=generator, device=bench.device, dtype=dtype)
+        qkv.append(x.requires_grad_())
+    relative = RelativeBias(config).to(bench.device)
+    nn.init.normal_(relative.table.weight, generator=generator)
+    noise = torch.rand(B, config.seq_len, generator=generator, device=bench.device)
+    kept = noise.topk(m).indices.sort().values
+    return Case(*qkv, relative, kept, p, replace(bench.place, dtype=dtype))
+
+
+def by_sdpa(backend: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float) -> Tensor:
+    """maelm.attention by a certain backend of SDPA."""
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, p: float) -> Tensor:
+    """maelm.attention by its formula, as on a CPU."""
+    logits = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1) + bias
+    return F.dropout(logits.float().softmax(-1).to(q.dtype), p) @ v
+
+
+def by_flex(q: Tensor, k: Tensor, v: Tensor, values: Tensor, kept: Tensor) -> Tensor:
+    """Attention by FlexAttention, which reads the bias from values (heads, 2n - 1) by distance; it has no dropout."""
+    middle = values.shape[1] // 2
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + values[h, kept[b, j] - kept[b, i] + middle]
+    return flex_attention(q, k, v, score_mod=score)
+
+
+Kernel = Callable[[Case, int], list[Tensor]]  # a case, and how many layers -> the output of each
+
+
+def with_bias(attend: Callable[..., Tensor]) -> Kernel:
+    """Layers that share a bias, which is made once."""
+    def layers(case: Case, count: int) -> list[Tensor]:
+        bias = case.bias()
+        return [attend(case.q, case.k, case.v, bias, case.p) for _ in range(count)]
+    return layers
+
+
+def without_bias(attend: Callable[..., Tensor]) -> Kernel:
+    """Layers without a bias."""
+    def layers(case: Case, count: int) -> list[Tensor]:
+        return [attend(case.q, case.k, case.v, None, case.p) for _ in range(count)]
+    return layers
+
+
+def with_flex(device: torch.device) -> Kernel:
+    """Layers by FlexAttention, compiled on a GPU."""
+    compiled_flex = torch.compile(by_flex, dynamic=False)
+
+    def layers(case: Case, count: int) -> list[Tensor]:
+        values = case.relative.table(case.relative.bucket).t().contiguous()
+        return [compiled_flex(case.q, case.k, case.v, values, case.kept) for _ in range(count)]
+
+    def layers_on_cpu(case: Case, count: int) -> list[Tensor]:
+        # On a CPU FlexAttention has no gradient: its value with the gradient of the formula.
+        formula = written_out(case.q, case.k, case.v, case.bias(), 0.0)
+        values = case.relative.table(case.relative.bucket).t().contiguous()
+        flex = by_flex(*[x.detach() for x in (case.q, case.k, case.v, values)], case.kept)
+        return [formula + (flex - formula).detach() for _ in range(count)]
+    return layers if device.type == "cuda" else layers_on_cpu
+
+
+def gradients(kernel: Kernel, case: Case, count: int = 1) -> list[Tensor]:
+    """Outputs of `count` layers and the gradients of their sum with fixed weights: for q, k, v and the table."""
+    outputs = kernel(case, count)
+    upstream = torch.linspace(-1, 1, outputs[0].numel(), device=case.q.device).view_as(outputs[0])
+    upstream = upstream.to(outputs[0].dtype)
+    leaves = case.leaves()
+    return outputs + list(torch.autograd.grad(outputs, leaves, [upstream] * count, allow_unused=True))
+
+
+def largest_error(found: Tensor, wanted: Tensor) -> float:
+    """Over the largest value."""
+    found, wanted = found.detach(), wanted.detach()
+    return ((found.double() - wanted.double()).abs().max() / wanted.double().abs().max()).item()
+
+
+def measure_kernels(bench: Bench, kernels: dict[str, Kernel], case: Case) -> Rows:
+    """Time and memory of forward and backward of all layers by each kernel, in turns, and how far it is from the first
+    of them where there is no dropout."""
+    B, heads, m, d = case.q.shape
+    count = bench.sizes.config.encoder_layers
+    runs, rows, wanted = {}, [], None
+    for name, kernel in kernels.items():
+        row = {"kernel": name, "rows": B, "dropout": case.p, "ms": None, "TFLOP/s": None, "GB": None,
+               "error of output": None, "error of table": None}
+        rows.append(row)
+        try:
+            run = partial(gradients, kernel, case, count)
+            run()
+            row["GB"] = gigabytes(memory_of(run, bench.device))
+            if case.p == 0 and "no bias" not in name:
+                output, *_, table = gradients(kernel, case)
+                if wanted is None:
+                    wanted = output, table
+                row["error of output"] = largest_error(output, wanted[0])
+                row["error of table"] = largest_error(table, wanted[1])
+        except Exception as error:  # a kernel that is not there, or needs too much memory
+            row["ms"] = short("not available", error)
+            continue
+        runs[name] = run
+    seconds = take_turns(runs, bench.sizes.windows, 1, bench.clock)
+    # Q K^T and A V of each layer; twice as much in the backward pass.
+    products = 3 * 2 * 2 * B * heads * m * m * d * count
+    for row in rows:
+        if row["kernel"] in runs:
+            median = statistics.median(seconds[row["kernel"]])
+            row["ms"], row["TFLOP/s"] = 1e3 * median, products / median / 1e12
+    return rows
+
+
+def bias_alone(case: Case, count: int) -> list[Tensor]:
+    """The bias, from its table; its gradient comes from one place instead of from every layer."""
+    return [case.bias()]
+
+
+def bias_by_product(case: Case, count: int) -> list[Tensor]:
+    """The same as a product of the table with a one-hot matrix."""
+    relative, kept = case.relative, case.kept
+    bucket = relative.bucket[kept[:, None, :] - kept[:, :, None] + len(relative.bucket) // 2]  # (B, m, m)
+    numbers = torch.arange(len(relative.table.weight), device=kept.device)[:, None]
+    one_hot = (bucket.flatten(1)[:, None] == numbers).to(case.q.dtype)  # (B, buckets, m * m)
+    table = relative.table.weight.t().to(case.q.dtype)
+    return [(table.expand(len(kept), -1, -1) @ one_hot).unflatten(2, bucket.shape[1:])]
+
+
+def kernels(bench: Bench) -> Rows:
+    """Which kernel to choose: attention of all encoder layers, forward and backward, with the bias made once from its
+    table and its gradient back to the table, in bf16; and the bias alone. TFLOP/s count Q K^T and A V, times 3. Errors
+    are distances from the first kernel over its largest value."""
+    compiled_formula = torch.compile(written_out, dynamic=False, backend=bench.sizes.compiler)
+    rows = []
+    for B, p in itertools.product(bench.sizes.attention_rows, bench.sizes.dropouts):
+        case = make_case(bench, B, bench.sizes.kept[0], p)
+        calls = {"maelm.attention": with_bias(attention)}
+        for backend in bench.sizes.backends:
+            calls[f"SDPA {backend}"] = with_bias(partial(by_sdpa, backend))
+        calls["written out"] = with_bias(written_out)
+        calls["written out, compiled"] = with_bias(compiled_formula)
+        plain = bench.sizes.without_bias
+        calls[f"SDPA {plain}, no bias"] = without_bias(partial(by_sdpa, plain))
+        rows += measure_kernels(bench, calls, case)
+        if p == 0:
+            alone = measure_kernels(bench, {"bias alone, by gather": bias_alone,
+                                            "bias alone, by one-hot product": bias_by_product}, case)
+            rows += [row | {"TFLOP/s": None} for row in alone]
+    return rows
+
+
+def apart(bench: Bench) -> Rows:
+    """The kernels that may crash, each in a process of its own, since after an illegal access nothing more runs in one:
+    as in the section before, next to maelm.attention. FlexAttention has no dropout: it cannot run base."""
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+    rows = []
+    for name in bench.sizes.apart:
+        # "spawn": a process that has used CUDA cannot be forked.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            try:
+                rows += pool.submit(measure_apart, name, bench.sizes, bench.place).result()
+            except Exception as error:  # or the process is gone
+                rows.append({"kernel": name, "rows": short("fails", error)})
+    return rows
+
+
+def measure_apart(name: str, sizes: Sizes, place: Place) -> Rows:
+    """The rows of one kernel."""
+    bench = Bench(sizes, place, 0)
+    rows = []
+    for B, p in itertools.product(sizes.attention_rows, sizes.dropouts):
+        if name == "FlexAttention":
+            kernel = with_flex(place.device)
+        else:
+            kernel = with_bias(partial(by_sdpa, name))
+        if p == 0 or name != "FlexAttention":
+            case = make_case(bench, B, sizes.kept[0], p)
+            rows += measure_kernels(bench, {"maelm.attention": with_bias(attention), name: kernel}, case)
+    return rows
+
+
+def correctness(bench: Bench) -> Rows:
+    """Attention against the formula in float64, with the model's relative bias on m of n positions and padding: largest
+    error over largest value, of the output and of the gradients of q, k, v and the bias table."""
+    rows = []
+    for m, dtype in itertools.product(bench.sizes.kept, (torch.bfloat16, torch.float32)):
+        B = bench.sizes.checked_rows
+        case = make_case(bench, B, m, 0.0, dtype)
+        padded = 3 * torch.arange(B, device=bench.device)[:, None]  # 0, 3, 6 ... keys
+        hidden = torch.arange(m, device=bench.device) >= m - padded
+        case.padding = hidden[:, None, None, :]
+        calls = {"maelm.attention": with_bias(attention), "maelm.attention, no bias": without_bias(attention)}
+        for backend in bench.sizes.backends:
+            calls[f"SDPA {backend}"] = with_bias(partial(by_sdpa, backend))
+        if dtype == torch.bfloat16:
+            plain = bench.sizes.without_bias
+            calls[f"SDPA {plain}, no bias"] = without_bias(partial(by_sdpa, plain))
+        for name, kernel in calls.items():
+            row = {"attention": name, "m": m, "dtype": str(dtype)[6:]}
+            row |= dict.fromkeys(("output", "q", "k", "v", "table"))
+            rows.append(row)
+            try:
+                found = gradients(kernel, case)
+            except Exception as error:  # a backend that is not there
+                row["output"] = short("not available", error)
+                continue
+            wanted = gradients(exact_without_bias if "no bias" in name else exact, in_float64(case))
+            for what, a, b in zip(("output", "q", "k", "v", "table"), found, wanted):
+                if b is not None:
+                    row[what] = largest_error(a, b)
+    return rows
+
+
+def in_float64(case: Case) -> Case:
+    """The same numbers in double precision."""
+    qkv = [x.detach().double().requires_grad_() for x in (case.q, case.k, case.v)]
+    return Case(*qkv, copy.deepcopy(case.relative).double(), case.kept, 0.0, case.place, case.padding)
+
+
+def exact(case: Case, count: int) -> list[Tensor]:
+    """The formula of section 2.1 with the bias looked up, in the precision of the case."""
+    distance = case.kept[:, None, :] - case.kept[:, :, None]
+    bucket = case.relative.bucket[distance + len(case.relative.bucket) // 2]  # (B, m, m)
+    bias = case.relative.table.weight[bucket].permute(0, 3, 1, 2)
+    logits = case.q @ case.k.transpose(-2, -1) * case.q.shape[-1] ** -0.5 + bias
+    return [logits.masked_fill(case.padding, -torch.inf).softmax(-1) @ case.v]
+
+
+def exact_without_bias(case: Case, count: int) -> list[Tensor]:
+    """The formula of section 2.1."""
+    logits = case.q @ case.k.transpose(-2, -1) * case.q.shape[-1] ** -0.5
+    return [logits.softmax(-1) @ case.v]
+
+
+def kernel_names(bench: Bench) -> Rows:
     """The kernels that took most of the time of forward and backward of maelm.attention, from torch.profiler."""
-    config, m = bench.sizes.config, bench.sizes.kept[0]
-    heads, cuda, rows = config.encoder_heads, bench.device.type == "cuda", []
+    cuda = bench.device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
-    for case, biased, p in (("bias", True, 0.0), ("bias, dropout", True, 0.1), ("no bias", False, 0.0),
-                            ("no bias, dropout", False, 0.1)):
-        q, k, v = (leaf(bench.sizes.rows, heads, m, config.encoder_dim // heads, bench=bench) for _ in range(3))
-        bias = leaf(bench.sizes.rows, heads, m, m, bench=bench) if biased else None
-        leaves = [x for x in (q, k, v, bias) if x is not None]
-        torch.autograd.grad(attention(q, k, v, bias, p).sum(), leaves)
-        with torch.profiler.profile(activities=[activity]) as profiled:
-            torch.autograd.grad(attention(q, k, v, bias, p).sum(), leaves)
-        spent = {event.key: event.self_device_time_total if cuda else event.self_cpu_time_total
-                 for event in profiled.key_averages()}
-        longest = sorted(spent, key=spent.get, reverse=True)[:4]
-        total = sum(spent.values()) or 1.0  # nothing, where the profiler may not read the GPU
-        rows.append({"attention": case} | {f"kernel {i}": f"{100 * spent[key] / total:.0f} % {key[:90]}"
-                                           for i, key in enumerate(longest, 1)})
+    rows = []
+    for name, kernel in (("bias", with_bias(attention)), ("no bias", without_bias(attention))):
+        for p in bench.sizes.dropouts:
+            case = make_case(bench, bench.sizes.checked_rows, bench.sizes.kept[0], p)
+            gradients(kernel, case)
+            with torch.profiler.profile(activities=[activity]) as profiled:
+                gradients(kernel, case)
+            spent = {}
+            for event in profiled.key_averages():
+                spent[event.key] = event.self_device_time_total if cuda else event.self_cpu_time_total
+            total = sum(spent.values()) or 1.0  # nothing, where the profiler may not read the GPU
+            row = {"attention": f"{name}, dropout {p}"}
+            for number in range(4):
+                row[f"kernel {number + 1}"] = None
+            longest = sorted(spent, key=spent.get, reverse=True)[:4]
+            for number, key in enumerate(longest):
+                row[f"kernel {number + 1}"] = f"{100 * spent[key] / total:.0f} % {key[:90]}"
+            rows.append(row)
+    return rows
+
+
+# ---- 4. Whole runs -------------------------------------------------------------------------------------------
+def write_words(path: Path, count: int = 400_000) -> None:
+    """A text of made-up words, in documents of a thousand."""
+    chosen = random.Random(0)
+    syllables = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
+    words = ["".join(chosen.choices(syllables, k=chosen.randint(1, 4))) for _ in range(5000)]
+    documents = []
+    for _ in range(count // 1000):
+        documents.append(" ".join(chosen.choices(words, k=1000)))
+    path.write_text("\n\n".join(documents), encoding="utf-8")
+
+
+def train_py(bench: Bench) -> Rows:
+    """`train.py --preset base` itself in a process of its own, stopped half way and started again: seconds from start
+    to end, until the first step is made (it includes the compilation, which the second start finds in the cache of
+    torch.compile, empty before the first), and the speed of the later steps, with data, masks and log."""
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+    row_flops = flops(bench.sizes.config)
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_words(folder / "words.txt")
+        command = [sys.executable, str(HERE.parent / "train.py"), "--preset", "base", "--data",
+                   str(folder / "words.txt"), "--val-share", "0.1", "--eval-rows", "32", "--log-interval", "1",
+                   "--cache", str(folder / "cache"), "--out", str(folder / "run"), *bench.sizes.command.split()]
+        own_cache = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
+        stop = ["--stop-at", str(bench.sizes.stop_at)]
+        seen = 0  # lines of the log
+        before = 0.0  # seconds of training
+        for start, arguments in (("first", command + stop), ("second", command)):
+            began = time.time()
+            # subprocess.TimeoutExpired, which names the command, is the error of this section.
+            done = subprocess.run(arguments, env=own_cache, capture_output=True, text=True,
+                                  timeout=max(1.0, bench.deadline - time.time()))
+            if done.returncode:
+                raise RuntimeError(f"{start} start: exit code {done.returncode}: {done.stderr.strip()[-300:]}")
+            seconds = time.time() - began
+            lines = [line for line in read_log(folder / "run") if "loss" in line]
+            new = lines[seen:]
+            # The first step compiles; a second one may still warm up.
+            speed = statistics.median(line["tokens_per_second"] for line in (new[2:] or new))
+            rows.append({
+                "start": start,
+                "steps": f"{new[0]['step']} to {new[-1]['step']}",
+                "start to end s": seconds,
+                "first step s": new[0]["seconds"] - before,
+                "tokens/s": speed,
+                "MFU %": mfu(speed / bench.sizes.config.seq_len * row_flops, bench.device),
+                "waiting for rows %": 100 * statistics.median(line["waiting"] for line in new),
+                "loss": new[-1]["loss"],
+            })
+            seen, before = len(lines), new[-1]["seconds"]
     return rows
 
 
@@ -435,73 +650,65 @@ def markov_rows(bench: Bench) -> Tensor:
     return NUM_SPECIAL + torch.stack(words, dim=1)
 
 
-def losses(bench: Bench, rows: Tensor, place: Place) -> Tensor:
+def losses(bench: Bench, rows: Tensor, place: Place, make: Callable[[Config], MAELM]) -> Tensor:
     """The loss of each step of train.py's own training at toy size, averaged over `smooth` steps."""
     train, config = bench.sizes.curve_train, bench.sizes.curve
     torch.manual_seed(0)
-    model = MAELM(config).to(place.device)
-    optimizers, found = make_optimizers(model, train), []
+    model = make(config).to(place.device)
+    optimizers = make_optimizers(model, train, place.dtype)
+    found = []
     for step, tokens in enumerate(rows.split(train.batch_size)):
         batch = tokens, corrupt(tokens, config, torch.Generator().manual_seed(step))
         found.append(train_step(model, optimizers, batch, step, train, place))
     return torch.stack(found).double().cpu().unfold(0, bench.sizes.smooth, 1).mean(1)
 
 
-def curves(bench: Bench) -> list[dict]:
-    """Smoothed loss of the toy on the same rows: CPU in fp32, this device in fp32 and in bf16. Differences are from the
-    CPU's loss, in nats."""
+def curves(bench: Bench) -> Rows:
+    """Smoothed loss of the toy on the same rows: on the CPU in fp32; on this device in fp32, in bf16, and in bf16 with
+    LayerNorms that return float32. Differences are from the CPU's loss, in nats."""
     rows = markov_rows(bench)
-    places = {"CPU fp32": Place(0, 1, torch.device("cpu"), torch.float32),
-              "fp32": replace(bench.place, dtype=torch.float32), "bf16": bench.place}
-    found = {name: losses(bench, rows, place) for name, place in places.items()}
-    apart = {f"{name} - CPU": found[name] - found["CPU fp32"] for name in ("fp32", "bf16")}
-    every = range(0, len(found["bf16"]), bench.sizes.smooth)
-    table = [{"step": i + bench.sizes.smooth} | {name: x[i].item() for name, x in (found | apart).items()}
-             for i in every]
-    return table + [{"step": what} | {name: of(x.abs()).item() for name, x in apart.items()}
-                    for what, of in (("largest difference", torch.max), ("mean difference", torch.mean))]
+    cpu = Place(0, 1, torch.device("cpu"), torch.float32)
+    found = {
+        "CPU fp32": losses(bench, rows, cpu, MAELM),
+        "fp32": losses(bench, rows, replace(bench.place, dtype=torch.float32), MAELM),
+        "bf16": losses(bench, rows, bench.place, MAELM),
+        "bf16, LayerNorm in float32": losses(bench, rows, bench.place, with_float32_norms),
+    }
+    table = []
+    for i in range(0, len(found["bf16"]), bench.sizes.smooth):
+        table.append({"step": i + bench.sizes.smooth} | {name: x[i].item() for name, x in found.items()})
+    for what, of in (("largest difference", torch.max), ("mean difference", torch.mean)):
+        row = {"step": what}
+        for name in list(found)[1:]:
+            row[name] = of((found[name] - found["CPU fp32"]).abs()).item()
+        table.append(row)
+    return table
 
 
-def compiled(bench: Bench) -> list[dict]:
-    """A training step of each model eager and compiled in place (dynamic=False), in turns. The first step includes the
-    compilation, which is started only in the first 80 % of the budget."""
-    torch._dynamo.config.recompile_limit = 64  # all models share nn.Module's call: one entry for each
-    chosen, rows = {}, {}
-    for contestant in bench.contestants:
-        name = f"{contestant.name}, compiled"
-        rows[name] = {"model": name, "first step s": "skipped: out of time"}
-        if time.perf_counter() > bench.deadline:
-            continue
-        contestant.model.compile(dynamic=False, backend=bench.sizes.compiler)
-        try:
-            first = wall_clock(contestant.compiled, 1)
-        except Exception as error:  # a model that does not compile
-            rows[name]["first step s"] = short("fails", error)
-            continue
-        rows[name]["first step s"] = first
-        chosen[contestant.name] = contestant, contestant.eager
-        chosen[name] = contestant, contestant.compiled
-    for row in bench.race(chosen):
-        rows[row["model"]] = row | {"first step s": rows.get(row["model"], {}).get("first step s")}
-    return sorted(rows.values(), key=len, reverse=True)
+SECTIONS = (training, compiled, kernels, train_py, curves, correctness, kernel_names, apart)
 
 
 def main(argv: list[str] | None = None) -> None:
+    began = time.time()
     parser = Parser(prog="bench/gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of gpu-DEVICE.json")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, at a size for tests")
-    parser.add_argument("--batch", type=int, default=0, help="rows in a step; 0 = as many as fit, a power of 2 [0]")
-    parser.add_argument("--budget", type=float, default=450, help="seconds after which no section is started [450]")
+    parser.add_argument("--batch", type=int, default=0, help="rows in a step; 0 = 32, the preset's micro-batch [0]")
+    parser.add_argument("--budget", type=float, default=400, help="seconds after which no section is started [400]")
     options = parser.parse_args(argv)
     if not (options.tiny or torch.cuda.is_available()):
         parser.error("no GPU that torch can use; --tiny runs the same on a CPU at a size for tests")
     place = Place(0, 1, torch.device("cpu" if options.tiny else "cuda"), torch.bfloat16)
     torch.manual_seed(0)
-    bench = Bench(TINY if options.tiny else Sizes(), place, options.batch, time.perf_counter() + 0.8 * options.budget)
+    sizes = TINY if options.tiny else Sizes()
+    if options.batch:
+        sizes = replace(sizes, batch=options.batch)
+    about = machine(place.device) | {"dtype": "bfloat16", "rows in a step": sizes.batch}
     name = re.sub(r"\W+", "-", device_name(place.device).lower())
     with clear_errors("bench/gpu.py"):
-        write_report([training, correctness, kernels, kernel_names, curves, compiled], (bench,),
-                     options.out / f"gpu-{name}.json", machine(place.device) | {"dtype": "bfloat16"}, options.budget)
+        # The last section that is started has a minute.
+        bench = Bench(sizes, place, began + options.budget + 60)
+        write_report(SECTIONS, (bench,), options.out / f"gpu-{name}.json", about, options.budget)
 
 
 if __name__ == "__main__":

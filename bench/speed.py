@@ -12,10 +12,7 @@ relative positions and applies its head to all positions, as its users get it.
 import argparse
 import json
 import multiprocessing
-import platform
-import resource
 import statistics
-import subprocess
 import sys
 import time
 from importlib.metadata import version
@@ -26,7 +23,8 @@ sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402
 
-from data import Parser  # noqa: E402
+from cpu import cpu_name, commit  # noqa: E402
+from files import Parser  # noqa: E402
 from maelm import MAELM, MASK, NUM_SPECIAL, Config, corrupt  # noqa: E402
 from run import set_up  # noqa: E402
 from train import make_config  # noqa: E402
@@ -49,7 +47,7 @@ def roberta(config: Config) -> torch.nn.Module:
 def worker(name: str, size: str, dropout: float, seq_len: int, threads: int, pipe) -> None:
     """Train one model for as many steps as `pipe` asks; answer seconds, then peak memory in MB."""
     torch.set_num_threads(threads)
-    place = set_up("auto")
+    place = set_up("auto", "cpu")
     ours = name != "roberta"
     config = make_config(size, name if ours else "mlm", **({"seq_len": seq_len} if seq_len else {}), dropout=dropout)
     model = (MAELM(config) if ours else roberta(config)).to(place.device).train()
@@ -75,6 +73,7 @@ def worker(name: str, size: str, dropout: float, seq_len: int, threads: int, pip
         for _ in range(steps):
             step()
         pipe.send(time.perf_counter() - start)
+    import resource  # which Windows lacks, and bench/gpu.py does not need
     pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
@@ -108,14 +107,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seq-len", type=int, default=0, help="instead of the preset's")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "speed.json")
     options = parser.parse_args(argv)
-    place = set_up("auto")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True,
-                            text=True).stdout.strip()
-    cpu = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")] if Path(
-        "/proc/cpuinfo").is_file() else [platform.processor()]
-    result = {"machine": f"{cpu[0]}, {options.threads} threads", "autocast": str(place.dtype)[6:], "commit": commit,
-              "versions": {name: version(name) for name in ("torch", "transformers", "numpy")}, "runs": []}
-    print(f"{result['machine']}, {result['autocast']}, torch {torch.__version__}, commit {commit}")
+    place = set_up("auto", "cpu")
+    result = {"machine": f"{cpu_name()}, {options.threads} threads", "autocast": str(place.dtype)[6:],
+              "commit": commit(), "versions": {name: version(name) for name in ("torch", "transformers", "numpy")},
+              "runs": []}
+    print(f"{result['machine']}, {result['autocast']}, torch {torch.__version__}, commit {result['commit']}")
     print(f"{'size':6} {'dropout':>7} {'model':8} {'tokens/s':>9} {'peak MB':>8}   ratio to RoBERTa: min, median, max")
     for size in options.sizes:
         for dropout in SIZES[size][2]:

@@ -47,6 +47,7 @@ import rank  # noqa: E402
 import stand_in  # noqa: E402
 import train  # noqa: E402
 from conftest import QUICK, sentence, write_corpus  # noqa: E402
+from files import unseal  # noqa: E402
 
 GOOD = ("harmless", "repaired", "refused")
 PROGRAMS = {"train": train, "data": data, "rank": rank, "finetune": finetune, "classroom": classroom}
@@ -187,7 +188,7 @@ def copy_of(home: Path) -> Iterator[None]:
 
 
 # ---- 2. Results and outcomes --------------------------------------------------------------------------------
-TIMES = {"seconds", "tokens_per_second", "waiting", "checksum", "crc"}  # differ between equal runs
+TIMES = {"seconds", "tokens_per_second", "waiting", "logged", "checksum", "crc"}  # differ between equal runs
 
 
 def without_times(value: object) -> object:
@@ -208,9 +209,10 @@ def content(path: Path) -> object:
         if path.suffix == ".pt":
             return without_times(torch.load(path, weights_only=True))
         if path.suffix == ".json":
-            return without_times(json.loads(raw))
+            value = json.loads(raw)
+            return without_times(unseal(value, "checksum") if isinstance(value, dict) else value)
         if path.suffix == ".jsonl":
-            lines = [without_times(json.loads(line)) for line in raw.splitlines()]
+            lines = [without_times(unseal(json.loads(line), "crc")) for line in raw.splitlines()]
             return sorted(lines, key=json.dumps)  # processes that share a sweep end in any order
     except Exception as error:  # damaged, in many ways
         return f"{type(error).__name__}"
@@ -241,7 +243,7 @@ def undisturbed(home: Path, command: str, folder: str) -> dict:
 def contents() -> Counter:
     """How often each content occurs in the files below the current folder, locks apart."""
     files = [path for path in Path().rglob("*") if path.is_file() and ".lock" not in str(path)]
-    return Counter((path.suffix, path.read_bytes()) for path in files)
+    return Counter(path.read_bytes() for path in files)
 
 
 def outcome(ended: Ended, right: bool, lost: bool = False, code: int = 2) -> str:
@@ -286,6 +288,7 @@ class Victim:
                                         text=True)
         self.ids = [self.process.pid]
         self.processes = processes
+        self.waits = change == "wait"
 
     def ready(self) -> bool:
         """Wait until all processes are where they were to get; False if they have ended."""
@@ -298,6 +301,7 @@ class Victim:
 
     def go(self) -> None:
         """Let a process that waits go on."""
+        self.waits = False
         try:
             self.process.stdin.write("\n")
             self.process.stdin.flush()

@@ -93,7 +93,8 @@ def test_the_code_keeps_its_promises():
 # ---- bench/ ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("script, files, sections", [
     ("cpu", {"cpu.json", "cost.png"}, ["where_time_goes", "distance_to_the_limit", "base_size", "cost", "compiling"]),
-    ("gpu", {"gpu-tiny.json"}, ["training", "correctness", "kernels", "kernel_names", "curves", "compiled"])])
+    ("gpu", {"gpu-tiny.json"}, ["training", "compiled", "kernels", "train_py", "curves", "correctness", "kernel_names",
+                               "apart"])])
 def test_every_section_of_a_benchmark_gives_its_table(script, files, sections, tmp_path):
     done = subprocess.run([sys.executable, f"bench/{script}.py", "--tiny", "--out", str(tmp_path), "--budget", "1e6"],
                           cwd=HERE, capture_output=True, text=True, timeout=900)
@@ -110,6 +111,11 @@ def test_every_section_of_a_benchmark_gives_its_table(script, files, sections, t
         for row in found["sections"]["correctness"]["rows"]:
             limit = {"bfloat16": 2e-2, "float32": 2e-6}[row["dtype"]]
             assert max(row[key] or 0 for key in ("output", "q", "k", "v", "table")) < limit, row
+        for section in ("kernels", "apart"):
+            errors = [row["error of output"] for row in found["sections"][section]["rows"] if row["dropout"] == 0]
+            assert max(error or 0 for error in errors) < 2e-2 and 0 in errors
+        first, second = found["sections"]["train_py"]["rows"]
+        assert (first["steps"], second["steps"]) == ("1 to 2", "3 to 4")
 
 
 def test_a_section_that_fails_or_comes_too_late_is_recorded_and_the_rest_goes_on(bench, tmp_path, capsys):
@@ -127,6 +133,19 @@ def test_a_section_that_fails_or_comes_too_late_is_recorded_and_the_rest_goes_on
     assert "| 1 | x |" in capsys.readouterr().out
     bench.cpu.write_report([good], (), tmp_path / "r.json", {}, budget=0)
     assert "skipped" in json.loads((tmp_path / "r.json").read_text())["sections"]["good"]
+
+
+def test_a_machine_without_git_is_measured_too(bench, tmp_path, monkeypatch):
+    assert bench.cpu.machine(torch.device("cpu"))["device"]
+    monkeypatch.setenv("PATH", str(tmp_path))  # where there is no program at all
+    assert bench.cpu.commit() == "" and bench.cpu.machine(torch.device("cpu"))["commit"] == ""
+
+
+def test_the_benchmark_of_a_gpu_needs_no_datasets():
+    """A machine with a GPU may have what training needs, and no more."""
+    program = ("import sys\nsys.modules['datasets'] = sys.modules['pyarrow'] = None\nsys.path[:0] = ['bench', '.']\n"
+               "import gpu")
+    subprocess.run([sys.executable, "-c", program], cwd=HERE, check=True, timeout=240)
 
 
 def test_without_a_gpu_the_benchmark_says_so(bench, monkeypatch, capsys):

@@ -42,7 +42,7 @@ def copy_of(finished, folder):
     return folder, lambda: {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
 
 
-@catches("run.load_checkpoint", "if rename:", "if False:", damage="cut off")
+@catches("run.load_checkpoint", "path.replace(f\"{path}.damaged\")", "pass", damage="cut off")
 @pytest.mark.parametrize("damage", DAMAGES, ids=DAMAGES)
 def test_a_damaged_checkpoint_is_renamed_and_passed_over(corpus, finished, tmp_path, monkeypatch, capsys, damage):
     let_use(train, run, monkeypatch)
@@ -52,13 +52,23 @@ def test_a_damaged_checkpoint_is_renamed_and_passed_over(corpus, finished, tmp_p
     newest.write_bytes(damaged)
     assert same(short_run(corpus, out), finished[1])
     error = capsys.readouterr().err
-    assert re.search(r"step_0000006.pt: damaged.*trying the one before$", error.strip()) and error.count("\n") == 1
+    assert re.search(r"step_0000006.pt: damaged.*continuing from the one before$", error.strip()) and error.count("\n") == 1
     assert "step_0000006.pt.damaged" in {path.name for path in out.iterdir()}
     assert (out / "step_0000006.pt.damaged").read_bytes() == damaged
 
 
-@catches("run.load_checkpoint", "if found or damaged:", "if False:")
-@catches("run.load_checkpoint", "if found or damaged:", "if found:")
+@catches("run.load_checkpoint", "if not mend:", "if False:")
+def test_who_only_reads_a_run_is_told_of_a_damaged_checkpoint_and_gets_no_older_one(finished, tmp_path, capsys):
+    out, content = copy_of(finished, tmp_path / "run")
+    newest = out / "step_0000006.pt"
+    newest.write_bytes(DAMAGES["a flipped bit"](newest.read_bytes()))
+    before = content()
+    with pytest.raises(files.UserError, match="step_0000006.pt: damaged.*name an earlier checkpoint"):
+        run.load_encoder(out)
+    assert content() == before and run.load_encoder(out / "step_0000003.pt")
+
+
+@catches("run.load_checkpoint", "if damaged:", "if False:")
 def test_a_run_never_starts_again_where_no_checkpoint_is_whole(corpus, finished, tmp_path, monkeypatch, capsys):
     let_use(train, run, monkeypatch)
     out, content = copy_of(finished, tmp_path / "run")
@@ -69,8 +79,8 @@ def test_a_run_never_starts_again_where_no_checkpoint_is_whole(corpus, finished,
         with pytest.raises(SystemExit) as exit:
             short_run(corpus, out)
         assert exit.value.code == 2
-        lines = capsys.readouterr().err.splitlines()
-        assert "no whole checkpoint, but damaged ones: step_0000003.pt.damaged, step_0000006.pt.damaged" in lines[-1], lines
+        line, = capsys.readouterr().err.splitlines()
+        assert "no whole checkpoint, but damaged ones: step_0000003.pt.damaged, step_0000006.pt.damaged" in line
     assert content() == {name + ".damaged" * name.startswith("step"): raw for name, raw in before.items()}
 
 
@@ -404,6 +414,62 @@ def test_a_hub_model_without_mask_token_is_refused(words, tmp_path, capsys):
 def test_without_transformers_it_says_how_to_install_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install transformers" in fails(lambda: rank.main(["hf:roberta-base"]), capsys)
+
+
+# ---- The machine ----------------------------------------------------------------------------------------------------
+def pretend(monkeypatch, cuda=False, mps=False):
+    """Let PyTorch say that there are GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+
+
+@catches("run.best_device", "there[\"mps\"] and not small", "there[\"mps\"]")
+@catches("run.best_device", "os.environ.get(\"LOCAL_RANK\", 0)", "0")
+def test_auto_takes_the_best_device_and_leaves_a_small_model_to_the_cpu_of_an_apple_laptop(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for cuda, mps, small, expected in ((True, False, True, "cuda:3"), (False, True, False, "mps"),
+                                       (False, True, True, "cpu"), (False, False, False, "cpu")):
+        pretend(monkeypatch, cuda, mps)
+        assert str(run.best_device("auto", small)) == expected
+    pretend(monkeypatch, mps=True)
+    assert run.best_device("cpu", False).type == "cpu" and run.best_device("mps", True).type == "mps"
+
+
+@catches("run.best_device", "if not there[name]:", "if False:")
+def test_a_device_that_is_not_there_is_refused(monkeypatch):
+    pretend(monkeypatch)
+    for name in ("cuda", "mps"):
+        with pytest.raises(files.UserError, match=f"--device {name}: this machine"):
+            run.best_device(name, small=False)
+
+
+@catches("run.Place.sum", "if self.world == 1:", "if False:")
+@catches("run.Place.max", "if self.world == 1:", "if False:")
+def test_a_process_alone_adds_up_without_its_device():
+    """An Apple GPU has no float64; an NVIDIA GPU would be waited for."""
+    alone = run.Place(0, 1, torch.device("meta"), torch.float32)  # whose tensors have no values
+    assert alone.sum(1.5, torch.tensor(2.0)) == [1.5, 2.0] and alone.max(15) == 15
+
+
+@catches("run.has_bf16", "including_emulation=False", "")
+def test_bf16_that_a_gpu_only_emulates_is_not_chosen(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert not run.has_bf16(torch.device("cuda"))
+
+
+@catches("run.choose_place", "torch.backends.cuda.enable_cudnn_sdp(False)", "pass")
+def test_cudnns_attention_is_turned_off(monkeypatch):
+    """It may read a mask as another dtype, and has returned NaN gradients for padded lengths."""
+    pretend(monkeypatch, cuda=True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    before = torch.get_float32_matmul_precision()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        assert run.choose_place("fp32").device.type == "cuda"
+        assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        torch.set_float32_matmul_precision(before)
 
 
 # ---- Wrong versions -------------------------------------------------------------------------------------------------

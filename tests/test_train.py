@@ -191,8 +191,8 @@ FILLS = {"all removed": dict(), "a half": dict(mask_in_encoder=0.5), "all shown"
          "half a trick": dict(mask_in_encoder=0.5, bert_trick=True)}
 
 
-@catches("train.masks_at", "fill(tokens, config, u, real)", "torch.full_like(tokens, MASK)", kind="random")
-@catches("train.masks_at", "fill(tokens, config, u, real)", "torch.full_like(tokens, MASK)", kind="trick")
+@catches("train.masks_at", "fill(tokens[None], config, noise)[0]", "torch.full_like(tokens, MASK)", kind="random")
+@catches("train.masks_at", "fill(tokens[None], config, noise)[0]", "torch.full_like(tokens, MASK)", kind="trick")
 @catches("train.masks_at", "round(config.mask_in_encoder * k)", "k * int(config.mask_in_encoder)", kind="a half")
 @catches("train.masks_at", "at[torch.randperm(k, generator=generator)[shown:]]", "at[shown:]", kind="a half")
 @pytest.mark.parametrize("kind", FILLS)
@@ -219,7 +219,7 @@ def test_what_predict_shows_the_encoder_is_what_corrupt_shows_it(kind):
 
 
 def test_training_learns_the_little_language_and_fills_in_its_words(corpus, tmp_path, capsys):
-    for ablation in ("mae-lm", "mlm"):
+    for ablation, sound in (("mae-lm", "(some|a)"), ("mlm", "some")):  # "some bread", or the other object, "a tree"
         out = tmp_path / ablation
         short_run(corpus, out, "--max-steps", "300", "--batch-size", "16", "--eval-interval", "300",
                   "--ablation", ablation, "--dropout", "0", "--checkpoint-interval", "300")
@@ -227,7 +227,7 @@ def test_training_learns_the_little_language_and_fills_in_its_words(corpus, tmp_
         assert log[-1]["val_loss"] < 0.5 * log[0]["unigram_entropy"], ablation
         capsys.readouterr()
         train.main(["--fill-mask", "my friend likes [MASK] bread today, number 12.", "--init", str(out)])
-        assert capsys.readouterr().out.startswith("[MASK] 1: some 0.")
+        assert re.match(rf"\[MASK\] 1: {sound} 0\.", capsys.readouterr().out)
 
 
 class Words:
@@ -277,7 +277,7 @@ def test_examples_are_the_first_that_the_rule_finds_and_their_hits_are_counted(m
     true = [row[at] for row, at in places[:100]]
     assert text.endswith(f"of the first 100 such words, {true.count(3)} are the model's first guess, "
                          f"{sum(i in (3, 4, 5) for i in true)} among its first three")
-    assert "of the first 0 such words, 0 are" in train.examples(model, Words([[1] * 40]), Words([[1] * 40]))
+    assert "no examples" in train.examples(model, Words([[1] * 40]), Words([[1] * 40]))
 
 
 # ---- The schedule ---------------------------------------------------------------------------------------------------
@@ -303,6 +303,69 @@ def test_after_warm_up_the_rate_falls_linearly_to_zero():
 @catches("train.learning_rate_factor", "(max_steps - step)", "(max_steps - step - 1)")
 def test_without_warm_up_the_first_step_has_the_peak_rate():
     assert [train.learning_rate_factor(s, 0, 2) for s in range(2)] == pytest.approx([1, 0.5])
+
+
+# ---- Batches --------------------------------------------------------------------------------------------------------
+@catches("train.batch_of_step", "[:, place.rank]", "[:, 0]")
+@catches("train.batch_of_step", "reshape(-1, place.world, size)", "reshape(place.world, -1, size).swapaxes(0, 1)")
+@catches("train.batch_of_step", "draw_noise(train.batch_size,", "draw_noise(len(tokens),")
+@catches("train.batch_of_step", "x[torch.from_numpy(mine)]", "x[:len(tokens)]")
+def test_each_process_draws_its_own_rows_and_masks_of_the_same_batch():
+    rows = np.random.default_rng(0).integers(maelm.NUM_SPECIAL, 300, (200, 24))
+    settings = train.TrainConfig(batch_size=48, micro_batch_size=4)
+    config = maelm.Config(vocab_size=300, seq_len=24, mask_in_encoder=0.5, bert_trick=True)
+
+    def batch(rank, world):
+        place = train.Place(rank, world, torch.device("cpu"), torch.float32)
+        return train.batch_of_step(7, rows, config, settings, place)
+
+    tokens, corruption = batch(0, 1)
+    assert torch.equal(tokens, torch.from_numpy(rows[data.rows_of_step(0, 7, 48, 200)]))
+    seed = data.seed_of(0, 7)
+    assert all(torch.equal(x, y) for x, y in zip(corruption, maelm.corrupt(tokens, config, generator(seed))))
+    for world in (2, 3):
+        parts = [batch(rank, world) for rank in range(world)]
+        for i in range(12):  # micro-batches of 4
+            mine, at = parts[i % world], slice(4 * (i // world), 4 * (i // world) + 4)
+            for x, whole in zip((mine[0], *mine[1]), (tokens, *corruption)):
+                assert torch.equal(x[at], whole[4 * i:4 * i + 4])
+
+
+# ---- Muon -----------------------------------------------------------------------------------------------------------
+def steps_of_muon(make, steps=3):
+    """Matrices of a few shapes, two of them of one, after some steps of the optimizer that `make` makes of them."""
+    random = generator(0)
+    matrices = [torch.randn(shape, generator=random).requires_grad_() for shape in ((8, 8), (32, 8), (8, 8), (8, 32))]
+    optimizer = make(matrices)
+    for _ in range(steps):
+        for matrix in matrices:
+            matrix.grad = torch.randn(matrix.shape, generator=random)
+        optimizer.step()
+    return torch.cat([matrix.detach().flatten() for matrix in matrices])
+
+
+@catches("train.Muon.step", "max(1, rows / columns)", "max(1, columns / rows)")
+@catches("train.Muon.step", "1 - group[\"lr\"] * group[\"weight_decay\"]", "1 - group[\"weight_decay\"]")
+@catches("train.Muon.step", "torch._foreach_lerp(gradients, momentum, group[\"momentum\"])", "momentum")
+@catches("train.orthogonalize", "dim=(1, 2), keepdim=True", "keepdim=True")
+@catches("train.orthogonalize", "for _ in range(5)", "for _ in range(4)")
+def test_in_bf16_muon_is_pytorchs_muon():
+    theirs = steps_of_muon(lambda matrices: torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1))
+    ours = steps_of_muon(lambda matrices: train.Muon(matrices, 0.02, 0.1, torch.bfloat16))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)  # a step moves a number by about 0.02
+
+
+@catches("train.orthogonalize", "beta=b, alpha=c", "beta=c, alpha=b")
+@catches("train.orthogonalize", "y = x.to(dtype)", "y = x.bfloat16().to(dtype)")
+def test_in_float32_orthogonalizing_is_the_formula_in_float64():
+    for shape in ((1, 6, 6), (3, 20, 5), (2, 5, 20)):
+        x = torch.randn(shape, generator=generator(0))
+        u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
+        s = s / s.norm(dim=1, keepdim=True)
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s ** 3 + 2.0315 * s ** 5
+        expected = u @ torch.diag_embed(s) @ v
+        torch.testing.assert_close(train.orthogonalize(x, torch.float32).double(), expected, atol=2e-5, rtol=0)
 
 
 # ---- What a step costs ----------------------------------------------------------------------------------------------
@@ -370,7 +433,7 @@ def test_a_compiled_run_compiles_in_its_first_steps_only_and_equals_the_eager_on
         torch.compiler.set_stance("default")
         return losses
 
-    torch.testing.assert_close(end("compiled", "--compile"), end("eager"), rtol=1e-5, atol=0)
+    torch.testing.assert_close(end("compiled", "--compile", "on"), end("eager"), rtol=1e-5, atol=0)
 
 
 def test_an_estimate_states_what_a_run_takes_without_making_one(tmp_path, monkeypatch, capsys):
@@ -565,16 +628,27 @@ def test_a_folder_has_one_run_at_a_time_and_no_other_program(corpus, finished, t
     assert contents(corpus[1]) == before
 
 
-def test_a_lost_figure_and_a_lost_log_come_back(corpus, finished, tmp_path):
+def test_a_lost_figure_comes_back(corpus, finished, tmp_path):
     out = copied(finished, tmp_path / "run")
     (out / "loss.png").unlink()
     short_run(corpus, out)
     assert (out / "loss.png").is_file()
-    (out / "log.jsonl").unlink()
+
+
+@catches("train.restore", 'state.get("logged", 0)', "0")
+def test_a_log_that_was_deleted_or_cut_off_is_not_continued(corpus, finished, tmp_path, capsys):
+    out = copied(finished, tmp_path / "run")
     (out / "step_0000006.pt").unlink()
+    whole = (out / "log.jsonl").read_text().splitlines(keepends=True)
+    for left in (None, whole[:2]):
+        (out / "log.jsonl").unlink(missing_ok=True)
+        if left:
+            (out / "log.jsonl").write_text("".join(left))
+        error = fails(lambda: short_run(corpus, out), capsys)
+        assert "log.jsonl: missing, or cut off before step 3" in error
+    (out / "log.jsonl").write_text("".join(whole[:-2]))  # as after a crash behind the checkpoint
     short_run(corpus, out)
-    log = run.read_log(out)
-    assert log[0]["unigram_entropy"] > 1 and [line["step"] for line in log if "loss" in line] == [4, 5, 6]
+    assert len(run.read_log(out)) == len(whole)
 
 
 # ---- Signals, and several processes ---------------------------------------------------------------------------------
@@ -631,7 +705,7 @@ def two_processes(tmp_path, patch, *flags):
     return done.returncode, ours, done.stderr
 
 
-@catches("run.first_alone", "while rank > 0 and store.add", "while rank > 2 and store.add", patch="",
+@catches("run.first_alone", "if rank > 0:", "if rank > 2:", patch="",
          flags=["--encoder-layers", "0"], message="encoder_layers=0: ")
 @pytest.mark.parametrize("patch, flags, message", [
     ("", ["--encoder-layers", "0"], "encoder_layers=0: "),
