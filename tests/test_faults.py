@@ -1,4 +1,5 @@
 """What bench/faults.py attacks survives, in a short form; and the attacks notice what does not."""
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -127,3 +128,10 @@ def test_the_attacks_notice_a_result_that_a_flipped_bit_changed(home, monkeypatc
 def test_the_attacks_notice_an_input_that_is_accepted(home):
     rows = faults.give_input(home, ("nothing is wrong", "rank run --tau 0.5"), None)
     assert [row.outcome for row in rows] == ["WRONG"]
+
+
+def test_the_documented_table_is_the_recorded_one():
+    recorded = json.loads((HERE / "bench/results/faults.json").read_text())
+    documented = (HERE / "docs/faults.md").read_text()
+    assert "\n".join(recorded["table"]) in documented and f"commit {recorded['commit']}" in documented
+    assert recorded["survived"] == recorded["tried"]
