@@ -23,13 +23,17 @@ both are reported. H is never stored: Gram matrices are streamed, in memory O(d^
     Eq. (3)     H_M = U H_R, and how far a model is from it        both_sides
     Theorem 2.2 ||R'|| <= 4 epsilon ||R||^3, and its epsilon       both_sides, theorem_2_2
     App. A      the residual R' of one layer of pure attention     attention_only; of many layers: collapse
+
+Beside the ranks it says, by layer, how much of H^l one knows from the tokens alone, and how much each sub-layer writes.
 """
 import argparse
+import contextlib
 import csv
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +52,7 @@ from run import (Place, add_flags, choose_place, figure, first_alone, first_spea
 CURVES = {"with_mask": "with", "without_mask": "without", "mask_only": "[MASK]"}  # and their names in a table
 CENTERINGS = {"uncentered": False, "centered": True}
 MASK_RATE = 0.15  # section 2.2
+SAMPLE = 16_384  # tokens whose states are held, to see what layers are made of
 CHUNKS = 20  # of consecutive rows: the units of the bootstrap and the points of the convergence line
 
 
@@ -433,6 +438,7 @@ class Result(NamedTuple):
     reads_mask: bool
     records: list[Record]
     convergence: list[dict]  # ranks of the first rows: n, uncentered, centered
+    anatomy: list[dict]  # what layers 0 to L hold
 
     def select(self, curve: str, centering: str) -> list[Record]:
         """The records of one curve, layers 0 to L."""
@@ -475,7 +481,70 @@ def analyse(subject: Subject, config: RankConfig, place: Place) -> tuple[Result,
         if blocks:
             interval = bootstrap([block[curve][layer] for block in blocks], centered, config)
         records.append(Record(layer, centering, curve, n[curve], ranks, rankme(values), cosine, interval))
-    return Result(subject.name, subject.dim, n, subject.text, subject.reads_mask, records, convergence), whole
+    made_of = anatomy(subject, config)
+    return Result(subject.name, subject.dim, n, subject.text, subject.reads_mask, records, convergence, made_of), whole
+
+
+@torch.no_grad()
+def identity_share(h: Tensor, tokens: Tensor) -> float | None:
+    """The share of the variance of h (N, d) that the tokens (N,) int64 explain: 1 if equal tokens have equal rows,
+    about 0 if rows have nothing to do with their tokens. None if no token occurs twice, or all rows are equal.
+
+    It is the adjusted R^2 of an analysis of variance: of N random rows, the means of G kinds of tokens would explain
+    G / N by chance, which is taken out."""
+    kinds, kind = tokens.unique(return_inverse=True)
+    N, G = len(tokens), len(kinds)
+    h = h.double()
+    h = h - h.mean(0)
+    sums = torch.zeros(G, h.shape[1], dtype=h.dtype, device=h.device).index_add_(0, kind, h)
+    means = sums / kind.bincount(minlength=G)[:, None]  # (G, d), of each kind of token
+    total = float(h.square().sum())
+    within = float((h - means[kind]).square().sum())
+    if N == G or total == 0:
+        return None
+    return 1 - within / (N - G) / (total / (N - 1))
+
+
+def add_mean_square(sums: dict[str, float], name: str, module: torch.nn.Module, inputs: tuple, fx: Tensor) -> None:
+    """Forward hook: add the mean square of a sub-layer's output to sums[name]."""
+    sums[name] += float(fx.float().square().mean())
+
+
+@contextlib.contextmanager
+def listen(encoder: Encoder | None) -> Iterator[list[dict[str, float]]]:
+    """While entered, note what the sub-layers of a model of this repository write: for each layer 1 to L, sub-layer ->
+    the sum over batches of the mean square of f(x), which is added to the residual stream. Empty for other models."""
+    written, hooks = [], []
+    for block in encoder.blocks if encoder else []:
+        sums = {"attention": 0.0, "ffn": 0.0}
+        written.append(sums)
+        for name, layer in (("attention", block.self_attention), ("ffn", block.ffn)):
+            hooks.append(layer.f.register_forward_hook(partial(add_mean_square, sums, name)))
+    try:
+        yield written
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def anatomy(subject: Subject, config: RankConfig) -> list[dict[str, float | None]]:
+    """What each layer 0 to L holds of about SAMPLE tokens without [MASK]: `identity`, see identity_share; and of models
+    of this repository the mean squares that `attention` and `ffn` write, None in layer 0."""
+    rows = min(len(subject.rows), math.ceil(SAMPLE / subject.seq_len))
+    indices = np.linspace(0, len(subject.rows) - 1, rows).astype(np.int64)
+    size = min(config.batch_size, rows)
+    batches = [torch.from_numpy(subject.rows[indices[start:start + size]]) for start in range(0, rows, size)]
+    with listen(subject.encoder) as written:
+        states = [[h.flatten(0, 1).cpu() for h in subject.encode(batch)] for batch in batches]
+    tokens = torch.cat([batch.flatten() for batch in batches])
+    layers = []
+    for layer, parts_of_h in enumerate(zip(*states)):
+        found = {"identity": identity_share(torch.cat(parts_of_h), tokens), "attention": None, "ffn": None}
+        if layer > 0 and written:
+            found |= {name: total / len(batches) for name, total in written[layer - 1].items()}
+        layers.append(found)
+    return layers
 
 
 # ---- 4. Theory: Lemma 2.1, Theorem 2.2, App. A --------------------------------------------------------------
@@ -664,8 +733,22 @@ def table(result: Result, config: RankConfig) -> str:
         lines.append(f"{layer:>5}{both} |{shown[layer].rankme:8.1f}{uncentered[layer].mean_cosine:9.3f}")
     path = ", ".join(f"{point['n']:,}: {point[config.plot]}" for point in result.convergence)
     lines.append(f"convergence (last layer, without [MASK], {config.plot}), rank of the first tokens: {path}")
+    lines.append(anatomy_table(result.anatomy))
     if not result.reads_mask:
         lines.append("its encoder never read [MASK] in training: with and [MASK] are a token unknown to it")
+    return "\n".join(lines)
+
+
+def anatomy_table(layers: list[dict]) -> str:
+    """The printed table of `anatomy`."""
+    lines = ["layer  token identity  attention writes  FFN writes"]
+    for layer, found in enumerate(layers):
+        cells = []
+        for value in found.values():
+            cells.append("" if value is None else f"{value:.3g}")
+        lines.append(f"{layer:>5}  {cells[0]:>14}  {cells[1]:>16}  {cells[2]:>10}")
+    lines.append("token identity: the share of the variance of H^l that the tokens alone explain\n"
+                 "writes: mean squares of what a sub-layer adds to the residual stream")
     return "\n".join(lines)
 
 
@@ -693,7 +776,8 @@ def as_json(result: Result) -> dict:
             entry["interval"] = {str(tau): ends for tau, ends in record.interval.items()}
         layers[record.layer][record.centering][record.curve] = entry
     return {"d": result.d, "n": result.n, "text": result.text,
-            "trained_on_mask": result.reads_mask, "layers": layers, "convergence": result.convergence}
+            "trained_on_mask": result.reads_mask, "layers": layers, "convergence": result.convergence,
+            "anatomy": result.anatomy}
 
 
 def write_csv(results: list[Result], config: RankConfig) -> None:

@@ -46,10 +46,26 @@ def test_effective_rank_refuses_what_has_no_answer(h, tau, message):
         rank.effective_rank(h, tau)
 
 
+@catches("rank.identity_share", "within / (N - G) / (total / (N - 1))", "within / total")
+@catches("rank.identity_share", "h = h - h.mean(0)", "h = h + 0")
+def test_identity_share_is_that_of_an_analysis_of_variance():
+    tokens = torch.randint(20, (400,), generator=generator(0))
+    table = torch.randn(20, 6, generator=generator(1)) + 5
+    noise = torch.randn(400, 6, generator=generator(2))
+    assert rank.identity_share(table[tokens], tokens) == pytest.approx(1)  # the token says all
+    assert abs(rank.identity_share(noise + 5, tokens)) < 0.03  # it says nothing, whatever chance would explain
+    h = (table[tokens] + 0.5 * noise).numpy().astype(np.float64)
+    within = sum(len(h[tokens == v]) * h[tokens == v].var(0).sum() for v in range(20))
+    expected = 1 - within / 380 / (400 * h.var(0).sum() / 399)
+    assert rank.identity_share(torch.from_numpy(h), tokens) == pytest.approx(expected)
+    assert rank.identity_share(noise, torch.arange(400)) is None and rank.identity_share(0 * noise, tokens) is None
+
+
 # ---- What is measured -----------------------------------------------------------------------------------------------
-def small_subject(dim=8, layers=2, B=40, n=20):
+def small_subject(dim=8, layers=2, B=40, n=20, norm="post"):
     """A maelm encoder with large random weights, on rows with special tokens in them, as rank.py sees it."""
-    config = maelm.Config(vocab_size=300, seq_len=n, encoder_layers=layers, encoder_dim=dim, encoder_heads=2, dropout=0.0)
+    config = maelm.Config(vocab_size=300, seq_len=n, encoder_layers=layers, encoder_dim=dim, encoder_heads=2, dropout=0.0,
+                          norm=norm)
     torch.manual_seed(0)
     encoder = maelm.MAELM(config).encoder.eval()
     for parameter in encoder.parameters():
@@ -372,6 +388,24 @@ def test_a_signal_ends_it_with_one_line_and_its_code(number, corpus, finished, t
     _, error = process.communicate()
     assert process.returncode == 128 + number and error == "rank.py: interrupted; the same command continues\n"
     assert not (tmp_path / "out" / "rank.json").exists()
+
+
+@catches("rank.add_mean_square", "fx.float().square()", "inputs[0].float().square()")
+def test_anatomy_is_what_sub_layers_add_to_the_residual_stream():
+    """In a pre-LN model the difference of two states is what the sub-layers between them have written."""
+    subject = small_subject(layers=3, norm="pre")
+    for block in subject.encoder.blocks:  # one sub-layer alone writes
+        block.self_attention.f.output.weight.data.zero_()
+        block.self_attention.f.output.bias.data.zero_()
+    layers = rank.anatomy(subject, rank.RankConfig(batch_size=8))
+    states = subject.encode(torch.from_numpy(subject.rows))
+    for layer in (1, 2):  # the last one ends with a LayerNorm
+        written = (states[layer] - states[layer - 1]).square().mean().item()
+        assert layers[layer]["ffn"] == pytest.approx(written, rel=1e-4) and layers[layer]["attention"] == 0
+    tokens = torch.from_numpy(subject.rows).flatten()
+    for layer, found in enumerate(layers):
+        assert found["identity"] == pytest.approx(rank.identity_share(states[layer].flatten(0, 1), tokens), rel=1e-4)
+    assert layers[0]["ffn"] is None and len(layers) == 4
 
 
 # ---- Wrong versions -------------------------------------------------------------------------------------------------
