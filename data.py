@@ -237,13 +237,15 @@ def read_text(path: Path) -> Iterator[str]:
 
 
 def texts_of(records: Iterable[dict], where: str) -> Iterator[str]:
-    """The field `text` of records, null ones left out; UserError says where it is missing and what is there."""
+    """The field `text` of records, null ones left out; UserError says where it is missing, or no text."""
     for number, record in enumerate(records, start=1):
-        text = record.get("text")
-        if text is None and "text" in record:
+        if "text" not in record:
+            raise UserError(f"{where}, record {number}: no text column `text`; found: {', '.join(record)}")
+        text = record["text"]
+        if text is None:
             continue
         if not isinstance(text, str):
-            raise UserError(f"{where}, record {number}: no text column `text`; found: {', '.join(record)}")
+            raise UserError(f"{where}, record {number}: its `text` is {str(text)[:50]}, no text; use another column")
         yield text
 
 

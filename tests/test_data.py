@@ -226,6 +226,10 @@ def bad_gzip(path):
     path.write_bytes(b"this is no gzip file")
 
 
+def numbers(path):
+    path.write_text('{"text": "words"}\n{"text": 3}\n')
+
+
 def bad_parquet(path):
     path.write_bytes(b"PAR1 not really")
 
@@ -251,6 +255,7 @@ def link_to_nothing(path):
     ("a.txt.gz", damaged_gzip, r"a\.txt\.gz: damaged \.gz file"),
     ("a", link_to_nothing, r"a/more is a link to nothing"),
     ("a.jsonl", bad_jsonl, r"a\.jsonl, record 2: no text column `text`; found: content, id"),
+    ("a.jsonl", numbers, r"a\.jsonl, record 2: its `text` is 3, no text"),
     ("a.jsonl", bad_json, r"a\.jsonl, line 2: not JSON"),
     ("a.txt", bad_bytes, r"a\.txt: byte 36 is not UTF-8 \(0xe9\)"),
     ("a.txt.gz", bad_gzip, r"a\.txt\.gz: damaged \.gz file"),
