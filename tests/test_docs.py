@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,6 +117,18 @@ def test_every_section_of_a_benchmark_gives_its_table(script, files, sections, t
             assert max(error or 0 for error in errors) < 2e-2 and 0 in errors
         first, second = found["sections"]["train_py"]["rows"]
         assert (first["steps"], second["steps"]) == ("1 to 2", "3 to 4")
+
+
+def test_the_first_command_is_measured_for_each_kind_of_cpu_that_this_one_can_play(tmp_path):
+    done = subprocess.run([sys.executable, "bench/laptop.py", "--tiny", "--out", str(tmp_path)], cwd=HERE,
+                          capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "laptop.json").read_text())
+    for row in found["rows"]:
+        assert row["kind of CPU"] in done.stdout and row["of which optimizers ms"] > 0
+    info = Path("/proc/cpuinfo")
+    if info.is_file() and "avx2" in info.read_text().split():
+        assert found["rows"][-1]["kind of CPU"] == "AVX2"
 
 
 def test_a_section_that_fails_or_comes_too_late_is_recorded_and_the_rest_goes_on(bench, tmp_path, capsys):
