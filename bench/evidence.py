@@ -1,0 +1,513 @@
+"""The evidence of docs/evidence.md: what a laptop can check of the paper's six claims, with seeds and intervals.
+
+    python bench/evidence.py --data TEXT --glue DIR --hours 3   # pre-train, measure, fine-tune; the same again goes on
+    python bench/evidence.py --report                           # docs/evidence.md and its figure, from the record
+
+TEXT is what `train.py --data` takes, DIR has the files of GLUE's original releases (without --glue only the `docs` task
+is fine-tuned). Each job is a command of this project. When one ends, its results are added to
+bench/results/evidence.json, and it is not run again; the folders of the runs are in --out. After --hours the jobs in
+progress are told to stop, and continue next time. Two jobs at once, a thread each, make more of two cores than one job
+with two threads.
+"""
+import argparse
+import itertools
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from cpu import commit, cpu_name  # noqa: E402
+from files import Parser, UserError, atomic, clear_errors, read_json, write_json  # noqa: E402
+from rank import CENTERINGS, CURVES  # noqa: E402
+from run import figure, read_log  # noqa: E402
+
+RECORD = HERE / "results" / "evidence.json"
+PAGE = HERE.parent / "docs" / "evidence.md"
+MODELS = {"mae-lm": "MAE-LM", "mlm": "MLM"}
+SEEDS = (0, 1, 2)
+EVERY = 4_000  # steps between the checkpoints that are kept
+TUNED = 5  # fine-tuning seeds
+ANATOMY = ("identity", "attention", "ffn")  # of rank.anatomy
+SMALL_TASKS = ("cola", "mrpc", "rte", "stsb")
+# Shorter runs with one seed: the sweep of Figure 4 and the first group of Table 2, name -> flags.
+SHORT = "6000"
+DELTAS = {f"delta {delta}": ["--mask-in-encoder", delta] for delta in ("0", "0.25", "0.5", "0.75", "1")}
+GROUP = {name: ["--ablation", name] for name in ("mlm", "enc-mask-dec-resets", "random-replace")}
+
+
+# ---- 1. The jobs ----------------------------------------------------------------------------------------------
+class Job(NamedTuple):
+    """A command, and how its results are read from the folder that it leaves."""
+    name: str
+    command: list[str]  # a program and its flags
+    folder: Path
+    read: Callable[[Path], dict]
+    needs: str = ""  # the job that must have ended before
+
+
+def read_training(folder: Path) -> dict:
+    """The validation losses and the last line of a run's log."""
+    log = read_log(folder)
+    losses = [[line["step"], round(line["val_loss"], 4)] for line in log if "val_loss" in line]
+    entropy = next(line["unigram_entropy"] for line in log if "unigram_entropy" in line)
+    return {"losses": losses, "unigram_entropy": round(entropy, 4), "seconds": round(log[-1]["seconds"])}
+
+
+def read_ranks(folder: Path) -> dict:
+    """Step -> by layer rank_0.9 of each curve and centring, and what the layers hold."""
+    found = {}
+    for name, model in read_json(folder / "rank.json", {"models": dict})["models"].items():
+        layers = []
+        for layer, anatomy in zip(model["layers"], model["anatomy"]):
+            ranks = {}
+            for centering, curves in layer.items():
+                ranks[centering] = {curve: measures["0.9"] for curve, measures in curves.items()}
+            layers.append(ranks | {"anatomy": anatomy})
+        found[int(Path(name).stem.removeprefix("step_"))] = {"d": model["d"], "n": model["n"], "layers": layers}
+    return {str(step): found[step] for step in sorted(found)}
+
+
+def read_tuning(folder: Path) -> dict:
+    """The values of the fine-tuning seeds and their ranks."""
+    result = read_json(folder / "result.json", {"task": str})
+    return {name: result[name] for name in ("metric", "median", "values", "keep", "setting", "effective_rank")}
+
+
+def read_figure3(folder: Path) -> dict:
+    """The curves of Figure 3, a line for each run: [hours, median] at each checkpoint; and the shares of the time."""
+    found = read_json(folder / "figure3.json", {"points": list})
+    curves = {}
+    for point in found["points"]:
+        curves.setdefault(model_of(point["run"]), []).append([round(point["hours"], 4), point["median"]])
+    shares = {model_of(share["run"]): share["share"] for share in found["time_shares"]}
+    return {"curves": curves, "shares": shares}
+
+
+def model_of(folder: str) -> str:
+    """The model of a run's folder, MODEL-SEED."""
+    return Path(folder).name.rpartition("-")[0]
+
+
+def jobs(options: argparse.Namespace) -> list[Job]:
+    """All jobs, the most important first."""
+    out, found = options.out, []
+    steps = ["--max-steps", str(options.steps)] if options.steps else []
+    rate = ["--learning-rate", str(options.learning_rate)] if options.learning_rate else []
+
+    def pretrain(name: str, flags: list[str]) -> Path:
+        folder = out / name.replace(" ", "-")
+        command = ["train.py", "--preset", "laptop", "--data", options.data, *flags, "--out", str(folder)]
+        found.append(Job(f"train {name}", command, folder, read_training))
+        return folder
+
+    def tune(name: str, init: Path, tasks: list[str]) -> None:
+        for task in tasks:
+            folder = out / f"{task}-{name.replace(' ', '-')}"
+            command = ["finetune.py", "--init", str(init), "--task", task, "--seeds", str(TUNED), *rate]
+            if task in SMALL_TASKS:
+                command += ["--data", options.glue]
+            command += ["--out", str(folder)]
+            found.append(Job(f"{task} {name}", command, folder, read_tuning, f"train {name}"))
+
+    tasks = ["docs"]
+    if options.glue:
+        tasks += SMALL_TASKS
+    names = {}
+    for seed in SEEDS:
+        for model in MODELS:
+            name = f"{model} {seed}"
+            kept = ["--checkpoint-interval", str(EVERY), "--keep-checkpoints", "0"]
+            names[name] = pretrain(name, ["--ablation", model, "--seed", str(seed), *kept, *steps])
+    for name, folder in names.items():
+        to = out / f"rank-{name.replace(' ', '-')}"
+        # The checkpoints are found when the job starts.
+        command = ["rank.py", f"{folder}/step_*.pt", "--tokens", "300000", "--out", str(to)]
+        found.append(Job(f"rank {name}", command, to, read_ranks, f"train {name}"))
+    for name, folder in names.items():
+        tune(name, folder, tasks)
+    for seed in SEEDS:
+        runs = [f"{names[f'{model} {seed}']}/step_*.pt" for model in MODELS]
+        to = out / f"figure3-{seed}"
+        command = ["finetune.py", "--figure3", *runs, "--task", "docs", "--seeds", "2", *rate, "--out", str(to)]
+        found.append(Job(f"figure3 {seed}", command, to, read_figure3, f"docs mlm {seed}"))
+    for name, flags in {**DELTAS, **GROUP}.items():
+        short = f"short {name}"
+        folder = pretrain(short, [*flags, "--max-steps", SHORT])
+        tune(short, folder, tasks[:1])
+    return found
+
+
+# ---- 2. Running them --------------------------------------------------------------------------------------------
+class Running(NamedTuple):
+    """A job in progress."""
+    job: Job
+    process: subprocess.Popen
+    start: float
+
+
+def start(job: Job, threads: int, out: Path) -> Running:
+    """Start a job; what it prints goes to a file in `out`."""
+    words = []
+    for word in job.command:
+        folder, star, pattern = word.rpartition("/")
+        words += sorted(map(str, Path(folder).glob(pattern))) if "*" in pattern else [word]
+    log = open(out / f"{job.name.replace(' ', '-')}.log", "a")
+    process = subprocess.Popen([sys.executable, *words], cwd=HERE.parent, stdout=log, stderr=log,
+                               env=os.environ | {"OMP_NUM_THREADS": str(threads)})
+    log.close()
+    print(f"{time.strftime('%H:%M')}  {job.name}: {' '.join(job.command)}", flush=True)
+    return Running(job, process, time.monotonic())
+
+
+def recorded() -> dict:
+    """The results so far, job -> what it found."""
+    return read_json(RECORD, {"jobs": dict})["jobs"] if RECORD.is_file() else {}
+
+
+def record(running: Running, threads: int) -> None:
+    """Add the results of a job that has ended."""
+    job = running.job
+    found = {"command": " ".join(job.command), "commit": commit(), "machine": f"{cpu_name()}, {threads} thread(s)",
+             "minutes": round((time.monotonic() - running.start) / 60, 1), "found": job.read(job.folder)}
+    write_json(RECORD, {"jobs": recorded() | {job.name: found}})
+
+
+def next_job(todo: list[Job], running: list[Running]) -> Job | None:
+    """The first job that can start: not in progress, and what it needs has ended."""
+    done, at_it = recorded(), [one.job.name for one in running]
+    for job in todo:
+        if job.name not in done and job.name not in at_it and (not job.needs or job.needs in done):
+            return job
+    return None
+
+
+def run_jobs(todo: list[Job], options: argparse.Namespace) -> None:
+    """Run what is not recorded, --at-once at a time, for at most --hours. A job that fails is named, and not tried
+    again by this command."""
+    end = time.monotonic() + 3600 * options.hours
+    threads = max(1, (os.cpu_count() or 1) // options.at_once)
+    running = []
+    try:
+        while time.monotonic() < end:
+            while len(running) < options.at_once and (job := next_job(todo, running)):
+                running.append(start(job, threads, options.out))
+            if not running:
+                return
+            time.sleep(1)
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
+                if one.process.returncode == 0:
+                    record(one, threads)
+                else:
+                    todo.remove(one.job)
+                    print(f"{one.job.name} failed: see its log in {options.out}", flush=True)
+        print("the time is up: the same command continues")
+    finally:
+        for one in running:
+            one.process.send_signal(signal.SIGTERM)
+        for one in running:
+            one.process.wait()
+
+
+# ---- 3. The six claims ------------------------------------------------------------------------------------------
+T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # degrees of freedom -> 97.5 % quantile of Student's t
+Interval = tuple[float, float, float]  # a mean, and the ends of its 95 % confidence interval
+
+
+class Claim(NamedTuple):
+    """A statement of the paper as a number that is above 0 if it holds."""
+    where: str
+    statement: str
+    paper: str
+    seeds: list[float]  # the number for each pre-training seed
+    interval: Interval | None  # None: not measured yet
+
+
+def over_seeds(where: str, statement: str, paper: str, values: list[float]) -> Claim:
+    """A claim whose interval is over pre-training seeds, by Student's t; of one seed it is endless."""
+    if not values:
+        return Claim(where, statement, paper, values, None)
+    mean = statistics.mean(values)
+    half = float("inf")
+    if len(values) > 1:
+        half = T[len(values) - 1] * statistics.stdev(values) / len(values) ** 0.5
+    return Claim(where, statement, paper, values, (mean, mean - half, mean + half))
+
+
+def verdict(interval: Interval | None) -> str:
+    """shown: all of the interval is above 0; not shown: nothing of it; else undecided."""
+    if interval is None:
+        return "not measured yet"
+    _, low, high = interval
+    if low > 0:
+        return "**shown**"
+    return "**not shown**" if high <= 0 else "**undecided** at this scale"
+
+
+def by_seed(found: dict, names: tuple[str, ...], number: Callable[..., float]) -> list[float]:
+    """number(result of names[0], ...) for each seed of which all are there."""
+    values = []
+    for seed in SEEDS:
+        results = [found.get(f"{name} {seed}") for name in names]
+        if None not in results:
+            values.append(number(*[result["found"] for result in results]))
+    return values
+
+
+def last(ranks: dict) -> list[dict]:
+    """The layers of a run's last checkpoint."""
+    return ranks[max(ranks, key=int)]["layers"]
+
+
+def top(ranks: dict, curve: str = "without_mask", centering: str = "uncentered") -> int:
+    """rank_0.9 of H^L of a run's last checkpoint."""
+    return last(ranks)[-1][centering][curve]
+
+
+def rank_after(tuned: dict) -> float:
+    """The median over seeds of rank_0.9 of H^L after fine-tuning."""
+    return statistics.median(ranks["uncentered"] for ranks in tuned["effective_rank"]["after"] if ranks)
+
+
+def pair(task: str) -> tuple[str, ...]:
+    """The jobs of a task, but for their seeds."""
+    return tuple(f"{task} {model}" for model in MODELS)
+
+
+def tasks_of(found: dict) -> list[str]:
+    """The tasks that have been fine-tuned from both models of at least one seed."""
+    return [task for task in ("docs", *SMALL_TASKS) if by_seed(found, pair(task), lambda mae, mlm: 0)]
+
+
+def gain(found: dict, seed: int) -> float | None:
+    """Score of MAE-LM minus MLM, the mean over tasks, of one pre-training seed; None if a task is missing."""
+    gains = []
+    for task in tasks_of(found):
+        scores = [found[f"{name} {seed}"]["found"]["median"] for name in pair(task) if f"{name} {seed}" in found]
+        if len(scores) < 2:
+            return None
+        gains.append(scores[0] - scores[1])
+    return statistics.mean(gains) if gains else None
+
+
+def saved(figure3: dict) -> float:
+    """The share of MLM's time, in percent, that MAE-LM saves on its way to MLM's last score; if it never gets there, as
+    if it did at its end, which is too good."""
+    share, curves = figure3["shares"]["mae-lm"], figure3["curves"]
+    if share is None:
+        share = curves["mae-lm"][-1][0] / curves["mlm"][-1][0]
+    return 100 * (1 - share)
+
+
+def fall(found: dict) -> Interval | None:
+    """How much the score falls from delta 0 to 1, by the line through Figure 4's points, with its 95 % interval."""
+    names = [f"docs short {name}" for name in DELTAS]
+    if not all(name in found for name in names):
+        return None
+    x = [float(name.split()[-1]) for name in names]
+    y = [found[name]["found"]["median"] for name in names]
+    slope, intercept = statistics.linear_regression(x, y)
+    squares = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y))
+    spread = sum((a - statistics.mean(x)) ** 2 for a in x)
+    freedom = len(x) - 2
+    half = T[freedom] * (squares / freedom / spread) ** 0.5
+    return -slope, -slope - half, -slope + half
+
+
+def claims(found: dict) -> list[Claim]:
+    """The paper's claims, on what is recorded."""
+    gains = [gain(found, seed) for seed in SEEDS]
+    rows = [
+        over_seeds("Figure 1a", "MLM, top layer: rank of text with `[MASK]`, minus without", "above 0",
+                   by_seed(found, ("rank mlm",), lambda mlm: top(mlm, "with_mask") - top(mlm))),
+        over_seeds("Figure 1b", "MLM: rank of `[MASK]` alone, at the top minus at the embeddings", "above 0",
+                   by_seed(found, ("rank mlm",),
+                           lambda mlm: top(mlm, "mask_only") - last(mlm)[0]["uncentered"]["mask_only"])),
+        over_seeds("Table 3", "rank without `[MASK]` at the top, MAE-LM minus MLM", "491 - 462 = 29, of 768",
+                   by_seed(found, pair("rank"), lambda mae, mlm: top(mae) - top(mlm))),
+    ]
+    for task in tasks_of(found):
+        rows.append(over_seeds("Table 3", f"the same after fine-tuning on {task}", "MNLI 62, SQuAD 157, of 768",
+                               by_seed(found, pair(task), lambda mae, mlm: rank_after(mae) - rank_after(mlm))))
+    rows += [
+        over_seeds("Table 1", "score of MAE-LM minus MLM, mean over tasks, points", "GLUE 86.1 - 85.2 = 0.9",
+                   [value for value in gains if value is not None]),
+        over_seeds("Figure 3", "share of MLM's time that MAE-LM saves on the way to its score on docs, %", "about 60",
+                   by_seed(found, ("figure3",), saved)),
+        Claim("Figure 4", "fall of the score on docs from delta 0 to 1, points (one seed, 6,000 steps)", "above 0", [],
+              fall(found)),
+    ]
+    return rows
+
+
+# ---- 4. The page ------------------------------------------------------------------------------------------------
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def in_print(interval: Interval | None) -> str:
+    """A mean with its interval, for print."""
+    if interval is None:
+        return ""
+    mean, low, high = interval
+    ends = "one seed" if high == float("inf") else f"{low:.1f} to {high:.1f}"
+    return f"{mean:.1f} ({ends})"
+
+
+def over(values: list[float], digits: int = 0) -> str:
+    """The values of seeds, for print."""
+    return ", ".join(f"{value:.{digits}f}" for value in values)
+
+
+def verdicts(found: dict) -> str:
+    """The table of claims."""
+    head = ["the paper", "the number that is above 0 if it holds", "paper", "here: mean (95 % interval)", "by seed",
+            "verdict"]
+    rows = []
+    for claim in claims(found):
+        rows.append([claim.where, claim.statement, claim.paper, in_print(claim.interval), over(claim.seeds, digits=1),
+                     verdict(claim.interval)])
+    return table(head, rows)
+
+
+def training_table(found: dict) -> str:
+    """The last validation loss of each run, and its minutes."""
+    rows = []
+    for model, name in MODELS.items():
+        losses = by_seed(found, (f"train {model}",), lambda run: run["losses"][-1][1])
+        minutes = [found[f"train {model} {seed}"]["minutes"] for seed in SEEDS if f"train {model} {seed}" in found]
+        rows.append([name, over(losses, digits=3), over(minutes)])
+    return table(["", "validation loss, by seed", "minutes"], rows)
+
+
+def rank_table(found: dict) -> str:
+    """Figure 1 in numbers: rank_0.9 by layer of the last checkpoints."""
+    rows = []
+    for model, centering, curve in itertools.product(MODELS, CENTERINGS, CURVES):
+        row = [MODELS[model], centering, curve]
+        for run in by_seed(found, (f"rank {model}",), last):
+            row.append(over([layer[centering][curve] for layer in run]))
+        rows.append(row)
+    return table(["", "", "", *[f"seed {seed}" for seed in SEEDS]], rows)
+
+
+def anatomy_table(found: dict) -> str:
+    """What the layers of the last checkpoints are made of."""
+    rows = []
+    for model, what in itertools.product(MODELS, ANATOMY):
+        row = [MODELS[model], what]
+        for run in by_seed(found, (f"rank {model}",), last):
+            values = [layer["anatomy"][what] for layer in run]
+            row.append(over([value for value in values if value is not None], digits=2))
+        rows.append(row)
+    return table(["", "", *[f"seed {seed}" for seed in SEEDS]], rows)
+
+
+def tuning_table(found: dict) -> str:
+    """Scores and ranks after fine-tuning."""
+    rows = []
+    for task, model in itertools.product(tasks_of(found), MODELS):
+        scores = by_seed(found, (f"{task} {model}",), lambda tuned: tuned["median"])
+        after = by_seed(found, (f"{task} {model}",), rank_after)
+        rows.append([task, MODELS[model], over(scores, digits=1), over(after)])
+    return table(["task", "", "score, by pre-training seed", "rank afterwards"], rows)
+
+
+def short_table(found: dict) -> str:
+    """Figure 4 and the first group of Table 2."""
+    rows = []
+    for name in (*DELTAS, *GROUP):
+        if f"docs short {name}" in found:
+            rows.append([name, over([found[f"docs short {name}"]["found"]["median"]], digits=1)])
+    return table(["", "score on docs"], rows)
+
+
+def tables(found: dict) -> str:
+    """All tables of the page, in Markdown."""
+    return "\n\n".join([
+        verdicts(found),
+        "Pre-training:", training_table(found),
+        "Figure 1, rank_0.9 at layers 0 to L of the last checkpoint:", rank_table(found),
+        "What layers 0 to L are made of: `identity`, the share of their variance that the tokens alone explain, and "
+        "the mean squares that attention and FFN of layers 1 to L write:", anatomy_table(found),
+        f"Fine-tuning, medians of {TUNED} seeds:", tuning_table(found),
+        "Shorter runs, one seed:", short_table(found)])
+
+
+def draw(found: dict, path: Path) -> None:
+    """The page of figures: loss, Figure 1, Table 3 over time, downstream."""
+    with figure(path, panels=4) as (_, (loss, ranks, time_axis, scores)):
+        for number, (model, name) in enumerate(MODELS.items()):
+            color = f"C{number}"
+            for run in by_seed(found, (f"train {model}",), lambda run: run["losses"]):
+                loss.plot([step for step, _ in run], [value for _, value in run], color=color)
+            for run in by_seed(found, (f"rank {model}",), lambda run: run):
+                for curve, style in (("without_mask", "o-"), ("with_mask", "s--"), ("mask_only", "^:")):
+                    if model == "mlm" or curve == "without_mask":  # MAE-LM never reads [MASK]
+                        values = [layer["uncentered"][curve] for layer in last(run)]
+                        ranks.plot(values, style, color=color, alpha=0.7)
+                steps = sorted(run, key=int)
+                values = [run[step]["layers"][-1]["uncentered"]["without_mask"] for step in steps]
+                time_axis.plot([int(step) for step in steps], values, "o-", color=color)
+            for place, task in enumerate(tasks_of(found)):
+                values = by_seed(found, (f"{task} {model}",), lambda tuned: tuned["median"])
+                scores.plot([place + 0.2 * number] * len(values), values, "o", color=color)
+            for axis in (loss, ranks, time_axis, scores):
+                axis.plot([], [], color=color, label=name)
+        loss.set(xlabel="step", ylabel="validation loss", title="pre-training")
+        ranks.set(xlabel="layer", ylabel="rank_0.9", title="Figure 1: without (o), with (s), [MASK] (^)")
+        time_axis.set(xlabel="step", ylabel="rank_0.9 of H^L without [MASK]", title="Table 3 over time")
+        scores.set(xticks=range(len(tasks_of(found))), xticklabels=tasks_of(found), ylabel="score", title="downstream")
+        for axis in (loss, ranks, time_axis, scores):
+            axis.legend(fontsize="small")
+
+
+def report() -> None:
+    """Put the tables between the page's marks, and draw its figure."""
+    found = recorded()
+    if not found:
+        raise UserError(f"{RECORD}: nothing is recorded yet; give --data")
+    text = PAGE.read_text()
+    marks = re.compile("(<!-- tables -->\n).*(\n<!-- end of tables -->)", re.DOTALL)
+    with atomic(PAGE) as temporary:
+        temporary.write_text(marks.sub(lambda match: match[1] + tables(found) + match[2], text))
+    draw(found, PAGE.with_suffix(".png"))
+    print(f"{len(found)} jobs recorded: docs/{PAGE.name}, docs/{PAGE.stem}.png")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(prog="bench/evidence.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="text for pre-training")
+    parser.add_argument("--glue", help="folder of GLUE's files")
+    parser.add_argument("--hours", type=float, default=1000.0, help="end after so many [when all is done]")
+    parser.add_argument("--at-once", type=int, default=1, help="jobs at a time [%(default)s]")
+    parser.add_argument("--steps", type=int, help="of the main runs, instead of the preset's")
+    parser.add_argument("--learning-rate", type=float, help="of fine-tuning, for all encoders alike")
+    parser.add_argument("--out", type=Path, default=Path("out/evidence"), help="for the runs [%(default)s]")
+    parser.add_argument("--report", action="store_true", help="make docs/evidence.md from what is recorded")
+    options = parser.parse_args(argv)
+    if not options.data and not options.report:
+        parser.error("give --data TEXT, or --report")
+    if options.at_once < 1:
+        parser.error(f"--at-once {options.at_once}: use 1 or more")
+    with clear_errors("bench/evidence.py"):
+        if options.data:
+            options.out.mkdir(parents=True, exist_ok=True)
+            run_jobs(jobs(options), options)
+        if options.report:
+            report()
+
+
+if __name__ == "__main__":
+    main()
