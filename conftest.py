@@ -279,7 +279,8 @@ def wrong_versions(names):
 def text_with(wrong):
     """The text of the file that a wrong version is of, with its mistake."""
     file, *path = wrong.place.split(".")
-    text = (HERE / f"{file}.py").read_text(encoding="utf-8")
+    path_of_file = next(folder / f"{file}.py" for folder in (HERE, HERE / "bench") if (folder / f"{file}.py").is_file())
+    text = path_of_file.read_text(encoding="utf-8")
     node = ast.parse(text)
     for name in path:
         node = next(inner for inner in node.body if getattr(inner, "name", "") == name)

@@ -138,6 +138,7 @@ PRESETS = {  # as differences from the defaults; section 4.1 and Table 4
                     encoder_layers=24, encoder_dim=1024, encoder_heads=16,
                     rel_pos_buckets=128, rel_pos_max_distance=256),
 }
+PRESETS["laptop"] = PRESETS["toy"]  # the same model; train.py trains it for longer
 
 ABLATIONS = {  # Table 2, row by row, as differences from MAE-LM; Figure 4 is mask_in_encoder = 0, 0.25 ... 1
     "mae-lm": dict(),

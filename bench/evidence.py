@@ -40,6 +40,7 @@ ANATOMY = ("identity", "attention", "ffn")  # of rank.anatomy
 SMALL_TASKS = ("cola", "mrpc", "rte", "stsb")
 # Shorter runs with one seed: the sweep of Figure 4 and the first group of Table 2, name -> flags.
 SHORT = "6000"
+PAUSE = 1.0  # seconds between looks at the jobs in progress
 DELTAS = {f"delta {delta}": ["--mask-in-encoder", delta] for delta in ("0", "0.25", "0.5", "0.75", "1")}
 GROUP = {name: ["--ablation", name] for name in ("mlm", "enc-mask-dec-resets", "random-replace")}
 
@@ -202,7 +203,7 @@ def run_jobs(todo: list[Job], options: argparse.Namespace) -> None:
                 running.append(start(job, threads, options.out))
             if not running:
                 return
-            time.sleep(1)
+            time.sleep(PAUSE)
             for one in [one for one in running if one.process.poll() is not None]:
                 running.remove(one)
                 if one.process.returncode == 0:

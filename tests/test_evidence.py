@@ -1,0 +1,195 @@
+"""Claims about bench/evidence.py: which jobs are run, what is recorded, and how a verdict is reached."""
+import argparse
+import sys
+
+import numpy as np
+import pytest
+import scipy.stats
+
+import finetune
+import rank
+import train
+from conftest import HERE, catches, run_with_wrong_version, wrong_versions
+
+sys.path.insert(0, str(HERE / "bench"))
+import evidence  # noqa: E402
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A record and a page of the test's own, and no long pauses."""
+    monkeypatch.setattr(evidence, "PAUSE", 0.05)
+    monkeypatch.setattr(evidence, "RECORD", tmp_path / "evidence.json")
+    monkeypatch.setattr(evidence, "PAGE", tmp_path / "evidence.md")
+    return evidence
+
+
+def options_in(out, **changes):
+    return argparse.Namespace(**dict(data="text", glue="glue", hours=1.0, at_once=1, steps=None, learning_rate=None,
+                                     out=out) | changes)
+
+
+# ---- The jobs -------------------------------------------------------------------------------------------------------
+def test_every_job_is_a_command_that_its_program_takes(tmp_path):
+    read = {"train.py": train.parse, "rank.py": rank.read_options, "finetune.py": finetune.read_command}
+    jobs = evidence.jobs(options_in(tmp_path, steps=1000, learning_rate=1e-3))
+    kinds = {tuple(word for word in job.command if word.startswith("--")) + (job.command[0],): job for job in jobs}
+    assert 5 < len(kinds) < 15
+    for job in kinds.values():
+        program, *flags = job.command
+        assert read[program](flags)
+    names = [job.name for job in jobs]
+    assert len(set(names)) == len(names) and len({job.folder for job in jobs}) == len(jobs)
+    for job in jobs:  # what a job needs comes before it
+        assert job.needs == "" or names.index(job.needs) < names.index(job.name)
+
+
+def test_both_models_are_trained_alike_but_for_their_ablation(tmp_path):
+    """Equal steps, rows and seeds: the fields of the two runs of a seed differ in the method alone."""
+    commands = {job.name: job.command[1:] for job in evidence.jobs(options_in(tmp_path)) if job.command[0] == "train.py"}
+    for seed in evidence.SEEDS:
+        (mae, recipe, _), (mlm, other, _) = [train.parse(commands[f"train {model} {seed}"]) for model in evidence.MODELS]
+        assert recipe == other and recipe.seed == seed
+        assert mae == train.make_config("laptop") and mlm == train.make_config("laptop", "mlm")
+        tokens = recipe.max_steps * recipe.batch_size * mae.seq_len
+        assert tokens >= 100e6
+    deltas = [train.parse(commands[f"train short {name}"])[0].mask_in_encoder for name in evidence.DELTAS]
+    assert deltas == [0, 0.25, 0.5, 0.75, 1]
+
+
+# ---- Running them ---------------------------------------------------------------------------------------------------
+def stub(folder, name, program, needs=""):
+    return evidence.Job(name, ["-c", program], folder, lambda folder: {"name": name}, needs)
+
+
+@catches("evidence.run_jobs", "if one.process.returncode == 0:", "if True:")
+@catches("evidence.next_job", " and (not job.needs or job.needs in done)", "")
+def test_what_ended_well_is_recorded_and_not_run_again(own, tmp_path, capsys):
+    log = tmp_path / "order"
+
+    def says(name, code=0):
+        return f"open({str(log)!r}, 'a').write('{name} '); raise SystemExit({code})"
+    todo = [stub(tmp_path, "second", says("second"), needs="first"), stub(tmp_path, "first", says("first")),
+            stub(tmp_path, "bad", says("bad", 3)), stub(tmp_path, "never", says("never"), needs="bad"),
+            stub(tmp_path, "last", says("last"))]
+    evidence.run_jobs(list(todo), options_in(tmp_path))
+    assert log.read_text().split() == ["first", "second", "bad", "last"]
+    assert "bad failed" in capsys.readouterr().out
+    found = evidence.recorded()
+    assert list(found) == ["first", "second", "last"] and found["last"]["found"] == {"name": "last"}
+    evidence.run_jobs(list(todo), options_in(tmp_path))
+    assert log.read_text().split() == ["first", "second", "bad", "last", "bad"]
+
+
+@catches("evidence.run_jobs", "one.process.send_signal(signal.SIGTERM)", "pass")
+def test_when_the_time_is_up_jobs_are_told_to_stop_and_waited_for(own, tmp_path, capsys):
+    told = tmp_path / "told"
+    program = ("import signal, sys, time\n"
+               f"signal.signal(signal.SIGTERM, lambda *_: (open({str(told)!r}, 'w').close(), sys.exit(143)))\n"
+               f"open({str(tmp_path / 'ready')!r}, 'w').close()\n"
+               "time.sleep(9)")
+    evidence.run_jobs([stub(tmp_path, "long", program)], options_in(tmp_path, hours=5 / 3600))
+    assert told.exists() and "the same command continues" in capsys.readouterr().out
+    assert evidence.recorded() == {}
+
+
+# ---- Verdicts -------------------------------------------------------------------------------------------------------
+def test_the_quantiles_are_those_of_students_t():
+    for freedom, quantile in evidence.T.items():
+        assert quantile == pytest.approx(scipy.stats.t.ppf(0.975, freedom), abs=1e-3)
+
+
+@catches("evidence.over_seeds", "T[len(values) - 1]", "1.96")
+@catches("evidence.over_seeds", " / len(values) ** 0.5", "")
+def test_an_interval_over_seeds_is_students():
+    values = [3.0, 5.0, 4.5]
+    low, high = scipy.stats.t.interval(0.95, 2, loc=np.mean(values), scale=scipy.stats.sem(values))
+    assert evidence.over_seeds("", "", "", values).interval == pytest.approx((np.mean(values), low, high), abs=1e-2)
+    assert evidence.over_seeds("", "", "", [7.0]).interval == (7.0, -np.inf, np.inf)
+
+
+@catches("evidence.verdict", "low > 0", "high > 0", interval=(1.0, -1.0, 3.0), word="undecided")
+@catches("evidence.verdict", "high <= 0", "low <= 0", interval=(1.0, -1.0, 3.0), word="undecided")
+@pytest.mark.parametrize("interval, word", [
+    (None, "not measured"), ((2.0, 1.0, 3.0), "**shown**"), ((-2.0, -3.0, -1.0), "**not shown**"),
+    ((1.0, -1.0, 3.0), "undecided"), ((-1.0, -3.0, 1.0), "undecided"), ((5.0, -np.inf, np.inf), "undecided")])
+def test_a_verdict_needs_the_whole_interval_on_one_side(interval, word):
+    assert word in evidence.verdict(interval)
+
+
+def ranks(top, with_mask=None, masks=(1, 5)):
+    """What is recorded of a job of rank.py, two layers at one checkpoint."""
+    layers = []
+    for layer in range(2):
+        curves = {"without_mask": top, "with_mask": with_mask or top, "mask_only": masks[layer]}
+        layers.append({"uncentered": curves, "centered": curves,
+                       "anatomy": {"identity": 0.5, "attention": 1.0 if layer else None, "ffn": 2.0 if layer else None}})
+    return {"6000": {"layers": layers}, "12000": {"layers": layers}}
+
+
+def tuned(median, after):
+    return {"median": median, "effective_rank": {"after": [{"uncentered": after}, None]}}
+
+
+def record_of(gains, rank_gains, falls=(9, 8, 7, 6, 5)):
+    """A record in which MAE-LM is ahead by these numbers, by seed."""
+    found = {}
+
+    def add(name, results):
+        found[name] = {"found": results, "minutes": 60.0}
+    for seed, (gain, rank_gain) in enumerate(zip(gains, rank_gains)):
+        for model in evidence.MODELS:
+            ahead = model == "mae-lm"
+            add(f"train {model} {seed}", {"losses": [[0, 7.0], [12000, 2.0]]})
+            add(f"rank {model} {seed}", ranks(80 + rank_gain if ahead else 80, with_mask=84))
+            add(f"docs {model} {seed}", tuned(60 + gain if ahead else 60, 50 + rank_gain if ahead else 50))
+        add(f"figure3 {seed}", {"curves": {"mae-lm": [[1.0, 60.0]], "mlm": [[2.0, 60.0]]},
+                                "shares": {"mae-lm": 0.4, "mlm": None}})
+    for name, score in zip(evidence.DELTAS, falls):
+        add(f"docs short {name}", {"median": score})
+    return found
+
+
+@catches("evidence.claims", "top(mae) - top(mlm)", "top(mlm) - top(mae)")
+@catches("evidence.gain", "scores[0] - scores[1]", "scores[1] - scores[0]")
+@catches("evidence.claims", "rank_after(mae) - rank_after(mlm)", "rank_after(mlm)")
+@catches("evidence.fall", "return -slope, -slope - half, -slope + half", "return slope, slope - half, slope + half")
+@catches("evidence.saved", "100 * (1 - share)", "100 * (share - 1)")
+def test_claims_hold_where_mae_lm_is_ahead_and_do_not_where_it_is_behind():
+    words = {"ahead": "**shown**", "behind": "**not shown**"}
+    ahead = evidence.claims(record_of(gains=[2, 2.1, 2.2], rank_gains=[6, 7, 8], falls=(9, 8, 7, 6, 5.1)))
+    assert [evidence.verdict(claim.interval) for claim in ahead] == [words["ahead"]] * 7
+    assert ahead[2].seeds == [6, 7, 8] and ahead[0].seeds == [84 - 80] * 3 and ahead[1].seeds == [4] * 3
+    behind = evidence.claims(record_of(gains=[-2, -2.1, -2.2], rank_gains=[-6, -7, -8], falls=(5, 6, 7, 8, 9.1)))
+    found = {claim.where: evidence.verdict(claim.interval) for claim in behind}
+    assert [found[where] for where in ("Table 3", "Table 1", "Figure 4")] == [words["behind"]] * 3
+    assert all(claim.interval is None for claim in evidence.claims({}))
+
+
+def test_a_run_that_never_gets_there_saves_no_more_than_at_its_end():
+    never = {"curves": {"mae-lm": [[0.5, 50.0], [1.2, 59.0]], "mlm": [[1.0, 60.0]]}, "shares": {"mae-lm": None}}
+    assert evidence.saved(never) == pytest.approx(-20)
+
+
+def test_the_fall_has_the_interval_of_a_regression():
+    found = record_of([], [], falls=(62.0, 61.5, 60.0, 61.0, 58.5))
+    fit = scipy.stats.linregress([0, 0.25, 0.5, 0.75, 1], [62.0, 61.5, 60.0, 61.0, 58.5])
+    half = scipy.stats.t.ppf(0.975, 3) * fit.stderr
+    assert evidence.fall(found) == pytest.approx((-fit.slope, -fit.slope - half, -fit.slope + half), abs=1e-2)
+
+
+def test_the_report_changes_the_tables_of_the_page_alone(own):
+    evidence.write_json(evidence.RECORD, {"jobs": record_of([1, 2, 3], [4, 5, 6])})
+    evidence.PAGE.write_text("# Before\n<!-- tables -->\nstale\n<!-- end of tables -->\nafter\n")
+    evidence.report()
+    text = evidence.PAGE.read_text()
+    assert text.startswith("# Before\n<!-- tables -->\n|") and text.endswith("<!-- end of tables -->\nafter\n")
+    assert "stale" not in text and "4.0, 5.0, 6.0" in text and evidence.PAGE.with_suffix(".png").stat().st_size > 10_000
+    evidence.report()
+    assert evidence.PAGE.read_text() == text
+
+
+# ---- Wrong versions -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("claim, wrong", wrong_versions(globals()))
+def test_the_claim_catches_the_wrong_version(claim, wrong, request, monkeypatch):
+    run_with_wrong_version(claim, wrong, request, monkeypatch)
