@@ -93,7 +93,7 @@ DEFAULTS = {
     "small": dict(epochs=10.0, batch_size=16),
     "large": dict(),
     "squad": dict(batch_size=16),
-    "docs": dict(epochs=5.0, batch_size=16, learning_rate=1.5e-3),
+    "docs": dict(epochs=5.0, batch_size=16, learning_rate=8e-4),  # the rate: docs/results.md
 }
 SWEPT = ("epochs", "learning_rate", "batch_size", "warmup_share")
 SWEEPS = {  # (group, size of the encoder) -> values to try; Tables 5 and 6
