@@ -17,12 +17,36 @@ from hypothesis import HealthCheck, Phase, settings
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 
+import classroom  # noqa: E402
 import maelm  # noqa: E402
 import rank  # noqa: E402
 import run  # noqa: E402
 import train  # noqa: E402
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+
+
+# ---- Whose code is tested -------------------------------------------------------------------------------------------
+def pytest_addoption(parser):
+    """The flag by which a student's code is tested, not ours."""
+    parser.addoption("--student", metavar="FILE", help="run the tests of the tasks in FILE (or a folder) on its code")
+
+
+def pytest_configure(config):
+    """Let the tests of a student's tasks run on the student's code. A folder that --handout made is a student's."""
+    path = config.getoption("--student") or (classroom.ANSWERS.exists() and HERE)
+    there = any(isinstance(plugin, classroom.StudentTests) for plugin in config.pluginmanager.get_plugins())
+    if path and not there:
+        try:
+            config.pluginmanager.register(classroom.StudentTests(path))
+        except (classroom.UserError, OSError) as error:
+            raise pytest.UsageError(str(error)) from None
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Who stands in another folder may believe that its files are tested."""
+    if Path.cwd() != HERE and not config.getoption("--student"):
+        terminalreporter.write_line(f"tested: {HERE}, and no other files; those of a student: pytest --student=FILE")
 
 
 # ---- A small model and a batch --------------------------------------------------------------------------------------

@@ -183,12 +183,13 @@ def draw_noise(B: int, n: int, config: Config, generator: torch.Generator) -> No
 
 def corrupt(tokens: Tensor, config: Config, generator: torch.Generator | None = None,
             noise: Noise | None = None) -> Corruption:
-    """Draw exactly k = config.masks_per_row(n) masked positions a row, uniformly among its real tokens (those
-    with id >= NUM_SPECIAL), and remove them; section 3. tokens (B, n) int64, on the generator's device.
+    """Draw exactly k = config.masks_per_row(n) masked positions a row, any k of its real tokens (those with
+    id >= NUM_SPECIAL) equally likely, and remove them; section 3. tokens (B, n) int64, on the generator's
+    device. round(mask_in_encoder * k) of the masked positions, any of them equally likely, are not removed:
+    the encoder reads a `fill` there. So each row keeps m = n - k + round(mask_in_encoder * k) positions.
 
-    round(mask_in_encoder * k) of the masked positions, a uniform choice too, are not removed: the encoder
-    reads a `fill` there. So each row keeps m = n - k + round(mask_in_encoder * k) positions. Pure: `tokens`
-    is not changed, and the same generator state, or the same `noise` drawn before, gives the same result.
+    Pure: `tokens` is not changed, and the same generator state, or the same `noise` drawn before, gives the
+    same result. Random numbers are those of `noise`, or else of draw_noise with this generator.
     ValueError if k is 0 or if a row has fewer than k real tokens."""
     B, n = tokens.shape
     if noise is None:
@@ -231,9 +232,10 @@ def fill(tokens: Tensor, config: Config, noise: Noise) -> Tensor:
 # ---- 3. Relative positions: section 4.1 (Raffel et al., 2019), App. C --------------------------------------
 def relative_bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
     """T5's bidirectional buckets of distance = key position - query position: int64 of any shape -> int64.
-    The second half are for keys to the right (distance > 0). In each half, the first half are single
-    distances 0, 1, ..., the rest ranges that grow by a constant factor up to max_distance; from there on all
-    share the last one."""
+    The second half are for keys to the right (distance > 0). In each half, the first `exact` = half // 2 are
+    single distances 0, 1, ..., the other r ranges that grow by a constant factor up to max_distance; from
+    there on all share the last one. Range i of 0 ... r - 1 begins at exact * (max_distance / exact) ** (i /
+    r), itself included: where that is a whole number, rounding must not make it more."""
     # Differs from the paper: its code has another formula, with one bucket unused; the text cites T5.
     half = num_buckets // 2
     exact = half // 2  # distances below this have a bucket of their own
@@ -441,8 +443,9 @@ class Encoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, padding: Tensor | None = None,
                 all_layers: bool = False, at: Tensor | None = None) -> Tensor | list[Tensor]:
         """tokens (B, m) int64 at original positions (B, m) or (1, m), padding (B, m) bool, True = ignore ->
-        H^L (B, m, d), at `at` (B, k) only if given; with all_layers the list H^0 ... H^L. Dropout of the
-        embeddings in training mode only."""
+        H^L (B, m, d), of these only the k at indices `at` (B, k) int64 if given; with all_layers the list H^0
+        ... H^L. H^0 is `norm` of e_x + p_i, with dropout in training mode only, in compute_dtype; H^L is
+        `final_norm` of the last block's output."""
         h = self.token_embedding(tokens) + self.position_embedding(positions)  # h_i^0 = e_{x_i} + p_i
         # Differs from the paper: its formula has no LayerNorm here; its code, like BERT, has.
         h = F.dropout(self.norm(h), self.p, self.training)

@@ -5,6 +5,10 @@ Claims about the other files are in tests/.
     pytest                          # all of it, 10 minutes on one core; -n 2 uses two
     python test_maelm.py -h         # for classes: --blank makes an assignment, --grade marks it; docs/teaching.md
 """
+if __name__ == "__main__":  # before all imports, one of which may be of a file that a student has changed
+    import classroom
+    classroom.main()
+
 import contextlib
 import doctest
 import itertools
@@ -26,8 +30,7 @@ from conftest import (TAUS, TINY, built, catches, generator, model_and_batch, mo
 
 
 # ---- Section 3: removing the masked positions -----------------------------------------------------------------------
-@catches("maelm.corrupt", "order.topk(k, largest=False).indices",
-         "torch.randint(1, n - 1, (B, k))")
+@catches("maelm.corrupt", "order.topk(k, largest=False).indices", "torch.randint(1, n - 1, (B, k))")
 @catches("maelm.corrupt", "noise.order.masked_fill(special, 2.0)", "noise.order")
 @catches("maelm.corrupt", "none.scatter(1, chosen[:, shown:], True)", "none")
 def test_every_row_has_exactly_k_masks_and_no_special_token_among_them():
@@ -52,11 +55,17 @@ def test_kept_positions_are_the_rest_in_ascending_order():
 
 @catches("maelm.corrupt", "noise.order.masked_fill(special, 2.0)",
          "(noise.order * torch.linspace(1, 2, n)).masked_fill(special, 2.0)")
+@catches("maelm.corrupt", "noise.order.masked_fill(special, 2.0)",
+         "F.pad(noise.order[:, 1:-1:2].repeat_interleave(2, 1), (1, 1)).masked_fill(special, 2.0)")
+@catches("maelm.corrupt", "chosen[:, shown:]", "chosen.sort(1).values[:, shown:]")
 def test_masks_are_uniform_over_real_tokens():
-    tokens = random_tokens(4000)
-    share = maelm.corrupt(tokens, tiny(), generator(0)).masked.float().mean(0)[1:-1]
-    p = 6 / 22
-    assert (share - p).abs().max() < 5 * math.sqrt(p * (1 - p) / 4000)
+    """Any two positions are masked together equally often, and equally often shown to the encoder together."""
+    masked, kept, _ = maelm.corrupt(random_tokens(4000), tiny(mask_in_encoder=0.5), generator(0))
+    shown = masked & torch.zeros_like(masked).scatter(1, kept, True)
+    for drawn, k in ((masked, 6), (shown, 3)):
+        x = drawn[:, 1:-1].double()
+        p = torch.full((22, 22), k / 22 * (k - 1) / 21).fill_diagonal_(k / 22)
+        assert ((x.T @ x / 4000 - p).abs() < 5 * (p * (1 - p) / 4000).sqrt()).all()
 
 
 @catches("maelm.draw_noise", "torch.rand(2, B, n, generator=generator, device=generator.device)", "torch.rand(2, B, n)")
@@ -82,10 +91,12 @@ def test_delta_is_the_share_of_masks_that_the_encoder_reads():
 
 
 @catches("maelm.draw_noise", "torch.randint(NUM_SPECIAL,", "torch.randint(0,")
+@catches("maelm.draw_noise", "config.vocab_size,", "config.vocab_size - 1,")
+@catches("maelm.corrupt", "fill(tokens, config, noise)", "fill(tokens, config, noise).clamp(max=config.vocab_size - 2)")
 def test_random_fill_is_a_real_token_and_mostly_not_the_true_one():
-    tokens = random_tokens(200)
+    tokens = random_tokens(4000)
     masked, _, inputs = maelm.corrupt(tokens, tiny(mask_in_encoder=1.0, encoder_fill="random"), generator(0))
-    assert inputs[masked].min() >= maelm.NUM_SPECIAL and inputs[masked].max() < 300
+    assert inputs[masked].min() == maelm.NUM_SPECIAL and inputs[masked].max() == 299  # all of them are drawn
     assert (inputs[masked] == tokens[masked]).float().mean() < 0.03
     assert torch.equal(inputs[~masked], tokens[~masked])
 
@@ -113,12 +124,21 @@ def test_a_row_with_too_few_real_tokens_is_refused():
 
 
 @catches("maelm.corrupt", "read.gather(1, kept)", "tokens.gather(1, kept)")
+def test_what_the_encoder_reads_does_not_depend_on_the_masked_tokens():
+    for name in ("mae-lm", "mlm", "enc-mask", "random-replace"):
+        config, tokens = tiny(**maelm.ABLATIONS[name]), random_tokens()
+        corruption = maelm.corrupt(tokens, config, generator(1))
+        changed = torch.where(corruption.masked, (tokens + 1).clamp(4, 299), tokens)
+        again = maelm.corrupt(changed, config, generator(1))
+        assert torch.equal(again.tokens, corruption.tokens) and torch.equal(again.kept, corruption.kept)
+
+
+@catches("maelm.corrupt", "read.gather(1, kept)", "tokens.gather(1, kept)")
 def test_masked_tokens_cannot_reach_the_encoder():
     for name in ("mae-lm", "mlm", "enc-mask", "cross"):
         model, tokens, corruption = model_and_batch(**maelm.ABLATIONS[name])
         changed = torch.where(corruption.masked, (tokens + 1).clamp(4, 299), tokens)
         again = maelm.corrupt(changed, model.config, generator(1))
-        assert torch.equal(again.tokens, corruption.tokens)
         at = model.predicted(corruption.masked)
         assert torch.equal(logits_at(model, tokens, corruption, at), logits_at(model, changed, again, at))
 
@@ -432,8 +452,8 @@ def test_each_head_has_a_bias_of_its_own():
 @catches("maelm.Attention.forward", "self.p if self.training else 0.0", "0.0")
 def test_attention_has_dropout_in_training_only():
     layer, x, y = attention_layer(dropout=0.5)
-    assert torch.equal(layer(x, y), layer(x, y))
-    assert not torch.allclose(layer.train()(x, y), layer(x, y))
+    calm = layer(x, y)
+    assert torch.equal(layer(x, y), calm) and not torch.allclose(layer.train()(x, y), calm)
 
 
 # ---- Section 2.1: layers and the encoder ----------------------------------------------------------------------------
@@ -507,7 +527,7 @@ def test_last_layer_at_masked_positions_equals_the_full_layer():
 @catches("maelm.Encoder.forward", "self.p, self.training", "self.p, True")
 @catches("maelm.Encoder.forward", "self.p, self.training", "0.0, self.training")
 def test_embeddings_have_dropout_in_training_only():
-    model, tokens, _ = model_and_batch(dropout=0.5)
+    model, tokens, _ = model_and_batch(dropout=0.5, encoder_layers=1)
     calm, again, training = (model.encoder.train(on)(tokens, torch.arange(24)[None], all_layers=True)[0]
                              for on in (False, False, True))
     assert torch.equal(calm, again) and abs((training == 0).float().mean() - 0.5) < 0.05
@@ -559,8 +579,7 @@ def test_a_model_that_knows_nothing_loses_the_log_of_the_vocabulary():
     assert model(tokens, corruption).item() == pytest.approx(math.log(300))
 
 
-@catches("maelm.MAELM.forward", "self.predicted(corruption.masked)",
-         "torch.arange(tokens.shape[1]).expand_as(tokens)")
+@catches("maelm.MAELM.forward", "self.predicted(corruption.masked)", "torch.arange(tokens.shape[1]).expand_as(tokens)")
 def test_only_the_masked_tokens_are_targets():
     model, tokens, corruption = model_and_batch()
     loss, other = model(tokens, corruption), tokens.roll(1, dims=0)
@@ -698,10 +717,9 @@ def test_rank_is_the_smallest_k_whose_values_sum_to_tau():
 
 @catches("rank.tau_rank", "(tau - 1e-9)", "tau")
 def test_equal_singular_values_count_exactly():
-    for d, tau in itertools.product((3, 10, 64), TAUS):
+    for d, tau, value in itertools.product((3, 10, 64), TAUS, (1, 0.1, 1 / 3)):
         k = int(np.ceil(tau * d - 1e-9))
-        assert rank.effective_rank(torch.eye(d), tau) == k, (d, tau)
-        assert rank.effective_rank(torch.eye(d).repeat(3, 1), tau) == k
+        assert rank.tau_rank(torch.full((d,), value, dtype=torch.float64), tau) == k, (d, tau, value)
 
 
 @catches("rank.tau_rank", "if values[0] == 0:", "if False:")
@@ -719,7 +737,8 @@ def test_tau_must_be_a_share():
 @catches("rank.effective_rank", "eigvalsh(x).flip(0)", "eigvalsh(x)")
 @catches("rank.effective_rank", "if not is_gram:", "if not square:")
 def test_a_gram_matrix_has_the_rank_of_its_matrix():
-    for h in (torch.from_numpy(built("geometric")).double(), torch.randn(9, 9, generator=generator(0)).triu().double()):
+    for h in (torch.from_numpy(built("geometric")).double(), torch.eye(10).repeat(3, 1),
+              torch.randn(9, 9, generator=generator(0)).triu().double()):
         assert [rank.effective_rank(h.T @ h, tau) for tau in TAUS] == [rank.effective_rank(h, tau) for tau in TAUS]
 
 
@@ -777,7 +796,3 @@ def test_equal_rows_have_rank_one_and_without_their_mean_none():
 def test_the_claim_catches_the_wrong_version(claim, wrong, request, monkeypatch):
     run_with_wrong_version(claim, wrong, request, monkeypatch)
 
-
-if __name__ == "__main__":
-    import classroom
-    classroom.main()
