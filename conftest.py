@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import types
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -157,6 +158,48 @@ def fails(command, capsys):
 def one_place():
     """The processor, alone, in float32."""
     return run.Place(0, 1, torch.device("cpu"), torch.float32)
+
+
+# ---- Models of transformers ------------------------------------------------------------------------------------------
+def write_hub_model(folder, kind="roberta", layers=2, dim=32, heads=2, seq_len=24, **settings):
+    """A random RoBERTa or MPNet, with a byte-level BPE of the little language in RoBERTa's order: special tokens, the
+    others by no order of ours, words that no text has, <mask>."""
+    import tokenizers
+    import transformers
+    learner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    learner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=310, initial_alphabet=learner.pre_tokenizer.alphabet(),
+                                             show_progress=False)
+    learner.train_from_iterator(map(sentence, range(200)), trainer)
+    merges = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
+    shuffled = sorted(learner.get_vocab(), key=lambda token: hash_of(token))
+    tokens = ["<s>", "<pad>", "</s>", "<unk>", *shuffled, "madeupword0000", "madeupword0001", "<mask>"]
+    tokenizer = transformers.RobertaTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=merges,
+                                              model_max_length=seq_len)
+    tokenizer.save_pretrained(folder)
+    settings = dict(vocab_size=len(tokens), hidden_size=dim, num_hidden_layers=layers, num_attention_heads=heads,
+                    intermediate_size=4 * dim, max_position_embeddings=seq_len + 2, layer_norm_eps=1e-5, pad_token_id=1,
+                    bos_token_id=0, eos_token_id=2) | settings
+    if kind == "roberta":
+        model = transformers.RobertaForMaskedLM(transformers.RobertaConfig(type_vocab_size=1, **settings))
+    else:
+        model = transformers.MPNetForMaskedLM(transformers.MPNetConfig(**settings))
+    randomize(model, 0.2)
+    model.save_pretrained(folder)
+    return model.eval(), tokenizer
+
+
+def hash_of(text):
+    """A number that is a function of a text."""
+    return zlib.crc32(text.encode())
+
+
+def randomize(model, std):
+    """Draw all parameters anew: none may hide at its neutral start."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=std)
+    return model
 
 
 # ---- Files of the tasks of fine-tuning -------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ two processes and 0.1 GB for each further one (the sample, a shard, two blocks a
 Only `--apart` needs more: 16 bytes for each word of the validation part.
 """
 import argparse
-import ast
 import functools
 import hashlib
 import importlib.util
@@ -31,7 +30,6 @@ import sysconfig
 import threading
 import tokenize
 import types
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -48,8 +46,8 @@ import tiktoken
 import tokenizers
 from tqdm import tqdm
 
-from files import (RECORDS, UNPACK, Parser, UserError, atomic, claim_folder, clear_errors, compare_runs, file_hash,
-                   lines, load_hub_dataset, read_json, reading, remove_temporaries, short_hash, write_json)
+from files import (RECORDS, UNPACK, Parser, UserError, atomic, claim_folder, clear_errors, compare_runs, docstrings,
+                   file_hash, lines, load_hub_dataset, read_json, reading, remove_temporaries, short_hash, write_json)
 
 SPECIALS = ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]  # ids 0 to 3, as in maelm.py: workers need no PyTorch
 CLS, SEP, NUM_SPECIAL = SPECIALS.index("[CLS]"), SPECIALS.index("[SEP]"), len(SPECIALS)
@@ -85,7 +83,8 @@ class Tokenizer:
         for token, i in model.get_vocab().items():
             if token not in SPECIALS:
                 ranks[bytes(byte[letter] for letter in token)] = i
-        self.tiktoken = tiktoken.Encoding("maelm", pat_str=PIECES, mergeable_ranks=ranks,
+        splitter = json.loads(model.to_str())["pre_tokenizer"]["pretokenizers"][0]
+        self.tiktoken = tiktoken.Encoding("maelm", pat_str=splitter["pattern"]["Regex"], mergeable_ranks=ranks,
                                           special_tokens={name: i for i, name in enumerate(SPECIALS)})
 
     @classmethod
@@ -100,12 +99,16 @@ class Tokenizer:
         # tokenizers needs a hundred times the memory of what it is given at once.
         learner.train_from_iterator(cut(texts, 1 << 16), trainer)
         merges = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
-        # The learner numbers its tokens otherwise: build the model again with ids in our order.
-        tokens = SPECIALS + [letters[b] for b in range(256)] + [a + b for a, b in merges]
+        return cls.of_merges(merges, uncased)  # the learner numbers its tokens otherwise
+
+    @classmethod
+    def of_merges(cls, merges: list[tuple[str, str]], uncased: bool, pieces: str = PIECES) -> "Tokenizer":
+        """The tokenizer with these merges, in the letters of `byte_letters`, and ids in our order."""
+        tokens = SPECIALS + [byte_letters()[b] for b in range(256)] + [a + b for a, b in merges]
         distinct = dict.fromkeys(tokens)  # two merges can make the same token
         vocabulary = {token: i for i, token in enumerate(distinct)}
         model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
-        dress(model, uncased)
+        dress(model, uncased, pieces)
         model.add_special_tokens(SPECIALS)
         return cls(model)
 
@@ -154,12 +157,12 @@ def lower(text: str) -> str:
     return text.replace("\N{GREEK CAPITAL LETTER SIGMA}", "\N{GREEK SMALL LETTER SIGMA}").lower()
 
 
-def dress(model: tokenizers.Tokenizer, uncased: bool) -> None:
+def dress(model: tokenizers.Tokenizer, uncased: bool, pieces: str = PIECES) -> None:
     """Give a `tokenizers` model the lower-casing and the splitting that `Tokenizer.encode` has."""
     if uncased:
         model.normalizer = tokenizers.normalizers.Lowercase()
     model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
-        tokenizers.pre_tokenizers.Split(tokenizers.Regex(PIECES), "isolated"),
+        tokenizers.pre_tokenizers.Split(tokenizers.Regex(pieces), "isolated"),
         tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     model.decoder = tokenizers.decoders.ByteLevel()
 
@@ -167,7 +170,6 @@ def dress(model: tokenizers.Tokenizer, uncased: bool) -> None:
 # ---- 2. Documents -------------------------------------------------------------------------------------------
 DOCS_PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib",
                  "pyarrow", "fsspec", "jinja2", "mpmath", "tiktoken", "tokenizers", "tqdm")  # requirements install them
-DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give a docstring to C code
 TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
 TEXT_FORMATS = (".txt", ".jsonl", ".parquet")
 Part = tuple[str, str]  # of a source: docs, hf or one of TEXT_FORMATS; its name
@@ -186,32 +188,6 @@ def docs_files() -> list[tuple[str, Path]]:
             if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts):
                 found.append((library, path))
     return found
-
-
-def docstrings(path: Path) -> list[str]:
-    """All documentation strings of a Python file: docstrings, `add_docstr(f, "...")` and help topics."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # templates and files of other Python versions
-        return []
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            found.append(ast.get_docstring(node) or "")
-        elif isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", None))  # of module.f(...), of f(...)
-            if name in DOCUMENTING:
-                found.append(max(strings_in(ast.walk(node)), key=len, default=""))
-        elif isinstance(node, ast.Dict) and path.parent.name == "pydoc_data":
-            found += strings_in(node.values)
-    return [text.strip() for text in found if len(text.split()) > 3]
-
-
-def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
-    """The string constants among the nodes of a syntax tree."""
-    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
 @functools.cache
@@ -705,6 +681,8 @@ def mending(folder: Path, meta: dict) -> str:
     for name in ("vocab_size", "seq_len", "uncased", "val_share", "sample_mb", "apart"):
         if name in meta:
             options[name] = meta[name]
+    if meta.get("given"):
+        options["tokenizer"] = "RUN"
     return "to mend it: python data.py prepare " + " ".join(flag(*option) for option in options.items())
 
 
@@ -729,6 +707,7 @@ def begun(out: Path, options: dict) -> dict | None:
         return None
     meta = read_meta(out, name)
     meta.setdefault("apart", False)  # which earlier versions did not know
+    meta.setdefault("given", None)
     unfinished = "progress" in meta
     try:
         compare_runs(out, meta, options)
@@ -754,9 +733,9 @@ def begun(out: Path, options: dict) -> dict | None:
     return meta
 
 
-def first_pass(source: str, out: Path, options: dict) -> dict:
-    """Read the text, train the tokenizer on a sample of it, and note the runs of words of the validation part if the
-    others are to be kept apart from it. Returns what progress.json then holds."""
+def first_pass(source: str, out: Path, options: dict, tokenizer: Path | None) -> dict:
+    """Read the text, train the tokenizer on a sample of it or take that of a folder, and note the runs of words of the
+    validation part if the others are to be kept apart from it. Returns what progress.json then holds."""
     texts, runs = itertools.chain.from_iterable(map(documents, parts(source))), []
     if options["apart"]:
         texts = keep_runs(texts, options["val_share"], runs)
@@ -765,7 +744,11 @@ def first_pass(source: str, out: Path, options: dict) -> dict:
         if not found:
             raise too_small(source, part, options["seq_len"])
     print(what_is_read(source), flush=True)
-    Tokenizer.train(map(bytes.decode, kept), options["vocab_size"], options["uncased"]).save(out)
+    if tokenizer is None:
+        Tokenizer.train(map(bytes.decode, kept), options["vocab_size"], options["uncased"]).save(out)
+    else:
+        with atomic(out / "tokenizer.json") as temporary:
+            temporary.write_bytes((tokenizer / "tokenizer.json").read_bytes())
     dtype = "uint16" if options["vocab_size"] <= 1 << 16 else "uint32"
     meta = {"source": source, **options, **facts, "dtype": dtype, "tokenizer": file_hash(out / "tokenizer.json")}
     if options["apart"]:
@@ -778,22 +761,36 @@ def first_pass(source: str, out: Path, options: dict) -> dict:
 
 
 def prepare(source: str, out: Path, vocab_size: int, seq_len: int, uncased: bool, val_share: float,
-            sample_mb: int = 200, processes: int | None = None, apart: bool | None = None) -> Path:
-    """Train a tokenizer on a `sample` of at most `sample_mb` million bytes and write shards to `out`, in so many
-    processes (default: one per core); or go on with that; or find it done, and whole. `apart` (default: for docs)
-    leaves out near-duplicates of validation documents. Returns `out`, after waiting for another process that is at
-    work there. UserError for bad, missing or too little text, and for an `out` that holds something else."""
+            sample_mb: int = 200, processes: int | None = None, apart: bool | None = None,
+            tokenizer: Path | None = None) -> Path:
+    """Train a tokenizer on a `sample` of at most `sample_mb` million bytes, or take that of the folder `tokenizer`, and
+    write shards to `out`, in so many processes (default: one per core); or go on with that; or find it done, and whole.
+    `apart` (default: for docs) leaves out near-duplicates of validation documents. Returns `out`, after waiting for
+    another process that is at work there. UserError for bad, missing or too little text, for an `out` that holds
+    something else, and for a tokenizer of another size or case."""
     if apart is None:
         apart = ("docs", "") in parts(source)
     options = {"vocab_size": vocab_size, "seq_len": seq_len, "uncased": uncased, "val_share": val_share,
-               "sample_mb": sample_mb, "apart": apart, "content_hash": content_hash(source)}
+               "sample_mb": sample_mb, "apart": apart, "content_hash": content_hash(source),
+               "given": tokenizer_hash(tokenizer, vocab_size, uncased)}
     with claim_folder(out, "corpus", wait=True):
         remove_temporaries(out)
         # First pass over the text: the tokenizer. The second one is in write_shards.
-        meta = begun(out, options) or first_pass(source, out, options)
+        meta = begun(out, options) or first_pass(source, out, options, tokenizer)
         if "progress" in meta:
             write_shards(source, out, meta, processes or os.cpu_count() or 1)
     return out
+
+
+def tokenizer_hash(folder: Path | None, vocab_size: int, uncased: bool) -> str | None:
+    """The hash of the tokenizer of a folder; UserError if it does not fit. None: the corpus has one of its own."""
+    if folder is None:
+        return None
+    there = Tokenizer.load(folder)
+    if len(there) > vocab_size or there.uncased != uncased:
+        raise UserError(f"{folder}: its tokenizer needs {flag('uncased', there.uncased)} and --vocab-size {len(there)} "
+                        "or more, as the run has that will read the corpus")
+    return file_hash(folder / "tokenizer.json")
 
 
 def content_hash(source: str) -> str:
@@ -813,16 +810,19 @@ def prepared_folder(source: str) -> Path | None:
     return None
 
 
-def corpus(source: str, cache: Path, vocab_size: int, seq_len: int, uncased: bool, val_share: float) -> Path:
+def corpus(source: str, cache: Path, vocab_size: int, seq_len: int, uncased: bool, val_share: float,
+           tokenizer: Path | None = None) -> Path:
     """The folder of shards for `source`: itself if data.py prepare made it, else prepared once below `cache`
     and found again by the hash of its content and of these arguments."""
     folder = prepared_folder(source)
     if folder is not None:
         return folder
     key = [content_hash(source), vocab_size, seq_len, uncased, val_share, 3]  # the last one: the version of the format
+    if tokenizer is not None:
+        key.append(tokenizer_hash(tokenizer, vocab_size, uncased))
     folder = cache.expanduser() / short_hash(json.dumps(key))
     if not (folder / "meta.json").is_file():
-        prepare(source, folder, vocab_size, seq_len, uncased, val_share)
+        prepare(source, folder, vocab_size, seq_len, uncased, val_share, tokenizer=tokenizer)
     return folder
 
 
@@ -963,6 +963,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--val-share", type=float, default=VAL_SHARE, help="share of documents held out")
     add("--sample-mb", type=int, default=200, help="the tokenizer learns from at most so many million bytes: the "
         "training documents with the highest hashes, from all over the corpus")
+    add("--tokenizer", type=Path, help="take the tokenizer of this folder, such as a run's, and learn none")
     add("--apart", action=argparse.BooleanOptionalAction, help=f"leave out training documents that share {RUN} words "
         "in a row with a validation document [for docs]")
     add("--processes", type=int, default=os.cpu_count() or 1, help="that tokenize; any number gives the same files"

@@ -2,13 +2,15 @@
 
     1. Command lines  Parser, UserError, clear_errors: one line that a person can act on, and the exit code for it
     2. Files          atomic; JSON and lines of JSON with checksums: a flipped bit is noticed
-    3. Records        lines and rows of the files of others: .txt, .jsonl, .csv, .tsv, .parquet, the Hugging Face Hub
+    3. Records        lines and rows of the files of others: .txt, .jsonl, .csv, .tsv, .parquet, the Hugging Face Hub;
+                      the documentation strings of a .py file
     4. Folders        what kind a folder is, which program is at work in it, and with what settings
 
 Exit codes: 0, or 2 for what a person can put right, 130 after Ctrl-C, 143 after SIGTERM, 141 where the reader of
 stdout has gone (`| head`).
 """
 import argparse
+import ast
 import csv
 import gzip
 import hashlib
@@ -20,8 +22,9 @@ import socket
 import sys
 import threading
 import time
+import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -346,8 +349,38 @@ def load_hub_dataset(name: str, split: str, streaming: bool) -> Iterator[dict]:
                         "there? Files of your own and docs need neither") from error
 
 
+DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give a docstring to C code
+
+
+def docstrings(path: Path) -> list[str]:
+    """All documentation strings of a Python file: docstrings, `add_docstr(f, "...")` and help topics."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # templates and files of other Python versions
+        return []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.append(ast.get_docstring(node) or "")
+        elif isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", None))  # of module.f(...), of f(...)
+            if name in DOCUMENTING:
+                found.append(max(strings_in(ast.walk(node)), key=len, default=""))
+        elif isinstance(node, ast.Dict) and path.parent.name == "pydoc_data":
+            found += strings_in(node.values)
+    return [text.strip() for text in found if len(text.split()) > 3]
+
+
+def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
+    """The string constants among the nodes of a syntax tree."""
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
 # ---- 4. Folders ---------------------------------------------------------------------------------------------
-MAKERS = {"run": "train.py", "corpus": "data.py prepare", "fine-tuning": "finetune.py", "ranks": "rank.py"}
+MAKERS = {"run": "train.py", "corpus": "data.py prepare", "fine-tuning": "finetune.py", "ranks": "rank.py",
+          "export": "convert.py export"}
 SIGNS = {"meta.json": "corpus", "progress.json": "corpus", "finetune.json": "fine-tuning",
          "sweep.jsonl": "fine-tuning", "encoder.pt": "fine-tuning", "result.json": "fine-tuning", "rank.json": "ranks"}
 
@@ -357,7 +390,7 @@ def kind_of(folder: Path) -> str | None:
     config.json."""
     if (folder / "config.json").is_file():
         config = read_json(folder / "config.json")
-        for name, kind in (("task", "fine-tuning"), ("train", "run")):
+        for name, kind in (("task", "fine-tuning"), ("train", "run"), ("maelm", "export")):
             if name in config:
                 return kind
     if any(folder.glob("step_[0-9]*.pt")):

@@ -274,7 +274,7 @@ class RelativeBias(nn.Module):
         heads = len(values)
         flat = index.view(B, 1, q * padded).expand(-1, heads, -1)
         bias = values.expand(B, -1, -1).gather(2, flat).view(B, heads, q, padded)
-        return bias.to(compute_dtype(bias.device.type))[..., :k]  # cast once, for all layers
+        return bias.to(compute_dtype(bias))[..., :k]  # cast once, for all layers
 
 
 def causal_bias(queries: Tensor, keys: Tensor) -> Tensor:
@@ -300,11 +300,11 @@ def attention_bias(rule: RelativeBias | None, queries: Tensor, keys: Tensor, pad
 
 
 # ---- 4. Transformer layers: section 2.1 --------------------------------------------------------------------
-def compute_dtype(device_type: str) -> torch.dtype:
-    """The dtype of matrix products: autocast's where it is on, else float32."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return torch.float32
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of matrix products with x: autocast's where it is on, else that of x, as the weights."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, p: float = 0.0) -> Tensor:
@@ -313,6 +313,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, p: fl
     -> (B, heads, q, d_h)."""
     if q.is_cuda:
         # One fused kernel (not cuDNN's: run.py turns that off). A CPU likes the formula better.
+        bias = bias.to(q.dtype) if bias is not None else None  # the kernel wants one dtype
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
     d_h = q.shape[-1]
     logits = (q * d_h ** -0.5) @ k.transpose(-2, -1)  # (B, heads, q, k)
@@ -449,7 +450,7 @@ class Encoder(nn.Module):
         h = self.token_embedding(tokens) + self.position_embedding(positions)  # h_i^0 = e_{x_i} + p_i
         # Differs from the paper: its formula has no LayerNorm here; its code, like BERT, has.
         h = F.dropout(self.norm(h), self.p, self.training)
-        states = [h.to(compute_dtype(h.device.type))]
+        states = [h.to(compute_dtype(h))]
 
         bias = attention_bias(self.bias, positions, positions, padding)
         for block in self.blocks[:-1]:
@@ -480,15 +481,18 @@ class Decoder(nn.Module):
                                     for _ in range(config.decoder_layers))
         self.final_norm = LayerNorm(d) if config.norm == "pre" else nn.Identity()
 
-    def forward(self, x: Tensor, memory: Tensor, at: Tensor) -> Tensor:
-        """H-hat^0 (B, n, d) without p_i, memory H^L (B, m, d), at (B, k) int64 -> (B, k, decoder_dim)."""
+    def forward(self, x: Tensor, memory: Tensor, at: Tensor, padding: Tensor | None = None) -> Tensor:
+        """H-hat^0 (B, n, d) without p_i, memory H^L (B, m, d), at (B, k) int64, padding (B, n) bool, True =
+        ignore -> (B, k, decoder_dim)."""
         positions = torch.arange(x.shape[1], device=x.device)[None]  # (1, n)
         x = self.project(x) + self.position_embedding(positions)  # h-hat_i^0 = e_[MASK] + p_i or h_i^L + p_i
-        x = self.norm(x).to(compute_dtype(x.device.type))
+        x = self.norm(x)
+        x = x.to(compute_dtype(x))
         memory = self.project(memory) if self.cross else None
         for block in self.blocks[:-1]:
-            x = block(x, attention_bias(self.bias, positions, positions), memory)
-        x = self.blocks[-1](x, attention_bias(self.bias, at, positions), memory, at)  # only what is predicted
+            x = block(x, attention_bias(self.bias, positions, positions, padding), memory)
+        bias = attention_bias(self.bias, at, positions, padding)
+        x = self.blocks[-1](x, bias, memory, at)  # only what is predicted
         return self.final_norm(x)
 
 
@@ -592,7 +596,7 @@ class MAELM(nn.Module):
 def sinusoid_(table: Tensor, std: float) -> None:
     """Fill position embeddings (n, d) in place with waves of deviation std, as Vaswani et al., 2017."""
     n, d = table.shape
-    rates = 10000 ** -torch.linspace(0, 1, (d + 1) // 2)
-    angle = torch.arange(n)[:, None] * rates  # (n, d / 2)
+    rates = 10000 ** -torch.linspace(0, 1, (d + 1) // 2, device=table.device)
+    angle = torch.arange(n, device=table.device)[:, None] * rates  # (n, d / 2)
     waves = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :d]  # for an odd d, one wave less
     table.data.copy_(std * 2 ** 0.5 * waves)  # a wave of amplitude sqrt(2) has deviation 1

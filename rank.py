@@ -249,13 +249,14 @@ def run_subject(name: str, config: RankConfig, place: Place) -> Subject:
     fine-tuned) on docs. UserError if there is no model, or --data was prepared with another tokenizer."""
     path = Path(name)
     encoder, tokenizer, shape = load_encoder(path, place.device)
-    settings = run_settings(path if path.is_dir() else path.parent)
+    home = path if path.is_dir() else path.parent
+    settings = run_settings(home)
     if config.data or "data" not in settings:  # finetune.py's folders do not say how their encoder was pre-trained
         text = config.data or "docs"
         folder = Path(text).expanduser()
     else:
         text = settings["data"]
-        folder = open_corpus(shape, settings)
+        folder = open_corpus(shape, settings, home)
     if (folder / "meta.json").is_file():
         rows = Rows(folder, "val", shape.vocab_size, shape.seq_len)
         if Tokenizer.load(folder).model.get_vocab() != tokenizer.model.get_vocab():

@@ -441,11 +441,13 @@ def run_settings(folder: Path) -> dict:
     return settings.get("train", {})
 
 
-def open_corpus(config: Config, settings: dict) -> Path:
-    """The folder of shards of a run with these training settings, which is made where there is none. Of processes that
-    ask at once, one makes it and the others wait."""
+def open_corpus(config: Config, settings: dict, folder: Path) -> Path:
+    """The folder of shards of a run with these training settings, which is made where there is none: with the tokenizer
+    in `folder` if the run began with the weights of another one. Of processes that ask at once, one makes it and the
+    others wait."""
+    tokenizer = folder if settings.get("init") else None
     return corpus(settings["data"], Path(settings["cache"]), config.vocab_size, config.seq_len, settings["uncased"],
-                  settings["val_share"])
+                  settings["val_share"], tokenizer)
 
 
 def read_log(out: Path) -> list[dict]:

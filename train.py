@@ -19,6 +19,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ from run import (DEVICES, Clock, Interrupt, Place, add_flags, check_fields, chec
 @dataclass(frozen=True)
 class TrainConfig:
     """How it is trained. The defaults are the paper's base setting; raises ValueError naming a bad field."""
+    init: str = ""  # begin with the weights of this run folder or checkpoint; of --fill-mask, the model
     data: str = "docs"  # docs, a file, a folder, hf:NAME[:CONFIG], joined by +; or a folder made by data.py
     uncased: bool = True  # lower-case all text
     val_share: float = VAL_SHARE  # share of documents held out for validation
@@ -106,15 +108,15 @@ TRAIN_PRESETS = {  # as differences from the defaults; Table 4
 }
 TRAIN_PRESETS["laptop"] = TRAIN_PRESETS["toy"] | dict(  # 100 million tokens: docs/evidence.md
     max_steps=24_500, warmup_steps=500, log_interval=100, eval_interval=500, checkpoint_interval=2000)
-MAY_CHANGE = {"stop_at", "micro_batch_size", "device", "compile", "checkpointing", "log_interval", "eval_interval",
-              "checkpoint_interval", "keep_checkpoints", "cache"}  # when a run is continued
+MAY_CHANGE = {"init", "stop_at", "micro_batch_size", "device", "compile", "checkpointing", "log_interval",
+              "eval_interval", "checkpoint_interval", "keep_checkpoints", "cache"}  # when a run is continued
 
 
-def make_config(preset: str = "base", ablation: str = "mae-lm", **flags) -> Config:
-    """Default < preset < ablation < flag. The decoder sizes of Table 2 are base's. With another preset they keep their
-    ratios, to the encoder's width in whole heads and to the depth of the preset's own decoder. Raises ValueError for a
-    bad field, and where such a depth is no whole number."""
-    own = PRESETS[preset]
+def make_config(preset: str = "base", ablation: str = "mae-lm", start: dict | None = None, **flags) -> Config:
+    """Default < preset (or the fields `start`) < ablation < flag. The decoder sizes of Table 2 are base's. With another
+    preset they keep their ratios, to the encoder's width in whole heads and to the depth of the preset's own decoder.
+    Raises ValueError for a bad field, and where such a depth is no whole number."""
+    own = PRESETS[preset] if start is None else start
     # A flag wins over all, and needs no scaling.
     change = {field: value for field, value in ABLATIONS[ablation].items() if field not in flags}
     if "decoder_layers" in change:
@@ -122,7 +124,8 @@ def make_config(preset: str = "base", ablation: str = "mae-lm", **flags) -> Conf
         layers = change["decoder_layers"] * depth / Config.decoder_layers
         if not layers.is_integer():
             raise ValueError(f"decoder_layers={layers:g}: {ablation} has {change['decoder_layers']} layers in place of "
-                             f"base's {Config.decoder_layers}, and {preset} has {depth}; give --decoder-layers")
+                             f"base's {Config.decoder_layers}, and {'--init' if start else preset} has {depth}; give "
+                             "--decoder-layers")
         change["decoder_layers"] = int(layers)
     if "decoder_dim" in change:
         size = {"encoder_dim": Config.encoder_dim, "encoder_heads": Config.encoder_heads} | own | flags
@@ -132,6 +135,45 @@ def make_config(preset: str = "base", ablation: str = "mae-lm", **flags) -> Conf
     return Config(**own | change | flags)
 
 
+SHAPE = ("vocab_size", "seq_len", "encoder_layers", "encoder_dim", "encoder_heads", "norm", "rel_pos_buckets",
+         "rel_pos_max_distance")  # fields that the encoder's weights decide
+
+
+class Start(NamedTuple):
+    """What another run begins with."""
+    model: MAELM
+    uncased: bool  # its tokenizer
+    folder: Path  # where that is
+    weights: str  # a hash of the checkpoint
+
+
+def open_start(path: Path) -> Start:
+    """The weights of a run folder or of a checkpoint. UserError as load_model."""
+    model, tokenizer = load_model(path)
+    file = path if path.suffix == ".pt" else checkpoints(path)[-1]
+    return Start(model, tokenizer.uncased, file.parent, file_hash(file))
+
+
+def config_from(there: Config, ablation: str | None, flags: dict) -> Config:
+    """The configuration of a run that begins with the weights of a model of configuration `there`. Its SHAPE stays;
+    only relative positions may be added where there are none. So does all else, unless an ablation is named: that
+    decides about masks and decoder, which, if it is new, is as deep as those of the presets: a third of the encoder, at
+    most 4. Raises ValueError for a flag that contradicts the weights, and as make_config."""
+    for name in SHAPE:
+        has = getattr(there, name)
+        may_be_added = name.startswith("rel_pos") and there.rel_pos_buckets == 0
+        if flags.get(name, has) != has and not may_be_added:
+            raise ValueError(f"{name}={flags[name]!r}: the weights of --init have {name}={has!r}; leave this flag out")
+    if ablation is None:
+        return Config(**asdict(there) | flags)
+    start = {name: getattr(there, name) for name in (*SHAPE, "dropout", "init_std", "position_init", "mask_rate")}
+    start["decoder_layers"] = there.decoder_layers or max(1, min(4, there.encoder_layers // 3))
+    config = make_config(ablation=ablation, start=start, **flags)
+    if config.rel_pos_buckets == 0 < there.rel_pos_buckets:
+        raise ValueError(f"ablation {ablation}: the weights of --init have relative positions")
+    return config
+
+
 def parse(argv: list[str] | None) -> tuple[Config, TrainConfig, argparse.Namespace]:
     """Command line -> what is computed, how it is trained, and the rest. Default < preset < ablation < flag."""
     parser = Parser(prog="train.py", description=__doc__, allow_abbrev=False,
@@ -139,15 +181,14 @@ def parse(argv: list[str] | None) -> tuple[Config, TrainConfig, argparse.Namespa
     add = parser.add_argument
     at_hand = int(os.environ.get("WORLD_SIZE", "0")) or max(1, torch.cuda.device_count())
     add("--preset", default="toy", choices=PRESETS, help="section 4.1 and Table 4 [toy]")
-    add("--ablation", default="mae-lm", choices=ABLATIONS, help="a row of Table 2 [mae-lm]")
-    add("--out", type=Path, help="run folder [out/PRESET, or out/PRESET-ABLATION]")
+    add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm; with --init, what that run is]")
+    add("--out", type=Path, help="run folder [out/PRESET, or out/PRESET-ABLATION; with --init, its name for PRESET]")
     add("--resume", action="store_true", help="fail if there is no run to continue")
     add("--estimate", action="store_true", help="print FLOPs, memory and time, and do not train")
     add("--devices", type=int, default=at_hand, help="for --estimate: how many [%(default)s at hand]")
     add("--peak", type=float, default=312.0, help="for --estimate: TFLOP/s of a device [312, an A100]")
     add("--mfu", type=float, default=0.5, help="for --estimate: the share of it in use [%(default)s]")
     add("--fill-mask", metavar="TEXT", help="predict each [MASK] of TEXT with the model of --init")
-    add("--init", type=Path, help="a run folder, for --fill-mask")
     add_flags(parser, Config)
     add_flags(parser, TrainConfig)
     options = parser.parse_args(argv)
@@ -156,14 +197,30 @@ def parse(argv: list[str] | None) -> tuple[Config, TrainConfig, argparse.Namespa
         value = getattr(options, name)
         if not 0 < value <= most:
             parser.error(f"--{name} {value:g}: use a positive number, at most {most:,}")
-    if options.init and options.fill_mask is None:
-        parser.error(f"--init {options.init}: for --fill-mask only; pre-training starts from random weights")
+    if getattr(options, "init", "some") == "":
+        parser.error("--init: the name is empty; give a run folder or a checkpoint")
+    if getattr(options, "init", "").startswith("hf:"):
+        parser.error(f"--init {options.init}: first python convert.py import {options.init} FOLDER, then --init FOLDER")
+    options.start = None
+    if "init" in options and options.fill_mask is None:
+        options.start = open_start(Path(options.init))
     if options.out is None:
-        name = options.preset if options.ablation == "mae-lm" else f"{options.preset}-{options.ablation}"
+        name = options.preset
+        if options.start is not None:
+            name = f"{options.start.folder.resolve().name}-{options.ablation or 'more'}"
+        elif options.ablation not in (None, "mae-lm"):
+            name += f"-{options.ablation}"
         options.out = Path("out") / name
+    flags, recipe = given_flags(options, Config), given_flags(options, TrainConfig)
     try:
-        config = make_config(options.preset, options.ablation, **given_flags(options, Config))
-        train = TrainConfig(**TRAIN_PRESETS[options.preset] | given_flags(options, TrainConfig))
+        if options.start is None:
+            config = make_config(options.preset, options.ablation or "mae-lm", **flags)
+        else:
+            config = config_from(options.start.model.config, options.ablation, flags)
+            uncased = options.start.uncased
+            if recipe.setdefault("uncased", uncased) != uncased:
+                raise ValueError(f"uncased={not uncased}: the tokenizer of --init has {uncased}; leave this flag out")
+        train = TrainConfig(**TRAIN_PRESETS[options.preset] | recipe)
     except ValueError as error:
         parser.error(str(error))
     return config, train, options
@@ -371,6 +428,7 @@ class Run:
     rows: dict[str, Rows]
     model: MAELM
     optimizers: list
+    said: str = ""  # which weights are from --init, and which are not
     step: int = 0
     seconds: float = 0.0  # of training, evaluations apart
 
@@ -380,7 +438,7 @@ def check_folder(out: Path, settings: dict, resume: bool) -> None:
     path = out / "config.json"
     if path.is_file():
         saved = read_json(path, {"model": dict, "train": dict})
-        compare_runs(out, saved["model"] | saved["train"], settings)
+        compare_runs(out, {"init_weights": None} | saved | saved["model"] | saved["train"], settings)
     elif any(out.glob("step_[0-9]*.pt*")):
         raise UserError(f"{path}: missing, beside checkpoints; restore it from a copy, or choose another --out")
     elif resume:
@@ -424,24 +482,50 @@ def check_disk(run: Run) -> None:
                         "free; free some space or choose another folder")
 
 
-def open_run(config: Config, train: TrainConfig, out: Path, resume: bool, stated: dict, place: Place) -> Run:
+def take_weights(model: MAELM, start: MAELM) -> str:
+    """Copy the weights of `start` into a model: the encoder's, and those of decoder and head whose shapes agree.
+    Relative positions that `start` did not have begin with a bias of 0, so that the encoder computes what it did.
+    Returns what is new, and what is left behind, for print."""
+    here, there = model.state_dict(), start.state_dict()
+    taken = {name: x for name, x in there.items() if name in here and x.shape == here[name].shape}
+    model.load_state_dict(taken, strict=False)
+    if model.encoder.bias is not None and start.encoder.bias is None:
+        nn.init.zeros_(model.encoder.bias.table.weight)
+    said = []
+    for what, weights in (("new", here), ("left behind", there)):
+        # Such as decoder.blocks.0: the first three parts of a name say enough.
+        parts = [".".join(name.split(".")[:3]) for name in weights if name not in taken]
+        said.append(f"{what}: {', '.join(dict.fromkeys(parts)) or 'nothing'}")
+    return "; ".join(said)
+
+
+def open_run(config: Config, train: TrainConfig, out: Path, resume: bool, stated: dict, place: Place,
+             start: Start | None = None) -> Run:
     """A run of this configuration, new or as far as it is in `out`. `stated`: the settings that the command line or the
-    preset gave. What can be wrong is found here, before anything is written to `out`; UserError says what to change."""
+    preset gave; `start`: what it begins with in place of random weights. What can be wrong is found here, before
+    anything is written to `out`; UserError says what to change."""
     micro_batch(train, place.world)
     identity = {field: x for field, x in (asdict(config) | asdict(train)).items() if field not in MAY_CHANGE}
+    identity["init_weights"] = start.weights if start is not None else None
     check_folder(out, identity, resume)
     check_prepared(train.data, {field: stated[field] for field in ("uncased", "val_share") if field in stated})
-    folder = open_corpus(config, asdict(train))
+    folder = open_corpus(config, asdict(train), start.folder if start is not None else out)
     rows = {}
     for part in ("train", "val"):
         rows[part] = Rows(folder, part, config.vocab_size, config.seq_len, place.rank, place.world)
     Tokenizer.load(folder)  # whether it is whole
     hashes = corpus_identity(folder)
+    if start is not None and hashes["tokenizer"] != file_hash(start.folder / "tokenizer.json"):
+        raise UserError(f"--data {train.data}: prepared with another tokenizer than that of --init {train.init}; "
+                        f"prepare it again with data.py prepare --tokenizer {start.folder}")
     check_corpus(out, train.data, hashes)
     check_masks(config, rows)
     torch.manual_seed(train.seed)
-    model = MAELM(config).to(place.device)
-    run = Run(out, train, place, identity | hashes, folder, rows, model, make_optimizers(model, train, place.dtype))
+    model = MAELM(config)
+    said = take_weights(model, start.model) if start is not None else ""
+    model = model.to(place.device)
+    optimizers = make_optimizers(model, train, place.dtype)
+    run = Run(out, train, place, identity | hashes, folder, rows, model, optimizers, said)
     restore(run)
     if place.first:
         check_disk(run)
@@ -485,7 +569,7 @@ def write_start(run: Run, entropy: float) -> None:
             append_line(temporary, line)
     if run.step > 0 and not any("unigram_entropy" in line for line in kept):  # the log was deleted
         write_log(run.out, step=run.step, unigram_entropy=entropy)
-    hashes = {name: run.identity[name] for name in ("corpus", "tokenizer")}
+    hashes = {name: run.identity[name] for name in ("corpus", "tokenizer", "init_weights")}
     settings = {"model": asdict(run.model.config), "train": asdict(run.train), **hashes}
     write_json(run.out / "config.json", settings)
 
@@ -800,6 +884,8 @@ def pretrain(run: Run) -> int:
               f"{'continuing at' if run.step else 'from'} step {run.step}\n"
               f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context", flush=True)
     if run.step == 0:
+        if place.first and run.said:
+            print(f"the weights are those of {train.init}; {run.said}", flush=True)
         val_loss = evaluate(run.model, run.rows["val"], train, place)
         if place.first:
             write_log(out, step=0, unigram_entropy=entropy, val_loss=val_loss)
@@ -821,7 +907,7 @@ def main(argv: list[str] | None = None) -> None:
         with first_alone():
             config, train, options = parse(argv)
             if options.fill_mask is not None:
-                model, tokenizer = load_model(options.init or options.out)
+                model, tokenizer = load_model(Path(train.init or options.out))
                 print(fill_mask(model, tokenizer, options.fill_mask))
                 return
             if options.estimate:
@@ -831,7 +917,10 @@ def main(argv: list[str] | None = None) -> None:
             if place.first:
                 held.enter_context(claim_folder(options.out, "run"))  # until this process ends
             stated = TRAIN_PRESETS[options.preset] | given_flags(options, TrainConfig)
-            run = open_run(config, train, options.out, options.resume, stated, place)
+            if options.start is not None:
+                stated["uncased"] = train.uncased  # as its tokenizer, whatever the preset says
+            run = open_run(config, train, options.out, options.resume, stated, place, options.start)
+            options.start = None  # its memory is wanted
         stopped = pretrain(run)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import maelm
-from conftest import (HERE, write_corpus)
+from conftest import HERE, write_corpus, write_hub_model
 
 
 # ---- README.md, docs/ -----------------------------------------------------------------------------------------------
@@ -41,7 +41,10 @@ def test_every_command_of_the_documentation_runs(page, tmp_path):
     python = shlex.quote(sys.executable)
     commands = commands_of(page)
     assert "python train.py" in commands and len(commands) > 5
+    if any("convert.py import" in command for command in commands):
+        write_hub_model(tmp_path / "roberta", layers=1)
     for command in commands:
+        command = command.replace("import hf:roberta-base", "import roberta")
         line = re.sub(r"hf:\S+", f"hf:{tmp_path / 'hub'}", command).replace("--nproc_per_node 8", "--nproc_per_node 2")
         line = re.sub("^torchrun", "python -m torch.distributed.run --standalone", line)
         line = re.sub("^python", python, re.sub("^pytest", "python -m pytest", line))

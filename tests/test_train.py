@@ -473,7 +473,7 @@ def test_presets_are_table_4():
     (["--preset", "huge"], "invalid choice: 'huge' .*toy.*large"),
     (["--ablation", "bert"], "invalid choice: 'bert' .*mae-lm.*dec-1024"),
     (["--max-steps", "many"], "--max-steps: invalid int value: 'many'"),
-    (["--init", "out/toy"], "--init out/toy: for --fill-mask only"), (["--estimate", "--mfu", "nan"], "--mfu nan: use a positive"),
+    (["--init", "out/toy"], "out/toy: no such run folder"), (["--estimate", "--mfu", "nan"], "--mfu nan: use a positive"),
     (["--estimate", "--preset", "base", "--devices", "6"], "batch_size=2048 is not a multiple of 6 processes; change --batch-size"),
     (["--ablation", "mae-lm", "--bert-trick"], "bert_trick=True: needs mask_in_encoder > 0"), (["--out", ""], "--out: the name is empty"),
     (["--max-steps", "1" * 8], "max_steps=11111111: use less than"),

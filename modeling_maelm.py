@@ -1,0 +1,172 @@
+"""MAE-LM (Meng et al., 2024) for the library `transformers`: what AutoModel and its like load from a folder that
+
+    python convert.py export out/toy DIR
+
+has written. This file goes into that folder beside the weights, together with maelm.py, which computes everything:
+here are only the interface and the heads. Load it with `trust_remote_code=True`.
+"""
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import (BaseModelOutput, MaskedLMOutput, QuestionAnsweringModelOutput,
+                                           SequenceClassifierOutput, TokenClassifierOutput)
+from transformers.utils import can_return_tuple
+
+from .maelm import MASK, Config, Decoder, Encoder, Head, RelativeBias
+
+
+class MAELMConfig(PretrainedConfig):
+    """config.json: the fields of maelm.Config under "maelm", and under transformers' names what others ask for."""
+    model_type = "maelm"
+
+
+class MAELMModel(PreTrainedModel):
+    """The encoder. The models with heads are subclasses: a weight has the same name in all, that of maelm.MAELM."""
+    config_class = MAELMConfig
+    base_model_prefix = "maelm"
+    _no_split_modules = ["Block"]
+    _keys_to_ignore_on_load_unexpected = [r"^decoder\.", r"^head\."]  # where only the encoder is asked for
+
+    def __init__(self, config: MAELMConfig):
+        super().__init__(config)
+        self.shape = Config(**config.maelm)
+        self.encoder = Encoder(self.shape)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initial values of what the folder does not hold: new heads, and a buffer that is in no file."""
+        super()._init_weights(module)
+        if isinstance(module, RelativeBias):
+            # transformers makes models without memory before it loads them, which loses what this holds.
+            module.bucket.copy_(RelativeBias(self.shape).bucket)
+        elif isinstance(module, Head):
+            nn.init.zeros_(module.bias)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.encoder.token_embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.encoder.token_embedding = value
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+                output_hidden_states: bool | None = None, **others) -> BaseModelOutput:
+        """input_ids (B, n) int64, attention_mask (B, n), 0 = padding, position_ids (B, n) int64, without which padding
+        has to be on the right. What else the encoders of transformers take, such as token_type_ids, is ignored.
+        ValueError for more tokens than there are positions."""
+        n = input_ids.shape[1]
+        if n > self.shape.seq_len:
+            raise ValueError(f"{n} tokens, but this model reads at most {self.shape.seq_len}: give the tokenizer "
+                             "truncation=True")
+        if position_ids is None:
+            position_ids = torch.arange(n, device=input_ids.device)[None]  # (1, n)
+        padding = None if attention_mask is None else attention_mask == 0
+        states = self.encoder(input_ids, position_ids, padding, all_layers=True)  # H^0 ... H^L, (B, n, d) each
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        return BaseModelOutput(states[-1], tuple(states) if output_hidden_states else None)
+
+
+class MAELMForMaskedLM(MAELMModel):
+    """Encoder, decoder and head: fills in [MASK]. In pre-training an MAE-LM's encoder does not read [MASK]. Here it is
+    hidden as a key instead of removed, which is the same for all other tokens, and keeps rows equally long."""
+
+    def __init__(self, config: MAELMConfig):
+        super().__init__(config)
+        self.decoder = Decoder(self.shape) if self.shape.decoder_layers > 0 else None
+        self.head = Head(self.shape)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
+                **options) -> MaskedLMOutput:
+        """As MAELMModel; labels (B, n) int64, -100 where there is no loss -> logits (B, n, V)."""
+        masked = input_ids == MASK
+        real = torch.ones_like(masked) if attention_mask is None else attention_mask != 0
+        seen = real  # by the encoder; the decoder sees [MASK], too
+        if not self.reads_mask:
+            seen = real & ~masked
+            if not self.shape.aligned_positions:  # they do not skip what is removed
+                options["position_ids"] = ((~masked).cumsum(1) - 1).clamp(min=0)
+        out = super().forward(input_ids, seen, return_dict=True, **options)
+        z = self.decode(out.last_hidden_state, masked, ~real)
+        logits = self.head(z, self.encoder.token_embedding.weight)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.shape.vocab_size)
+        return MaskedLMOutput(loss, logits, out.hidden_states)
+
+    @property
+    def reads_mask(self) -> bool:
+        """Whether pre-training would have shown a single [MASK] to the encoder."""
+        return self.shape.mask_in_encoder > 0.5
+
+    def decode(self, h: Tensor, masked: Tensor, padding: Tensor) -> Tensor:
+        """H^L (B, n, d) -> what the head reads, (B, n, decoder_dim). The decoder finds e_[MASK] where [MASK] was
+        removed, or is to be forgotten."""
+        if self.decoder is None:
+            return h
+        if not self.reads_mask or self.shape.decoder_reset:
+            e_mask = self.encoder.token_embedding.weight[MASK].to(h.dtype)  # (d,)
+            h = torch.where(masked[:, :, None], e_mask, h)
+        # Unlike pre-training, which asks for the masked positions alone, transformers wants logits everywhere.
+        everywhere = torch.arange(h.shape[1], device=h.device).expand(len(h), -1)
+        return self.decoder(h, h, everywhere, padding)
+
+
+class MAELMForSequenceClassification(MAELMModel):
+    """A class for a text, or a number if num_labels is 1: a linear layer on H^L at [CLS]."""
+
+    def __init__(self, config: MAELMConfig):
+        super().__init__(config)
+        self.dropout = nn.Dropout(self.shape.dropout)
+        self.classifier = nn.Linear(self.shape.encoder_dim, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
+                **options) -> SequenceClassifierOutput:
+        """As MAELMModel; labels (B,) -> logits (B, num_labels)."""
+        out = super().forward(input_ids, attention_mask, return_dict=True, **options)
+        logits = self.classifier(self.dropout(out.last_hidden_state[:, 0]))  # of (B, d)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutput(loss, logits, out.hidden_states)
+
+
+class MAELMForTokenClassification(MAELMModel):
+    """A class for each token: a linear layer on its H^L."""
+
+    def __init__(self, config: MAELMConfig):
+        super().__init__(config)
+        self.dropout = nn.Dropout(self.shape.dropout)
+        self.classifier = nn.Linear(self.shape.encoder_dim, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
+                **options) -> TokenClassifierOutput:
+        """As MAELMModel; labels (B, n) int64, -100 where there is no loss -> logits (B, n, num_labels)."""
+        out = super().forward(input_ids, attention_mask, return_dict=True, **options)
+        logits = self.classifier(self.dropout(out.last_hidden_state))
+        loss = self.loss_function(logits, labels, config=self.config) if labels is not None else None
+        return TokenClassifierOutput(loss, logits, out.hidden_states)
+
+
+class MAELMForQuestionAnswering(MAELMModel):
+    """The first and the last token of an answer: a linear layer on H^L."""
+
+    def __init__(self, config: MAELMConfig):
+        super().__init__(config)
+        self.span = nn.Linear(self.shape.encoder_dim, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, start_positions: Tensor | None = None,
+                end_positions: Tensor | None = None, **options) -> QuestionAnsweringModelOutput:
+        """As MAELMModel; start_positions, end_positions (B,) int64 -> start_logits, end_logits (B, n)."""
+        out = super().forward(input_ids, attention_mask, return_dict=True, **options)
+        start, end = self.span(out.last_hidden_state).unbind(-1)
+        loss = self.loss_function(start, end, start_positions, end_positions)  # None without both
+        return QuestionAnsweringModelOutput(loss, start, end, out.hidden_states)
