@@ -355,7 +355,7 @@ def answering(function, calls):
             return function(*args, **kwargs)
         except NotImplementedError as error:
             raise NotImplementedError(str(error) or f"{function.__qualname__} is still to be written, and no answer is "
-                                      "stored for these inputs") from None
+                                      "stored for these inputs: this need be no mistake; write it first") from None
     return answer
 
 
@@ -415,7 +415,7 @@ class StudentTests:
 
     def pytest_terminal_summary(self, terminalreporter):
         """The same at the end, where it is read."""
-        terminalreporter.write_line(self.pytest_report_header())
+        terminalreporter.write_line(f"tested: {self.path}")
 
 
 # ---- --grade --------------------------------------------------------------------------------------------------------
@@ -592,7 +592,7 @@ def main(argv=None):
     what.add_argument("--grade", type=Path, metavar="FILE", help="test its tasks; a folder will do; exit code 0 = full "
                       "marks")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these tasks, or all, also where FILE lacks them")
-    parser.add_argument("--time-limit", type=float, default=10.0, metavar="SECONDS", help="for each task [10]")
+    parser.add_argument("--time-limit", type=float, default=20.0, metavar="SECONDS", help="for each task [20]")
     parser.add_argument("--verbose", action="store_true", help="all of what went wrong, with what was printed")
     parser.add_argument("--json", action="store_true", help="print results.json of Gradescope: tests, score, max_score")
     options = parser.parse_args(argv)

@@ -47,7 +47,8 @@ import tokenizers
 from tqdm import tqdm
 
 from files import (RECORDS, UNPACK, Parser, UserError, atomic, claim_folder, clear_errors, compare_runs, docstrings,
-                   file_hash, lines, load_hub_dataset, read_json, reading, remove_temporaries, short_hash, write_json)
+                   file_hash, lines, load_hub_dataset, read_json, reading, remembered, remove_temporaries, short_hash,
+                   write_json)
 
 SPECIALS = ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]  # ids 0 to 3, as in maelm.py: workers need no PyTorch
 CLS, SEP, NUM_SPECIAL = SPECIALS.index("[CLS]"), SPECIALS.index("[SEP]"), len(SPECIALS)
@@ -55,6 +56,7 @@ SHARD_TOKENS = 1 << 25  # a shard of uint16 is 64 MB
 BLOCK_CHARACTERS = 1 << 20  # text that is encoded at a time
 LONGEST = 1 << 22  # characters; a longer document, longer than any book, is cut into several
 PROCESS_BYTES = 1 << 26  # of text for each process: a small corpus is not worth starting one
+CACHE = "~/.cache/maelm"  # where tokenized corpora are kept
 VAL_SHARE = 0.01  # of the documents, held out for validation
 RUN = 13  # words in a row that make two documents near-duplicates
 SAMPLED = 1 << 26  # bytes; a larger file is hashed by samples
@@ -192,10 +194,15 @@ def docs_files() -> list[tuple[str, Path]]:
 
 @functools.cache
 def read_docs(progress: bool = False) -> list[tuple[str, str]]:
-    """(library, text) of every distinct documentation string on this machine: English that needs no download."""
+    """(library, text) of every distinct documentation string on this machine; in CACHE, as parsing takes a while."""
+    kept = Path(CACHE).expanduser() / f"docs-1-{fingerprint(('docs', ''))}.json"  # 1: the version of the format
+    return [(library, text) for library, text in remembered(kept, lambda: parse_docs(progress))]
+
+
+def parse_docs(progress: bool) -> list[tuple[str, str]]:
+    """What read_docs returns, from the files."""
     files = docs_files()
-    # Parsing takes most of the time, so all cores do it.
-    texts = in_order(docstrings, [path for _, path in files], os.cpu_count() or 1)
+    texts = in_order(docstrings, [path for _, path in files], os.cpu_count() or 1)  # parsing: on all cores
     texts = tqdm(texts, "reading documentation", len(files), unit="file", leave=False, disable=not progress)
     first = {}  # the library in which a text was seen first
     for (library, _), found in zip(files, texts):

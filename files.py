@@ -24,7 +24,7 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -32,6 +32,9 @@ from filelock import FileLock, Timeout
 
 
 # ---- 1. Command lines ---------------------------------------------------------------------------------------
+PATIENCE = 8.0  # seconds in which torchrun ends the other processes after one has failed
+
+
 class UserError(ValueError):
     """Something that the user can put right; the message names the file or field, the value and the fix."""
 
@@ -88,7 +91,7 @@ def clear_errors(program: str) -> Iterator[None]:
     except (UserError, OSError) as error:
         with suppress(KeyboardInterrupt):
             if not first:
-                time.sleep(3)  # if the first process says the same, torchrun ends this one meanwhile
+                time.sleep(PATIENCE)  # if the first process says the same, torchrun ends this one meanwhile
             line = str(error).replace("\n", " ")
             print(f"{program}: {line}", file=sys.stderr)
         sys.exit(2)
@@ -199,6 +202,18 @@ def read_json(path: Path, fields: dict[str, type | tuple] | None = None, kind: t
         if not isinstance(value.get(name), wanted):
             raise UserError(f"{path}: its field {name!r} is missing or of another type; {remedy}")
     return value
+
+
+def remembered(path: Path, make: Callable[[], list]) -> list:
+    """The list that `make` returns, of what JSON knows, from the file where an earlier call has left it. A file that is
+    missing, damaged or cannot be written costs the time of making it, nothing else."""
+    with suppress(UserError):
+        return read_json(path, {"found": list})["found"]
+    found = make()
+    with suppress(OSError, UserError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"found": found})
+    return found
 
 
 def append_line(path: Path, record: dict) -> None:

@@ -202,15 +202,17 @@ python test_maelm.py --grade .               # your points, task by task
 python test_maelm.py --grade . --verbose     # and all that went wrong, with what your code printed
 ```
 
-A single task, as often as you like: `pytest` runs its tests on your code, and `breakpoint()` works there.
+A single task, as often as you like: `pytest` runs its tests on your code, and there, not with `--grade`,
+`breakpoint()` works.
 
 ```sh
 pytest -k {first}
 ```
 
 Start where you like: where a test of one task needs another, it takes the stored answers of `answers.pt` if you call
-the other one with the inputs that it expects, and otherwise your own function. Write helpers, constants and imports as
-you need them. Changes to `__init__` do not count, and solutions must not import maelm, pytest or importlib.
+the other one with the inputs that it expects, whole and as they come, and otherwise your own function. Write helpers,
+constants and imports as you need them. Changes to `__init__` do not count, and solutions must not import maelm, pytest
+or importlib.
 When all is written, your code trains a language model of a million parameters in minutes, and measures it:
 
 ```sh

@@ -189,7 +189,8 @@ def corrupt(tokens: Tensor, config: Config, generator: torch.Generator | None = 
     the encoder reads a `fill` there. So each row keeps m = n - k + round(mask_in_encoder * k) positions.
 
     Pure: `tokens` is not changed, and the same generator state, or the same `noise` drawn before, gives the
-    same result. Random numbers are those of `noise`, or else of draw_noise with this generator.
+    same result. Random numbers are those of `noise`, or else of draw_noise with this generator: one of the
+    two is given.
     ValueError if k is 0 or if a row has fewer than k real tokens."""
     B, n = tokens.shape
     if noise is None:
@@ -334,8 +335,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
         """Queries from x (B, q, d), keys (first half of key_value) and values from y (B, k, d) -> (B, q, d).
-        Head h has the h-th block of d / heads features, and bias[:, h]. Dropout of the weights in training
-        mode only."""
+        Head h has the h-th block of d / heads features; the bias is as in `attention`, for all heads. Dropout
+        of the weights in training mode only."""
         def split(z: Tensor) -> Tensor:
             return z.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, length, d_h)
 
@@ -444,9 +445,9 @@ class Encoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, padding: Tensor | None = None,
                 all_layers: bool = False, at: Tensor | None = None) -> Tensor | list[Tensor]:
         """tokens (B, m) int64 at original positions (B, m) or (1, m), padding (B, m) bool, True = ignore ->
-        H^L (B, m, d), of these only the k at indices `at` (B, k) int64 if given; with all_layers the list H^0
-        ... H^L. H^0 is `norm` of e_x + p_i, with dropout in training mode only, in compute_dtype; H^L is
-        `final_norm` of the last block's output."""
+        H^L (B, m, d), of these only the k with indices `at` (B, k) int64 among the m, if given; with
+        all_layers the list H^0 ... H^L, of which `at` shortens the last. H^0 is `norm` of e_x + p_i, with
+        dropout in training mode only, in compute_dtype; H^L is `final_norm` of the last block's output."""
         h = self.token_embedding(tokens) + self.position_embedding(positions)  # h_i^0 = e_{x_i} + p_i
         # Differs from the paper: its formula has no LayerNorm here; its code, like BERT, has.
         h = F.dropout(self.norm(h), self.p, self.training)

@@ -77,9 +77,9 @@ def effective_rank(h_or_gram: Tensor | np.ndarray, tau: float = 0.9) -> int:
     Takes H (N, d) of any real type, or its Gram matrix H^T H (d, d), whose eigenvalues are the squared singular values
     of H. A square matrix that equals its transpose (to 1e-9 of each entry or 1e-12 of the largest) is taken as a Gram
     matrix, every other one as H. As in the paper's formula nothing is centred: subtract H.mean(0) yourself. Computed in
-    float64 by `tau_rank`: a zero matrix has rank 0. ValueError for tau outside (0, 1), NaN or infinity, an empty
-    matrix, another number of dimensions than two, or a Gram matrix with a negative eigenvalue, which none has (below
-    -1e-6 of the largest; smaller ones are rounding and count as 0)."""
+    float64 by `tau_rank`, of the squares as they are: a zero matrix has rank 0. ValueError for tau outside (0, 1), NaN
+    or infinity, an empty matrix, another number of dimensions than two, or a Gram matrix with a negative eigenvalue,
+    which none has (below -1e-6 of the largest; smaller ones are rounding and count as 0)."""
     x = torch.as_tensor(h_or_gram).double()
     if x.ndim != 2 or x.numel() == 0 or not x.isfinite().all():
         raise ValueError("effective_rank: needs a matrix (N, d) or (d, d), not empty and without NaN or infinity; "

@@ -34,7 +34,7 @@ from torch import nn
 from tqdm import tqdm
 
 from data import Tokenizer, corpus
-from files import UserError, atomic, read_json, read_lines
+from files import PATIENCE, UserError, atomic, read_json, read_lines
 from maelm import MAELM, Config, Encoder
 
 
@@ -206,7 +206,7 @@ def first_speaks() -> Iterator[None]:
         yield
     except RuntimeError:
         if int(os.environ.get("RANK", 0)) > 0:
-            time.sleep(3)
+            time.sleep(PATIENCE)
         raise
 
 

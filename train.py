@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from data import VAL_SHARE, Rows, Tokenizer, check_prepared, corpus_identity, rows_of_step, seed_of
+from data import CACHE, VAL_SHARE, Rows, Tokenizer, check_prepared, corpus_identity, rows_of_step, seed_of
 from files import (Parser, UserError, append_line, atomic, claim_folder, clear_errors, compare_runs, file_hash,
                    read_json, remove_temporaries, write_json)
 from maelm import (ABLATIONS, CLS, MAELM, MASK, NUM_SPECIAL, PRESETS, SEP, Block, Config, Corruption, Noise,
@@ -70,7 +70,7 @@ class TrainConfig:
     eval_rows: int = 2_048  # validation rows, always the same with the same masks
     checkpoint_interval: int = 10_000  # steps between checkpoints
     keep_checkpoints: int = 2  # how many are kept; 0 = all (Figure 3)
-    cache: str = "~/.cache/maelm"  # where tokenized corpora are kept
+    cache: str = CACHE  # where tokenized corpora are kept
 
     def __post_init__(self):
         for field in ("batch_size", "micro_batch_size", "max_steps", "learning_rate", "muon_learning_rate",

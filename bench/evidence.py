@@ -2,12 +2,13 @@
 
     python bench/evidence.py --data TEXT --glue DIR --hours 3   # pre-train, measure, fine-tune; the same again goes on
     python bench/evidence.py --report                           # docs/evidence.md and its figure, from the record
+    python bench/evidence.py --preset toy --data docs --seeds 1 --only train rank docs --record out/day.json --report
 
 TEXT is what `train.py --data` takes, DIR has the files of GLUE's original releases (without --glue only the `docs` task
-is fine-tuned). Each job is a command of this project. When one ends, its results are added to
-bench/results/evidence.json, and it is not run again; the folders of the runs are in --out. After --hours the jobs in
-progress are told to stop, and continue next time. Two jobs at once, a thread each, make more of two cores than one job
-with two threads.
+is fine-tuned). Each job is a command of this project. When one ends, its results are added to the record, and it is not
+run again; the folders of the runs are in --out. After --hours the jobs in progress are told to stop, and continue next
+time. Two jobs at once, a thread each, make more of two cores than one job with two threads. The last line above is a
+quarter of an hour for a lecture: its tables and figure are out/day.md and out/day.png.
 """
 import argparse
 import itertools
@@ -29,17 +30,17 @@ from cpu import commit, cpu_name  # noqa: E402
 from files import Parser, UserError, atomic, clear_errors, read_json, write_json  # noqa: E402
 from rank import CENTERINGS, CURVES  # noqa: E402
 from run import figure, read_log  # noqa: E402
+from train import TRAIN_PRESETS  # noqa: E402
 
 RECORD = HERE / "results" / "evidence.json"
 PAGE = HERE.parent / "docs" / "evidence.md"
 MODELS = {"mae-lm": "MAE-LM", "mlm": "MLM"}
 SEEDS = (0, 1, 2)
-EVERY = 4_000  # steps between the checkpoints that are kept
+KEPT = 6  # so many checkpoints of a run are kept, besides its last
 TUNED = 5  # fine-tuning seeds
 ANATOMY = ("identity", "attention", "ffn")  # of rank.anatomy
 SMALL_TASKS = ("cola", "mrpc", "rte", "stsb")
-# Shorter runs with one seed: the sweep of Figure 4 and the first group of Table 2, name -> flags.
-SHORT = "6000"
+# Runs of a quarter of the steps with one seed: the sweep of Figure 4 and the first group of Table 2, name -> flags.
 PAUSE = 1.0  # seconds between looks at the jobs in progress
 DELTAS = {f"delta {delta}": ["--mask-in-encoder", delta] for delta in ("0", "0.25", "0.5", "0.75", "1")}
 GROUP = {name: ["--ablation", name] for name in ("mlm", "enc-mask-dec-resets", "random-replace")}
@@ -94,56 +95,55 @@ def read_figure3(folder: Path) -> dict:
 
 
 def model_of(folder: str) -> str:
-    """The model of a run's folder, MODEL-SEED."""
-    return Path(folder).name.rpartition("-")[0]
+    """The model of a run's folder, train-MODEL-SEED."""
+    return Path(folder).name.removeprefix("train-").rpartition("-")[0]
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
     """All jobs, the most important first."""
     out, found = options.out, []
-    steps = ["--max-steps", str(options.steps)] if options.steps else []
+    own_steps = TRAIN_PRESETS[options.preset]["max_steps"]
+    steps = options.steps or own_steps
+    tasks = ["docs", *SMALL_TASKS] if options.glue else ["docs"]
     rate = ["--learning-rate", str(options.learning_rate)] if options.learning_rate else []
 
-    def pretrain(name: str, flags: list[str]) -> Path:
+    def add(name: str, command: list[str], read: Callable[[Path], dict], needs: str = "") -> Path:
         folder = out / name.replace(" ", "-")
-        command = ["train.py", "--preset", "laptop", "--data", options.data, *flags, "--out", str(folder)]
-        found.append(Job(f"train {name}", command, folder, read_training))
+        found.append(Job(name, [*command, "--out", str(folder)], folder, read, needs))
         return folder
 
-    def tune(name: str, init: Path, tasks: list[str]) -> None:
-        for task in tasks:
-            folder = out / f"{task}-{name.replace(' ', '-')}"
-            command = ["finetune.py", "--init", str(init), "--task", task, "--seeds", str(TUNED), *rate]
-            if task in SMALL_TASKS:
-                command += ["--data", options.glue]
-            command += ["--out", str(folder)]
-            found.append(Job(f"{task} {name}", command, folder, read_tuning, f"train {name}"))
+    def train(name: str, flags: list[str], steps: int) -> Path:
+        command = ["train.py", "--preset", options.preset, "--data", options.data, *flags]
+        if steps != own_steps:
+            command += ["--max-steps", str(steps), "--warmup-steps", str(steps // 50)]
+        return add(name, command, read_training)
 
-    tasks = ["docs"]
-    if options.glue:
-        tasks += SMALL_TASKS
-    names = {}
-    for seed in SEEDS:
-        for model in MODELS:
-            name = f"{model} {seed}"
-            kept = ["--checkpoint-interval", str(EVERY), "--keep-checkpoints", "0"]
-            names[name] = pretrain(name, ["--ablation", model, "--seed", str(seed), *kept, *steps])
-    for name, folder in names.items():
-        to = out / f"rank-{name.replace(' ', '-')}"
+    def tune(name: str, init: Path, task: str, needs: str) -> None:
+        command = ["finetune.py", "--init", str(init), "--task", task, "--seeds", str(TUNED), *rate]
+        if task in SMALL_TASKS:
+            command += ["--data", options.glue]
+        add(name, command, read_tuning, needs)
+
+    runs = {}
+    kept = ["--checkpoint-interval", str(max(1, steps // KEPT)), "--keep-checkpoints", "0"]
+    for seed, model in itertools.product(SEEDS[:options.seeds], MODELS):
+        run = f"{model} {seed}"
+        runs[run] = train(f"train {run}", ["--ablation", model, "--seed", str(seed), *kept], steps)
+    for run, folder in runs.items():
         # The checkpoints are found when the job starts.
-        command = ["rank.py", f"{folder}/step_*.pt", "--tokens", "300000", "--out", str(to)]
-        found.append(Job(f"rank {name}", command, to, read_ranks, f"train {name}"))
-    for name, folder in names.items():
-        tune(name, folder, tasks)
-    for seed in SEEDS:
-        runs = [f"{names[f'{model} {seed}']}/step_*.pt" for model in MODELS]
-        to = out / f"figure3-{seed}"
-        command = ["finetune.py", "--figure3", *runs, "--task", "docs", "--seeds", "2", *rate, "--out", str(to)]
-        found.append(Job(f"figure3 {seed}", command, to, read_figure3, f"docs mlm {seed}"))
+        command = ["rank.py", f"{folder}/step_*.pt", "--tokens", "300000"]
+        add(f"rank {run}", command, read_ranks, needs=f"train {run}")
+    for task, (run, folder) in itertools.product(tasks, runs.items()):
+        tune(f"{task} {run}", folder, task, needs=f"train {run}")
+    for seed in SEEDS[:options.seeds]:
+        both = [f"{runs[f'{model} {seed}']}/step_*.pt" for model in MODELS]
+        command = ["finetune.py", "--figure3", *both, "--task", "docs", "--seeds", "2", *rate]
+        add(f"figure3 {seed}", command, read_figure3, needs=f"docs mlm {seed}")
     for name, flags in {**DELTAS, **GROUP}.items():
-        short = f"short {name}"
-        folder = pretrain(short, [*flags, "--max-steps", SHORT])
-        tune(short, folder, tasks[:1])
+        folder = train(f"short train {name}", flags, steps // 4)
+        tune(f"short docs {name}", folder, "docs", needs=f"short train {name}")
+    if options.only:
+        found = [job for job in found if job.name.split()[0] in options.only]
     return found
 
 
@@ -169,22 +169,22 @@ def start(job: Job, threads: int, out: Path) -> Running:
     return Running(job, process, time.monotonic())
 
 
-def recorded() -> dict:
+def recorded(path: Path) -> dict:
     """The results so far, job -> what it found."""
-    return read_json(RECORD, {"jobs": dict})["jobs"] if RECORD.is_file() else {}
+    return read_json(path, {"jobs": dict})["jobs"] if path.is_file() else {}
 
 
-def record(running: Running, threads: int) -> None:
+def record(running: Running, threads: int, path: Path) -> None:
     """Add the results of a job that has ended."""
     job = running.job
     found = {"command": " ".join(job.command), "commit": commit(), "machine": f"{cpu_name()}, {threads} thread(s)",
              "minutes": round((time.monotonic() - running.start) / 60, 1), "found": job.read(job.folder)}
-    write_json(RECORD, {"jobs": recorded() | {job.name: found}})
+    write_json(path, {"jobs": recorded(path) | {job.name: found}})
 
 
-def next_job(todo: list[Job], running: list[Running]) -> Job | None:
-    """The first job that can start: not in progress, and what it needs has ended."""
-    done, at_it = recorded(), [one.job.name for one in running]
+def next_job(todo: list[Job], running: list[Running], done: dict) -> Job | None:
+    """The first job that can start: not done, not in progress, and what it needs is done."""
+    at_it = [one.job.name for one in running]
     for job in todo:
         if job.name not in done and job.name not in at_it and (not job.needs or job.needs in done):
             return job
@@ -199,7 +199,7 @@ def run_jobs(todo: list[Job], options: argparse.Namespace) -> None:
     running = []
     try:
         while time.monotonic() < end:
-            while len(running) < options.at_once and (job := next_job(todo, running)):
+            while len(running) < options.at_once and (job := next_job(todo, running, recorded(options.record))):
                 running.append(start(job, threads, options.out))
             if not running:
                 return
@@ -207,7 +207,7 @@ def run_jobs(todo: list[Job], options: argparse.Namespace) -> None:
             for one in [one for one in running if one.process.poll() is not None]:
                 running.remove(one)
                 if one.process.returncode == 0:
-                    record(one, threads)
+                    record(one, threads, options.record)
                 else:
                     todo.remove(one.job)
                     print(f"{one.job.name} failed: see its log in {options.out}", flush=True)
@@ -311,7 +311,7 @@ def saved(figure3: dict) -> float:
 
 def fall(found: dict) -> Interval | None:
     """How much the score falls from delta 0 to 1, by the line through Figure 4's points, with its 95 % interval."""
-    names = [f"docs short {name}" for name in DELTAS]
+    names = [f"short docs {name}" for name in DELTAS]
     if not all(name in found for name in names):
         return None
     x = [float(name.split()[-1]) for name in names]
@@ -344,16 +344,18 @@ def claims(found: dict) -> list[Claim]:
                    [value for value in gains if value is not None]),
         over_seeds("Figure 3", "share of MLM's time that MAE-LM saves on the way to its score on docs, %", "about 60",
                    by_seed(found, ("figure3",), saved)),
-        Claim("Figure 4", "fall of the score on docs from delta 0 to 1, points (one seed, 6,000 steps)", "above 0", [],
-              fall(found)),
+        Claim("Figure 4", "fall of the score on docs from delta 0 to 1, points (one seed, a quarter of the steps)",
+              "above 0", [], fall(found)),
     ]
     return rows
 
 
 # ---- 4. The page ------------------------------------------------------------------------------------------------
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
+    """A table in Markdown; a row may lack its last cells."""
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        lines.append(row + [""] * (len(head) - len(row)))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -429,8 +431,8 @@ def short_table(found: dict) -> str:
     """Figure 4 and the first group of Table 2."""
     rows = []
     for name in (*DELTAS, *GROUP):
-        if f"docs short {name}" in found:
-            rows.append([name, over([found[f"docs short {name}"]["found"]["median"]], digits=1)])
+        if f"short docs {name}" in found:
+            rows.append([name, over([found[f"short docs {name}"]["found"]["median"]], digits=1)])
     return table(["", "score on docs"], rows)
 
 
@@ -469,22 +471,27 @@ def draw(found: dict, path: Path) -> None:
         loss.set(xlabel="step", ylabel="validation loss", title="pre-training")
         ranks.set(xlabel="layer", ylabel="rank_0.9", title="Figure 1: without (o), with (s), [MASK] (^)")
         time_axis.set(xlabel="step", ylabel="rank_0.9 of H^L without [MASK]", title="Table 3 over time")
-        scores.set(xticks=range(len(tasks_of(found))), xticklabels=tasks_of(found), ylabel="score", title="downstream")
+        tasks = tasks_of(found)
+        scores.set(xticks=range(len(tasks)), xticklabels=tasks, xlim=(-0.5, max(1, len(tasks)) - 0.3), ylabel="score",
+                   title="downstream")
         for axis in (loss, ranks, time_axis, scores):
             axis.legend(fontsize="small")
 
 
-def report() -> None:
-    """Put the tables between the page's marks, and draw its figure."""
-    found = recorded()
+def report(path: Path) -> None:
+    """Put the tables of a record between the marks of docs/evidence.md and draw its figure; of another record than the
+    project's, write both beside it."""
+    found = recorded(path)
     if not found:
-        raise UserError(f"{RECORD}: nothing is recorded yet; give --data")
-    text = PAGE.read_text()
+        raise UserError(f"{path}: nothing is recorded yet; give --data")
+    page, text = path.with_suffix(".md"), "<!-- tables -->\n\n<!-- end of tables -->\n"
+    if path == RECORD:
+        page, text = PAGE, PAGE.read_text(encoding="utf-8")
     marks = re.compile("(<!-- tables -->\n).*(\n<!-- end of tables -->)", re.DOTALL)
-    with atomic(PAGE) as temporary:
-        temporary.write_text(marks.sub(lambda match: match[1] + tables(found) + match[2], text))
-    draw(found, PAGE.with_suffix(".png"))
-    print(f"{len(found)} jobs recorded: docs/{PAGE.name}, docs/{PAGE.stem}.png")
+    with atomic(page) as temporary:
+        temporary.write_text(marks.sub(lambda match: match[1] + tables(found) + match[2], text), encoding="utf-8")
+    draw(found, page.with_suffix(".png"))
+    print(f"{len(found)} jobs recorded: {page}, {page.with_suffix('.png')}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -493,10 +500,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--glue", help="folder of GLUE's files")
     parser.add_argument("--hours", type=float, default=1000.0, help="end after so many [when all is done]")
     parser.add_argument("--at-once", type=int, default=1, help="jobs at a time [%(default)s]")
+    parser.add_argument("--preset", default="laptop", choices=TRAIN_PRESETS, help="of all runs [%(default)s]")
     parser.add_argument("--steps", type=int, help="of the main runs, instead of the preset's")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), choices=range(1, len(SEEDS) + 1),
+                        help="of pre-training [%(default)s]")
+    parser.add_argument("--only", nargs="+", metavar="JOB", help="jobs of these first words, such as train rank docs")
     parser.add_argument("--learning-rate", type=float, help="of fine-tuning, for all encoders alike")
     parser.add_argument("--out", type=Path, default=Path("out/evidence"), help="for the runs [%(default)s]")
-    parser.add_argument("--report", action="store_true", help="make docs/evidence.md from what is recorded")
+    parser.add_argument("--record", type=Path, default=RECORD, help="where results are kept [%(default)s]")
+    parser.add_argument("--report", action="store_true", help="make the tables and the figure from the record")
     options = parser.parse_args(argv)
     if not options.data and not options.report:
         parser.error("give --data TEXT, or --report")
@@ -507,7 +519,7 @@ def main(argv: list[str] | None = None) -> None:
             options.out.mkdir(parents=True, exist_ok=True)
             run_jobs(jobs(options), options)
         if options.report:
-            report()
+            report(options.record)
 
 
 if __name__ == "__main__":

@@ -318,7 +318,7 @@ def test_pytest_tests_a_students_code_and_says_whose_it_tests(tmp_path):
         solved(["tau_rank", "matthews"]), "tau_rank", "def tau_rank(values, tau):\n    print('my code')\n    return 2"))
     done = pytest_in(HERE, f"--student={tmp_path / 'student.py'}", "-k", "tau_rank")
     assert done.returncode == 1 and "4 failed, " in done.stdout, done.stdout
-    assert "my code" in done.stdout and f"tested: {tmp_path / 'student.py'}: tau_rank, matthews" in done.stdout
+    assert "my code" in done.stdout and f"tested: {tmp_path / 'student.py'}" in done.stdout
     done = pytest_in(tmp_path, HERE / "test_maelm.py", "-k", "test_no_variance_has_rank_none")
     assert f"tested: {HERE}, and no other files" in done.stdout
 

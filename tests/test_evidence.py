@@ -26,7 +26,7 @@ def own(tmp_path, monkeypatch):
 
 def options_in(out, **changes):
     return argparse.Namespace(**dict(data="text", glue="glue", hours=1.0, at_once=1, steps=None, learning_rate=None,
-                                     out=out) | changes)
+                                     preset="laptop", seeds=3, only=None, out=out, record=evidence.RECORD) | changes)
 
 
 # ---- The jobs -------------------------------------------------------------------------------------------------------
@@ -52,8 +52,8 @@ def test_both_models_are_trained_alike_but_for_their_ablation(tmp_path):
         assert recipe == other and recipe.seed == seed
         assert mae == train.make_config("laptop") and mlm == train.make_config("laptop", "mlm")
         tokens = recipe.max_steps * recipe.batch_size * mae.seq_len
-        assert tokens >= 100e6
-    deltas = [train.parse(commands[f"train short {name}"])[0].mask_in_encoder for name in evidence.DELTAS]
+        assert tokens >= 100e6 and recipe.checkpoint_interval * evidence.KEPT <= recipe.max_steps
+    deltas = [train.parse(commands[f"short train {name}"])[0].mask_in_encoder for name in evidence.DELTAS]
     assert deltas == [0, 0.25, 0.5, 0.75, 1]
 
 
@@ -75,7 +75,7 @@ def test_what_ended_well_is_recorded_and_not_run_again(own, tmp_path, capsys):
     evidence.run_jobs(list(todo), options_in(tmp_path))
     assert log.read_text().split() == ["first", "second", "bad", "last"]
     assert "bad failed" in capsys.readouterr().out
-    found = evidence.recorded()
+    found = evidence.recorded(evidence.RECORD)
     assert list(found) == ["first", "second", "last"] and found["last"]["found"] == {"name": "last"}
     evidence.run_jobs(list(todo), options_in(tmp_path))
     assert log.read_text().split() == ["first", "second", "bad", "last", "bad"]
@@ -90,7 +90,7 @@ def test_when_the_time_is_up_jobs_are_told_to_stop_and_waited_for(own, tmp_path,
                "time.sleep(9)")
     evidence.run_jobs([stub(tmp_path, "long", program)], options_in(tmp_path, hours=5 / 3600))
     assert told.exists() and "the same command continues" in capsys.readouterr().out
-    assert evidence.recorded() == {}
+    assert evidence.recorded(evidence.RECORD) == {}
 
 
 # ---- Verdicts -------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def record_of(gains, rank_gains, falls=(9, 8, 7, 6, 5)):
         add(f"figure3 {seed}", {"curves": {"mae-lm": [[1.0, 60.0]], "mlm": [[2.0, 60.0]]},
                                 "shares": {"mae-lm": 0.4, "mlm": None}})
     for name, score in zip(evidence.DELTAS, falls):
-        add(f"docs short {name}", {"median": score})
+        add(f"short docs {name}", {"median": score})
     return found
 
 
@@ -181,12 +181,23 @@ def test_the_fall_has_the_interval_of_a_regression():
 def test_the_report_changes_the_tables_of_the_page_alone(own):
     evidence.write_json(evidence.RECORD, {"jobs": record_of([1, 2, 3], [4, 5, 6])})
     evidence.PAGE.write_text("# Before\n<!-- tables -->\nstale\n<!-- end of tables -->\nafter\n")
-    evidence.report()
+    evidence.report(evidence.RECORD)
     text = evidence.PAGE.read_text()
     assert text.startswith("# Before\n<!-- tables -->\n|") and text.endswith("<!-- end of tables -->\nafter\n")
     assert "stale" not in text and "4.0, 5.0, 6.0" in text and evidence.PAGE.with_suffix(".png").stat().st_size > 10_000
-    evidence.report()
+    evidence.report(evidence.RECORD)
     assert evidence.PAGE.read_text() == text
+
+
+def test_a_day_of_figures_has_a_page_of_its_own(own, tmp_path):
+    """One seed of the toy, and the jobs of --only: what a lecture shows, beside its own record."""
+    day = options_in(tmp_path, preset="toy", data="docs", seeds=1, only=["train", "rank", "docs"], glue=None)
+    names = [job.name for job in evidence.jobs(day)]
+    assert names == ["train mae-lm 0", "train mlm 0", "rank mae-lm 0", "rank mlm 0", "docs mae-lm 0", "docs mlm 0"]
+    evidence.write_json(tmp_path / "day.json", {"jobs": record_of([1], [4])})
+    evidence.report(tmp_path / "day.json")
+    assert "one seed" in (tmp_path / "day.md").read_text() and (tmp_path / "day.png").is_file()
+    assert not evidence.PAGE.exists()
 
 
 # ---- Wrong versions -------------------------------------------------------------------------------------------------

@@ -309,6 +309,26 @@ def test_of_several_processes_the_first_one_speaks(monkeypatch, capsys):
     assert fails(bad, capsys) == "p.py: two lines\n"
 
 
+@catches("files.remembered", "with suppress(UserError):", "if path.is_file():")
+@catches("files.remembered", "write_json(path", "write_json(path.with_name('other')")
+def test_what_is_remembered_is_what_was_made_whatever_happens_to_its_file(tmp_path):
+    path, made = tmp_path / "deep" / "kept.json", []
+
+    def make():
+        made.append(1)
+        return [["lib", "lone \udc80 surrogate"], ["b", "c"]]
+    whole = make()
+    for _ in range(2):
+        assert files.remembered(path, make) == whole and len(made) == 2  # and not a third time
+    made.clear()
+    path.write_bytes(flipped(path.read_bytes(), 300))
+    for _ in range(2):
+        assert files.remembered(path, make) == whole and len(made) == 1
+    occupied = tmp_path / "file"
+    occupied.touch()  # where a folder should be
+    assert files.remembered(occupied / "kept.json", make) == whole
+
+
 # ---- Wrong versions -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("claim, wrong", wrong_versions(globals()))
 def test_the_claim_catches_the_wrong_version(claim, wrong, request, monkeypatch):

@@ -286,7 +286,8 @@ def first_known_ranks(models, config, place):
 rank.analyse_all = first_known_ranks
 rank.main(sys.argv[1:])
 """)
-    flags = [str(finished[0]), "--data", str(corpus[0]), "--val-share", "1", "--tau", *map(str, TAUS), "--bootstrap", "2"]
+    flags = [str(finished[0]), "--data", str(corpus[0]), "--val-share", "1", "--tau", *map(str, TAUS), "--bootstrap", "2",
+             "--tokens", "20000"]
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), *flags,
                     "--out", str(tmp_path / "two")], cwd=HERE, check=True, capture_output=True, timeout=240)
     for kind, count, *ranks in json.loads((tmp_path / "found.json").read_text()):

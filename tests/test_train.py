@@ -222,7 +222,8 @@ def test_training_learns_the_little_language_and_fills_in_its_words(corpus, tmp_
     for ablation, sound in (("mae-lm", "(some|a)"), ("mlm", "some")):  # "some bread", or the other object, "a tree"
         out = tmp_path / ablation
         short_run(corpus, out, "--max-steps", "300", "--batch-size", "16", "--eval-interval", "300",
-                  "--ablation", ablation, "--dropout", "0", "--checkpoint-interval", "300")
+                  "--ablation", ablation, "--dropout", "0", "--checkpoint-interval", "300", "--weight-decay", "0.01",
+                  "--muon-learning-rate", "3e-2")
         log = run.read_log(out)
         assert log[-1]["val_loss"] < 0.5 * log[0]["unigram_entropy"], ablation
         capsys.readouterr()
