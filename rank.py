@@ -536,8 +536,10 @@ def anatomy(subject: Subject, config: RankConfig) -> list[dict[str, float | None
     indices = np.linspace(0, len(subject.rows) - 1, rows).astype(np.int64)
     size = min(config.batch_size, rows)
     batches = [torch.from_numpy(subject.rows[indices[start:start + size]]) for start in range(0, rows, size)]
+    states = []  # of each batch, by layer, (B n, d)
     with listen(subject.encoder) as written:
-        states = [[h.flatten(0, 1).cpu() for h in subject.encode(batch)] for batch in batches]
+        for batch in batches:
+            states.append([h.flatten(0, 1).cpu() for h in subject.encode(batch)])
     tokens = torch.cat([batch.flatten() for batch in batches])
     layers = []
     for layer, parts_of_h in enumerate(zip(*states)):

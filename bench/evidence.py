@@ -126,6 +126,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
 
     runs = {}
     kept = ["--checkpoint-interval", str(max(1, steps // KEPT)), "--keep-checkpoints", "0"]
+    # Both models of a seed before the next seed: whenever this ends, there are pairs to compare.
     for seed, model in itertools.product(SEEDS[:options.seeds], MODELS):
         run = f"{model} {seed}"
         runs[run] = train(f"train {run}", ["--ablation", model, "--seed", str(seed), *kept], steps)
@@ -158,7 +159,7 @@ class Running(NamedTuple):
 def start(job: Job, threads: int, out: Path) -> Running:
     """Start a job; what it prints goes to a file in `out`."""
     words = []
-    for word in job.command:
+    for word in job.command:  # a pattern stands for the files that are there by now
         folder, star, pattern = word.rpartition("/")
         words += sorted(map(str, Path(folder).glob(pattern))) if "*" in pattern else [word]
     log = open(out / f"{job.name.replace(' ', '-')}.log", "a")
@@ -212,7 +213,7 @@ def run_jobs(todo: list[Job], options: argparse.Namespace) -> None:
                     todo.remove(one.job)
                     print(f"{one.job.name} failed: see its log in {options.out}", flush=True)
         print("the time is up: the same command continues")
-    finally:
+    finally:  # also after Ctrl-C: every program of this project saves what it has
         for one in running:
             one.process.send_signal(signal.SIGTERM)
         for one in running:
@@ -488,8 +489,9 @@ def report(path: Path) -> None:
     if path == RECORD:
         page, text = PAGE, PAGE.read_text(encoding="utf-8")
     marks = re.compile("(<!-- tables -->\n).*(\n<!-- end of tables -->)", re.DOTALL)
+    content = f"![loss, Figure 1, Table 3 over time, downstream]({page.stem}.png)\n\n{tables(found)}"
     with atomic(page) as temporary:
-        temporary.write_text(marks.sub(lambda match: match[1] + tables(found) + match[2], text), encoding="utf-8")
+        temporary.write_text(marks.sub(lambda match: match[1] + content + match[2], text), encoding="utf-8")
     draw(found, page.with_suffix(".png"))
     print(f"{len(found)} jobs recorded: {page}, {page.with_suffix('.png')}")
 

@@ -183,7 +183,7 @@ def test_the_report_changes_the_tables_of_the_page_alone(own):
     evidence.PAGE.write_text("# Before\n<!-- tables -->\nstale\n<!-- end of tables -->\nafter\n")
     evidence.report(evidence.RECORD)
     text = evidence.PAGE.read_text()
-    assert text.startswith("# Before\n<!-- tables -->\n|") and text.endswith("<!-- end of tables -->\nafter\n")
+    assert text.startswith("# Before\n<!-- tables -->\n![") and "](evidence.png)\n\n| the paper" in text and text.endswith("<!-- end of tables -->\nafter\n")
     assert "stale" not in text and "4.0, 5.0, 6.0" in text and evidence.PAGE.with_suffix(".png").stat().st_size > 10_000
     evidence.report(evidence.RECORD)
     assert evidence.PAGE.read_text() == text

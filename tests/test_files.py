@@ -126,7 +126,7 @@ def start(code, *arguments):
                             stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": ""})
 
 
-FLIPPED = flipped(gzip.compress(b"some words\n\n" * 100), 82)  # a block of no known type
+FLIPPED = flipped(gzip.compress(b"some words\n\n" * 100, mtime=0), 82)  # a block of no known type
 
 
 # ---- Records --------------------------------------------------------------------------------------------------------
