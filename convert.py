@@ -366,7 +366,7 @@ def transformers_library():
     try:
         import transformers
     except ImportError as error:
-        raise UserError("convert.py needs the package transformers: pip install transformers") from error
+        raise UserError("needs the package transformers: pip install transformers") from error
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
