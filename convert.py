@@ -310,7 +310,7 @@ Modeling](https://arxiv.org/abs/2302.02060), Meng et al., ICLR 2024). For transf
 
 ```python
 from transformers import AutoModel, AutoTokenizer, pipeline
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
 model = AutoModel.from_pretrained("{name}"{trust})
 print(model(**tokenizer("The cat sat on the mat.", return_tensors="pt")).last_hidden_state.shape)
 {fill}```
