@@ -424,6 +424,8 @@ def import_model(name: str, out: Path) -> None:
     if (out / "config.json").exists() or kind_of(out) is not None:
         raise UserError(f"{out}: holds a model already; choose another folder")
     path = name.removeprefix("hf:")
+    if path == name and not Path(path).is_dir():
+        raise UserError(f"{name}: no such folder; before the name of a model of the Hub write hf:")
     try:
         kind = hub.PretrainedConfig.get_config_dict(path)[0].get("model_type")
         if kind == "maelm":

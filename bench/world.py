@@ -41,6 +41,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 
 import classroom  # noqa: E402
+import convert  # noqa: E402
 import data  # noqa: E402
 import finetune  # noqa: E402
 import rank  # noqa: E402
@@ -50,7 +51,8 @@ from conftest import QUICK, sentence, write_corpus  # noqa: E402
 from files import unseal  # noqa: E402
 
 GOOD = ("harmless", "repaired", "refused")
-PROGRAMS = {"train": train, "data": data, "rank": rank, "finetune": finetune, "classroom": classroom}
+PROGRAMS = {"train": train, "data": data, "rank": rank, "finetune": finetune, "classroom": classroom,
+            "convert": convert}
 PREPARED = ["--data", "text.txt", "--vocab-size", "320", "--seq-len", "24", "--val-share", "0.3", "--processes", "1"]
 # The first word of a command -> its program, and the arguments that every such command has.
 COMMANDS = {
@@ -61,6 +63,7 @@ COMMANDS = {
     "tune": ("finetune", ["--init", "run", "--task", "custom", "--data", "task", "--seeds", "1", "--epochs", "1",
                           "--out", "new"]),
     "class": ("classroom", []),
+    "convert": ("convert", []),
 }
 
 

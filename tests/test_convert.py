@@ -542,6 +542,13 @@ def test_what_cannot_be_imported_is_said_and_nothing_is_written(make, message, t
     assert message in error and not (tmp_path / "run").exists(), error
 
 
+@catches("convert.import_model", "if path == name and", "if False and")
+def test_a_name_that_is_no_folder_is_not_looked_for_on_the_hub(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *x, **y: pytest.fail("asked the Hub"))
+    error = fails(lambda: convert.main(["import", "roberta-base", str(tmp_path / "run")]), capsys)
+    assert "roberta-base: no such folder; before the name of a model of the Hub write hf:" in error
+
+
 def test_a_run_is_not_overwritten_and_a_missing_head_is_said(tmp_path, capsys):
     model, _ = write_hub_model(tmp_path / "hub")
     model.roberta.save_pretrained(tmp_path / "hub")
