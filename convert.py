@@ -25,7 +25,7 @@ from data import SPECIALS, Tokenizer
 from files import Parser, UserError, claim_folder, clear_errors, file_hash, kind_of, refuse_other_kind, write_json
 from maelm import CLS, MAELM, MASK, NUM_SPECIAL, PAD, SEP, Config, Corruption, Encoder
 from run import (CHECKPOINT, check_weights, checkpoint_path, checkpoints, first_line, load_encoder, load_model,
-                 read_log, run_settings, write_tensors)
+                 read_log, run_settings, transformers_library, write_tensors)
 
 LIMIT = 1e-5  # the largest difference of two models that compute the same, as a share of the largest number
 OFFSET = 2  # RoBERTa and MPNet count positions from behind their padding id, 1
@@ -359,17 +359,6 @@ def export(path: Path, out: Path, wanted: str) -> None:
         shutil.rmtree(new, ignore_errors=True)
     print(f"{out}: {KINDS[source.kind]}; checked: it differs by at most {difference:.1e} of the largest number")
     print(source.no_head or "It fills in [MASK], too.")
-
-
-def transformers_library():
-    """The module transformers, silent. UserError if it is not installed."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError("needs the package transformers: pip install transformers") from error
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
 
 
 # ---- 4. Import ----------------------------------------------------------------------------------------------

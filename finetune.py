@@ -786,6 +786,11 @@ def median(values: list[float | None]) -> float | None:
     return float(np.median(sound)) if sound else None
 
 
+def rank_after(ranks: dict, centering: str) -> float | None:
+    """The median over seeds of a rank after fine-tuning, of what result.json has as `effective_rank`."""
+    return median([found[centering] if found else None for found in ranks["after"]])
+
+
 def seeds_of(values: list[float | None]) -> str:
     """What a median is of, in words."""
     diverged = values.count(None)
@@ -840,8 +845,7 @@ def report(result: dict) -> str:
     both = ", ".join(f"{name} {shown(result[name]['median'])}" for name in ("best", "last"))
     changes = []
     for name in CENTERINGS:
-        after = median([found[name] if found else None for found in ranks["after"]])
-        changes.append(f"{name} {ranks['before'][name]} -> {shown(after, digits=0)}")
+        changes.append(f"{name} {ranks['before'][name]} -> {shown(rank_after(ranks, name), digits=0)}")
     return (f"{result['task']}  {metrics}  (median of {seeds_of(result['values'])}; {result['metric']} {spread})\n"
             f"kept: the {result['keep']} checkpoint of each run; {result['metric']} of both: {both}\n"
             f"effective rank on the dev part, before -> after, of {ranks['d']}: {', '.join(changes)}")

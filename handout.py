@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from classroom import ANSWERS, HEAD, HERE, TASKS, defines, inputs_of, locate, place_of, reached, text_of, uses
+from classroom import ANSWERS, HEAD, HERE, TASKS, defines, inputs_of, locate, place_of, reached, text_of, tree_of, uses
 from files import UserError, writing
 
 RULE = f"\n\n# ---- Tasks of other files {'-' * 86}\nimport math\n\nimport numpy as np\n"
@@ -100,7 +100,7 @@ def test_files(names):
 
 def uses_of_conftest():
     """The names that conftest.py defines."""
-    return set().union(*(defines(node) for node in ast.parse(text_of("conftest")).body))
+    return set().union(*(defines(node) for node in tree_of("conftest").body))
 
 
 # ---- Answers --------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def programs():
     """The names of the files that go along: the programs, and all of ours that they import."""
     found = list(PROGRAMS)
     for file in found:  # which grows meanwhile
-        for node in ast.walk(ast.parse(text_of(file))):
+        for node in ast.walk(tree_of(file)):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 modules = [node.module]
@@ -179,9 +179,9 @@ def assignment(names):
              "docstring says all that the tests ask, and each test is a point.\n"]
     for name in names:
         task = TASKS[name]
-        statements, at = locate(ast.parse(text_of(task.file)).body, name)
+        statements, at = locate(tree_of(task.file).body, name)
         function = statements[at]
-        function.body = function.body[:1]  # the docstring
+        # From its head to the end of its docstring.
         lines = text_of(task.file).splitlines()[function.lineno - 1:function.body[0].end_lineno]
         shown = "\n".join(line.removeprefix(" " * function.col_offset) for line in lines)
         tests = "\n".join(f"- {sentence(test)}" for test in task.tests)
@@ -232,7 +232,7 @@ def leaks(folder, names):
     shown = {line.strip() for file in programs() for line in blank_of(file, names).splitlines()}
     solutions = set()
     for name in names:
-        statements, at = locate(ast.parse(text_of(TASKS[name].file)).body, name)
+        statements, at = locate(tree_of(TASKS[name].file).body, name)
         first, last = statements[at].body[0].end_lineno, statements[at].end_lineno
         for line in text_of(TASKS[name].file).splitlines()[first:last]:
             line = line.partition("  #")[0].strip()

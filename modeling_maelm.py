@@ -114,14 +114,18 @@ class MAELMForMaskedLM(MAELMModel):
         return self.decoder(h, h, everywhere, padding)
 
 
-class MAELMForSequenceClassification(MAELMModel):
-    """A class for a text, or a number if num_labels is 1: a linear layer on H^L at [CLS]."""
+class MAELMClassifier(MAELMModel):
+    """What the two classifiers below have in common: a linear layer, with dropout."""
 
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
         self.dropout = nn.Dropout(self.shape.dropout)
         self.classifier = nn.Linear(self.shape.encoder_dim, config.num_labels)
         self.post_init()
+
+
+class MAELMForSequenceClassification(MAELMClassifier):
+    """A class for a text, or a number if num_labels is 1: a linear layer on H^L at [CLS]."""
 
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
@@ -135,14 +139,8 @@ class MAELMForSequenceClassification(MAELMModel):
         return SequenceClassifierOutput(loss, logits, out.hidden_states)
 
 
-class MAELMForTokenClassification(MAELMModel):
+class MAELMForTokenClassification(MAELMClassifier):
     """A class for each token: a linear layer on its H^L."""
-
-    def __init__(self, config: MAELMConfig):
-        super().__init__(config)
-        self.dropout = nn.Dropout(self.shape.dropout)
-        self.classifier = nn.Linear(self.shape.encoder_dim, config.num_labels)
-        self.post_init()
 
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,

@@ -380,18 +380,24 @@ def add_states(moments: dict, subject: Subject, tokens: np.ndarray, counted: dic
             whole.add(h if rows.all() else h[at])
 
 
+def rows_with(tokens: int, subject: Subject) -> np.ndarray:
+    """Numbers of rows (rows,) int64 from everywhere in the text, with about so many tokens, or all there are."""
+    count = min(len(subject.rows), math.ceil(tokens / subject.seq_len))
+    return np.linspace(0, len(subject.rows) - 1, count).astype(np.int64)
+
+
 def measure(subject: Subject, config: RankConfig, place: Place) -> tuple[dict, list[dict], list[dict]]:
     """-> the moments of all rows, curve -> layers; with --bootstrap those of each of CHUNKS blocks of consecutive rows;
     and the convergence: ranks of the last layer without [MASK] for the first eighth, quarter, half and all of the
     blocks. UserError for states with NaN, or if [MASK], or any curve, has fewer than 10 d rows."""
     n, d = subject.seq_len, subject.dim
-    total = min(len(subject.rows), math.ceil(config.tokens / n))
+    indices = rows_with(config.tokens, subject)
+    total = len(indices)
     masks = total * round(MASK_RATE * n)
     if masks < 10 * d or total < place.world:
         raise UserError(f"{subject.name}: {total} rows of {n} tokens hold {masks:,} [MASK], fewer than 10 d = "
                         f"{10 * d:,}, or fewer rows than processes: too little for a rank among d = {d} dimensions. "
                         "Raise --tokens, or give more text: --data, --val-share 1")
-    indices = np.linspace(0, len(subject.rows) - 1, total).astype(np.int64)  # from everywhere in the text
     chunks = np.array_split(indices, min(CHUNKS, total // place.world))
     points = [math.ceil(len(chunks) * share) for share in (1 / 8, 1 / 4, 1 / 2, 1)]
     whole, blocks, convergence = {}, [], []
@@ -532,10 +538,8 @@ def listen(encoder: Encoder | None) -> Iterator[list[dict[str, float]]]:
 def anatomy(subject: Subject, config: RankConfig) -> list[dict[str, float | None]]:
     """What each layer 0 to L holds of about SAMPLE tokens without [MASK]: `identity`, see identity_share; and of models
     of this repository the mean squares that `attention` and `ffn` write, None in layer 0."""
-    rows = min(len(subject.rows), math.ceil(SAMPLE / subject.seq_len))
-    indices = np.linspace(0, len(subject.rows) - 1, rows).astype(np.int64)
-    size = min(config.batch_size, rows)
-    batches = [torch.from_numpy(subject.rows[indices[start:start + size]]) for start in range(0, rows, size)]
+    indices, size = rows_with(SAMPLE, subject), config.batch_size
+    batches = [torch.from_numpy(subject.rows[indices[i:i + size]]) for i in range(0, len(indices), size)]
     states = []  # of each batch, by layer, (B n, d)
     with listen(subject.encoder) as written:
         for batch in batches:

@@ -507,16 +507,22 @@ class HubEncoder(NamedTuple):
     seq_len: int  # the longest input in tokens
 
 
+def transformers_library(asker: str = ""):
+    """The module transformers, silent. UserError, which begins with the `asker`, if it is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(f"{asker}needs the package transformers: pip install transformers") from error
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
 def open_hub(name: str) -> HubEncoder:
     """The encoder that transformers loads from the Hub or a folder (of BART, the encoder alone). UserError if there is
     no transformers, if it cannot load the name, or if the model knows no mask token."""
     name = name.removeprefix("hf:")
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError(f"hf:{name}: needs the package transformers: pip install transformers") from error
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    transformers = transformers_library(f"hf:{name}: ")
     try:
         model = transformers.AutoModel.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)

@@ -197,13 +197,14 @@ def parse(argv: list[str] | None) -> tuple[Config, TrainConfig, argparse.Namespa
         value = getattr(options, name)
         if not 0 < value <= most:
             parser.error(f"--{name} {value:g}: use a positive number, at most {most:,}")
-    if getattr(options, "init", "some") == "":
+    init = getattr(options, "init", None)
+    if init == "":
         parser.error("--init: the name is empty; give a run folder or a checkpoint")
-    if getattr(options, "init", "").startswith("hf:"):
-        parser.error(f"--init {options.init}: first python convert.py import {options.init} FOLDER, then --init FOLDER")
+    if init and init.startswith("hf:"):
+        parser.error(f"--init {init}: first python convert.py import {init} FOLDER, then --init FOLDER")
     options.start = None
-    if "init" in options and options.fill_mask is None:
-        options.start = open_start(Path(options.init))
+    if init and options.fill_mask is None:
+        options.start = open_start(Path(init))
     if options.out is None:
         name = options.preset
         if options.start is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from files import Parser, UserError, clear_errors, read_json, write_json  # noqa: E402
-from finetune import median, seeds_of, shown, table1  # noqa: E402
+from finetune import rank_after, seeds_of, shown, table1  # noqa: E402
 from rank import CENTERINGS  # noqa: E402
 from run import figure  # noqa: E402
 
@@ -61,7 +61,7 @@ def table3(folders: list[Path]) -> dict:
     for result in read_results([folder for folder in folders if not (folder / "rank.json").is_file()]):
         ranks, after = result["effective_rank"], {}
         for name in CENTERINGS:
-            after[name] = median([found[name] if found else None for found in ranks["after"]])
+            after[name] = rank_after(ranks, name)
         rows.append({"encoder": result["init"], "text": result["task"], "d": ranks["d"], "before": ranks["before"],
                      "after": after, "of": seeds_of(ranks["after"])})
     rows.sort(key=lambda row: row["encoder"])  # by its name in the commands; the order of its texts stays

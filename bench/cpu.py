@@ -56,6 +56,18 @@ def take_turns(runs: dict[str, Callable[[], object]], rounds: int, times: int = 
     return seconds
 
 
+def ask(pipe, steps: int) -> object:
+    """What a worker in another process answers when it has taken so many steps."""
+    pipe.send(steps)
+    return pipe.recv()
+
+
+def ask_in_turns(pipes: dict, rounds: int, steps: int) -> dict[str, list]:
+    """Variant -> what its worker answers in each round; workers have clocks of their own. As take_turns."""
+    runs = {name: partial(ask, pipe, steps) for name, pipe in pipes.items()}
+    return take_turns(runs, rounds, clock=lambda run, times: run())
+
+
 def ratio(a: list[float], b: list[float]) -> float:
     """Median of the ratios within a round."""
     return statistics.median(x / y for x, y in zip(a, b))
@@ -91,7 +103,14 @@ def markdown(rows: list[dict[str, object]]) -> str:
         return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1e4 else f"{value:,.0f}" if isinstance(
             value, (int, float)) else "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
     keys = list(rows[0])
-    lines = [keys, ["---"] * len(keys), *([cell(row.get(key)) for key in keys] for row in rows)]
+    return table(keys, [[cell(row.get(key)) for key in keys] for row in rows])
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown; a row may lack its last cells."""
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        lines.append(row + [""] * (len(head) - len(row)))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -26,7 +26,8 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from cpu import commit, cpu_name  # noqa: E402
+import finetune  # noqa: E402
+from cpu import commit, cpu_name, table  # noqa: E402
 from files import Parser, UserError, atomic, clear_errors, read_json, write_json  # noqa: E402
 from rank import CENTERINGS, CURVES  # noqa: E402
 from run import figure, read_log  # noqa: E402
@@ -270,14 +271,14 @@ def last(ranks: dict) -> list[dict]:
     return ranks[max(ranks, key=int)]["layers"]
 
 
-def top(ranks: dict, curve: str = "without_mask", centering: str = "uncentered") -> int:
+def top(ranks: dict, curve: str = "without_mask") -> int:
     """rank_0.9 of H^L of a run's last checkpoint."""
-    return last(ranks)[-1][centering][curve]
+    return last(ranks)[-1]["uncentered"][curve]
 
 
 def rank_after(tuned: dict) -> float:
     """The median over seeds of rank_0.9 of H^L after fine-tuning."""
-    return statistics.median(ranks["uncentered"] for ranks in tuned["effective_rank"]["after"] if ranks)
+    return finetune.rank_after(tuned["effective_rank"], "uncentered")
 
 
 def pair(task: str) -> tuple[str, ...]:
@@ -352,14 +353,6 @@ def claims(found: dict) -> list[Claim]:
 
 
 # ---- 4. The page ------------------------------------------------------------------------------------------------
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown; a row may lack its last cells."""
-    lines = [head, ["---"] * len(head)]
-    for row in rows:
-        lines.append(row + [""] * (len(head) - len(row)))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def in_print(interval: Interval | None) -> str:
     """A mean with its interval, for print."""
     if interval is None:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402
 
-from cpu import TINY, Sizes, Trainer, machine, markdown, ratio, wall_clock  # noqa: E402
+from cpu import TINY, Sizes, Trainer, ask_in_turns, machine, markdown, ratio, wall_clock  # noqa: E402
 from files import Parser, clear_errors, write_json  # noqa: E402
 from run import set_up  # noqa: E402
 from train import TRAIN_PRESETS  # noqa: E402
@@ -81,21 +81,14 @@ def measure(sizes: Sizes, rounds: int, steps: int, threads: int) -> list[dict]:
     info = Path("/proc/cpuinfo")
     flags = info.read_text().split() if info.is_file() else []
     pipes = {name: start(kind, sizes, threads) for name, kind in KINDS.items() if kind.needs in flags}
-    seconds = {name: [] for name in pipes}
-    optimizers = {name: [] for name in pipes}
-    for turn in range(rounds + 1):
-        for name, pipe in pipes.items():
-            pipe.send(steps)
-            whole, optimizer = pipe.recv()
-            if turn:  # the first round warms up
-                seconds[name].append(whole)
-                optimizers[name].append(optimizer)
+    answers = ask_in_turns(pipes, rounds, steps)
+    seconds = {name: [whole for whole, _ in found] for name, found in answers.items()}
     rows = []
     for name, pipe in pipes.items():
         pipe.send(0)
         step = statistics.median(seconds[name])
         rows.append({"kind of CPU": name, "precision": KINDS[name].precision, "step ms": 1e3 * step,
-                     "of which optimizers ms": 1e3 * statistics.median(optimizers[name]),
+                     "of which optimizers ms": 1e3 * statistics.median(part for _, part in answers[name]),
                      f"time / {BASIS}": ratio(seconds[name], seconds[BASIS]) if BASIS in seconds else None,
                      "minutes of the first command's steps": TRAIN_PRESETS["toy"]["max_steps"] * step / 60})
     return rows

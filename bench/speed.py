@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402
 
-from cpu import cpu_name, commit  # noqa: E402
+from cpu import ask, ask_in_turns, commit, cpu_name  # noqa: E402
 from files import Parser  # noqa: E402
 from maelm import MAELM, MASK, NUM_SPECIAL, Config, corrupt  # noqa: E402
 from run import set_up  # noqa: E402
@@ -86,16 +86,10 @@ def measure(size: str, dropout: float, seq_len: int, rounds: int, threads: int) 
     for name in MODELS:
         pipes[name], theirs = context.Pipe()
         context.Process(target=worker, args=(name, size, dropout, seq_len, threads, theirs), daemon=True).start()
-    found = {name: {"tokens_per_second": []} for name in MODELS}
-    for turn in range(rounds + 1):
-        for name, pipe in pipes.items():
-            pipe.send(steps)
-            seconds = pipe.recv()
-            if turn:  # the first round warms up
-                found[name]["tokens_per_second"].append(tokens / seconds)
-    for name, pipe in pipes.items():
-        pipe.send(0)
-        found[name]["peak_mb"] = pipe.recv()
+    found = {}
+    for name, seconds in ask_in_turns(pipes, rounds, steps).items():
+        speeds = [tokens / second for second in seconds]
+        found[name] = {"tokens_per_second": speeds, "peak_mb": ask(pipes[name], 0)}  # 0 steps: it ends
     return found
 
 
