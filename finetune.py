@@ -853,11 +853,13 @@ def report(result: dict) -> str:
 
 # ---- 7. Figure 3 and the average of Table 1 -----------------------------------------------------------------
 def figure3(hours: dict[str, float], results: list[dict], out: Path) -> None:
-    """Write figure3.json and draw figure3.png: the metric against hours of pre-training, a line for each run."""
+    """Write figure3.json, with the rank of H^L after fine-tuning, and draw figure3.png: the metric against hours of
+    pre-training, a line for each run."""
     points = []
     for path, result in zip(hours, results):
         points.append({"run": str(Path(path).parent), "checkpoint": path, "hours": hours[path],
-                       "median": result["median"], "values": result["values"]})
+                       "median": result["median"], "values": result["values"],
+                       "rank": {name: rank_after(result["effective_rank"], name) for name in CENTERINGS}})
     points.sort(key=lambda point: (point["run"], point["hours"]))
     sound = [point for point in points if point["median"] is not None]
     runs = {}

@@ -456,12 +456,12 @@ def read_log(out: Path) -> list[dict]:
 
 
 @contextmanager
-def figure(path: Path, panels: int = 1) -> Iterator[tuple]:
-    """Yield a matplotlib figure and its axes, `panels` side by side, without a display; then write it to `path`."""
+def figure(path: Path, panels: int = 1, rows: int = 1) -> Iterator[tuple]:
+    """Yield a matplotlib figure and its axes, `rows` of `panels`, without a display; then write it to `path`."""
     import matplotlib
     matplotlib.use("Agg")  # draws without a display
     import matplotlib.pyplot as plt
-    drawn, axes = plt.subplots(1, panels, figsize=(5.2 * panels, 4.2), layout="constrained")
+    drawn, axes = plt.subplots(rows, panels, figsize=(5.2 * panels, 4.2 * rows), layout="constrained")
     yield drawn, axes
     with atomic(path) as temporary:
         drawn.savefig(temporary, dpi=120, format="png")

@@ -31,6 +31,7 @@ from cpu import commit, cpu_name, table  # noqa: E402
 from files import Parser, UserError, atomic, clear_errors, read_json, write_json  # noqa: E402
 from rank import CENTERINGS, CURVES  # noqa: E402
 from run import figure, read_log  # noqa: E402
+from tasks import DEFAULTS  # noqa: E402
 from train import TRAIN_PRESETS  # noqa: E402
 
 RECORD = HERE / "results" / "evidence.json"
@@ -39,8 +40,9 @@ MODELS = {"mae-lm": "MAE-LM", "mlm": "MLM"}
 SEEDS = (0, 1, 2)
 KEPT = 6  # so many checkpoints of a run are kept, besides its last
 TUNED = 5  # fine-tuning seeds
+RATE = DEFAULTS["docs"]["learning_rate"]  # chosen on the training part of docs: docs/results.md
 ANATOMY = ("identity", "attention", "ffn")  # of rank.anatomy
-SMALL_TASKS = ("cola", "mrpc", "rte", "stsb")
+GLUE = ("cola", "mrpc", "rte", "stsb", "sst2")  # the sets that a laptop tunes in minutes
 # Runs of a quarter of the steps with one seed: the sweep of Figure 4 and the first group of Table 2, name -> flags.
 PAUSE = 1.0  # seconds between looks at the jobs in progress
 DELTAS = {f"delta {delta}": ["--mask-in-encoder", delta] for delta in ("0", "0.25", "0.5", "0.75", "1")}
@@ -86,11 +88,15 @@ def read_tuning(folder: Path) -> dict:
 
 
 def read_figure3(folder: Path) -> dict:
-    """The curves of Figure 3, a line for each run: [hours, median] at each checkpoint; and the shares of the time."""
+    """The curves of Figure 3, model -> hours, score and rank after fine-tuning of its checkpoints; and the shares of
+    the time."""
     found = read_json(folder / "figure3.json", {"points": list})
     curves = {}
     for point in found["points"]:
-        curves.setdefault(model_of(point["run"]), []).append([round(point["hours"], 4), point["median"]])
+        step = int(Path(point["checkpoint"]).stem.removeprefix("step_"))
+        curves.setdefault(model_of(point["run"]), []).append({
+            "step": step, "hours": round(point["hours"], 4), "median": point["median"],
+            "rank": point["rank"]["uncentered"]})
     shares = {model_of(share["run"]): share["share"] for share in found["time_shares"]}
     return {"curves": curves, "shares": shares}
 
@@ -105,8 +111,8 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     out, found = options.out, []
     own_steps = TRAIN_PRESETS[options.preset]["max_steps"]
     steps = options.steps or own_steps
-    tasks = ["docs", *SMALL_TASKS] if options.glue else ["docs"]
-    rate = ["--learning-rate", str(options.learning_rate)] if options.learning_rate else []
+    tasks = ["docs", *GLUE] if options.glue else ["docs"]
+    rate = ["--learning-rate", str(options.learning_rate)]
 
     def add(name: str, command: list[str], read: Callable[[Path], dict], needs: str = "") -> Path:
         folder = out / name.replace(" ", "-")
@@ -121,7 +127,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
 
     def tune(name: str, init: Path, task: str, needs: str) -> None:
         command = ["finetune.py", "--init", str(init), "--task", task, "--seeds", str(TUNED), *rate]
-        if task in SMALL_TASKS:
+        if task in GLUE:
             command += ["--data", options.glue]
         add(name, command, read_tuning, needs)
 
@@ -288,7 +294,7 @@ def pair(task: str) -> tuple[str, ...]:
 
 def tasks_of(found: dict) -> list[str]:
     """The tasks that have been fine-tuned from both models of at least one seed."""
-    return [task for task in ("docs", *SMALL_TASKS) if by_seed(found, pair(task), lambda mae, mlm: 0)]
+    return [task for task in ("docs", *GLUE) if by_seed(found, pair(task), lambda mae, mlm: 0)]
 
 
 def gain(found: dict, seed: int) -> float | None:
@@ -307,7 +313,7 @@ def saved(figure3: dict) -> float:
     if it did at its end, which is too good."""
     share, curves = figure3["shares"]["mae-lm"], figure3["curves"]
     if share is None:
-        share = curves["mae-lm"][-1][0] / curves["mlm"][-1][0]
+        share = curves["mae-lm"][-1]["hours"] / curves["mlm"][-1]["hours"]
     return 100 * (1 - share)
 
 
@@ -379,11 +385,11 @@ def verdicts(found: dict) -> str:
 
 
 def training_table(found: dict) -> str:
-    """The last validation loss of each run, and its minutes."""
+    """The last validation loss of each run, and its minutes, over all commands that went on with it."""
     rows = []
     for model, name in MODELS.items():
         losses = by_seed(found, (f"train {model}",), lambda run: run["losses"][-1][1])
-        minutes = [found[f"train {model} {seed}"]["minutes"] for seed in SEEDS if f"train {model} {seed}" in found]
+        minutes = by_seed(found, (f"train {model}",), lambda run: run["seconds"] / 60)
         rows.append([name, over(losses, digits=3), over(minutes)])
     return table(["", "validation loss, by seed", "minutes"], rows)
 
@@ -397,6 +403,33 @@ def rank_table(found: dict) -> str:
             row.append(over([layer[centering][curve] for layer in run]))
         rows.append(row)
     return table(["", "", "", *[f"seed {seed}" for seed in SEEDS]], rows)
+
+
+def tops_over_time(ranks: dict) -> dict[int, int]:
+    """Step -> rank_0.9 of H^L without [MASK], at each checkpoint of a run."""
+    return {int(step): ranks[step]["layers"][-1]["uncentered"]["without_mask"] for step in ranks}
+
+
+def curves_of(found: dict, model: str) -> list[list[dict]]:
+    """The curves of Figure 3 of a model, by seed."""
+    return [figure3["curves"][model] for figure3 in by_seed(found, ("figure3",), lambda figure3: figure3)]
+
+
+def time_table(found: dict) -> str:
+    """Table 3 over training time: rank_0.9 of H^L, before fine-tuning and after it on docs from each checkpoint."""
+    rows, steps = [], set()
+    for model, name in MODELS.items():
+        before = by_seed(found, (f"rank {model}",), tops_over_time)
+        after = [{point["step"]: point["rank"] for point in curve if point["rank"] is not None}
+                 for curve in curves_of(found, model)]
+        for when, runs in (("before", before), ("after", after)):
+            steps = steps.union(*runs)
+            rows.append((name, when, runs))
+    steps = sorted(steps)
+    cells = []
+    for name, when, runs in rows:
+        cells.append([name, when, *[over([run[step] for run in runs if step in run]) for step in steps]])
+    return table(["", "fine-tuning", *[f"{step:,}" for step in steps]], cells)
 
 
 def anatomy_table(found: dict) -> str:
@@ -436,6 +469,7 @@ def tables(found: dict) -> str:
         verdicts(found),
         "Pre-training:", training_table(found),
         "Figure 1, rank_0.9 at layers 0 to L of the last checkpoint:", rank_table(found),
+        "Table 3 over time, rank_0.9 of H^L at each step, by seed:", time_table(found),
         "What layers 0 to L are made of: `identity`, the share of their variance that the tokens alone explain, and "
         "the mean squares that attention and FFN of layers 1 to L write:", anatomy_table(found),
         f"Fine-tuning, medians of {TUNED} seeds:", tuning_table(found),
@@ -443,32 +477,37 @@ def tables(found: dict) -> str:
 
 
 def draw(found: dict, path: Path) -> None:
-    """The page of figures: loss, Figure 1, Table 3 over time, downstream."""
-    with figure(path, panels=4) as (_, (loss, ranks, time_axis, scores)):
+    """The page of figures: loss, Figure 1, Table 3 over time before and after fine-tuning, downstream, Figure 3."""
+    with figure(path, panels=3, rows=2) as (_, ((loss, layers, before), (after, gains, times))):
         for number, (model, name) in enumerate(MODELS.items()):
-            color = f"C{number}"
-            for run in by_seed(found, (f"train {model}",), lambda run: run["losses"]):
-                loss.plot([step for step, _ in run], [value for _, value in run], color=color)
-            for run in by_seed(found, (f"rank {model}",), lambda run: run):
-                for curve, style in (("without_mask", "o-"), ("with_mask", "s--"), ("mask_only", "^:")):
+            style = {"color": f"C{number}", "alpha": 0.7}
+            for losses in by_seed(found, (f"train {model}",), lambda run: run["losses"]):
+                loss.plot([step for step, _ in losses], [value for _, value in losses], **style)
+            for ranks in by_seed(found, (f"rank {model}",), lambda ranks: ranks):
+                for curve, line in (("without_mask", "o-"), ("with_mask", "s--"), ("mask_only", "^:")):
                     if model == "mlm" or curve == "without_mask":  # MAE-LM never reads [MASK]
-                        values = [layer["uncentered"][curve] for layer in last(run)]
-                        ranks.plot(values, style, color=color, alpha=0.7)
-                steps = sorted(run, key=int)
-                values = [run[step]["layers"][-1]["uncentered"]["without_mask"] for step in steps]
-                time_axis.plot([int(step) for step in steps], values, "o-", color=color)
-            for place, task in enumerate(tasks_of(found)):
-                values = by_seed(found, (f"{task} {model}",), lambda tuned: tuned["median"])
-                scores.plot([place + 0.2 * number] * len(values), values, "o", color=color)
-            for axis in (loss, ranks, time_axis, scores):
-                axis.plot([], [], color=color, label=name)
-        loss.set(xlabel="step", ylabel="validation loss", title="pre-training")
-        ranks.set(xlabel="layer", ylabel="rank_0.9", title="Figure 1: without (o), with (s), [MASK] (^)")
-        time_axis.set(xlabel="step", ylabel="rank_0.9 of H^L without [MASK]", title="Table 3 over time")
+                        layers.plot([layer["uncentered"][curve] for layer in last(ranks)], line, **style)
+                tops = tops_over_time(ranks)
+                before.plot(list(tops), list(tops.values()), "o-", **style)
+            for curve in curves_of(found, model):
+                after.plot([point["step"] for point in curve], [point["rank"] for point in curve], "o-", **style)
+                times.plot([point["hours"] for point in curve], [point["median"] for point in curve], "o-", **style)
+            for axis in (loss, layers, before, after, times):
+                axis.plot([], [], color=style["color"], label=name)
+        for place, task in enumerate(tasks_of(found)):
+            ahead = by_seed(found, pair(task), lambda mae, mlm: mae["median"] - mlm["median"])
+            gains.plot([place] * len(ahead), ahead, "o", color="C2", alpha=0.7)
+        gains.axhline(0, color="gray")
         tasks = tasks_of(found)
-        scores.set(xticks=range(len(tasks)), xticklabels=tasks, xlim=(-0.5, max(1, len(tasks)) - 0.3), ylabel="score",
-                   title="downstream")
-        for axis in (loss, ranks, time_axis, scores):
+        loss.set(xlabel="step", ylabel="validation loss", title="pre-training")
+        layers.set(xlabel="layer", ylabel="rank_0.9", title="Figure 1: text without [MASK] (o), with (s), [MASK] (^)")
+        layers.xaxis.get_major_locator().set_params(integer=True)
+        before.set(xlabel="step", ylabel="rank_0.9 of H^L", title="Table 3 over time")
+        after.set(xlabel="step", ylabel="rank_0.9 of H^L", title="the same, fine-tuned on docs from there")
+        gains.set(xticks=range(len(tasks)), xticklabels=tasks, xlim=(-0.5, max(1, len(tasks)) - 0.5), ylabel="points",
+                  title="downstream: score of MAE-LM minus MLM")
+        times.set(xlabel="hours of pre-training", ylabel="score on docs", title="Figure 3")
+        for axis in (loss, layers, before, after, times):
             axis.legend(fontsize="small")
 
 
@@ -500,7 +539,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=len(SEEDS), choices=range(1, len(SEEDS) + 1),
                         help="of pre-training [%(default)s]")
     parser.add_argument("--only", nargs="+", metavar="JOB", help="jobs of these first words, such as train rank docs")
-    parser.add_argument("--learning-rate", type=float, help="of fine-tuning, for all encoders alike")
+    parser.add_argument("--learning-rate", type=float, default=RATE,
+                        help="of fine-tuning, for all encoders and tasks alike [%(default)s]")
     parser.add_argument("--out", type=Path, default=Path("out/evidence"), help="for the runs [%(default)s]")
     parser.add_argument("--record", type=Path, default=RECORD, help="where results are kept [%(default)s]")
     parser.add_argument("--report", action="store_true", help="make the tables and the figure from the record")

@@ -25,14 +25,14 @@ def own(tmp_path, monkeypatch):
 
 
 def options_in(out, **changes):
-    return argparse.Namespace(**dict(data="text", glue="glue", hours=1.0, at_once=1, steps=None, learning_rate=None,
+    return argparse.Namespace(**dict(data="text", glue="glue", hours=1.0, at_once=1, steps=None, learning_rate=evidence.RATE,
                                      preset="laptop", seeds=3, only=None, out=out, record=evidence.RECORD) | changes)
 
 
 # ---- The jobs -------------------------------------------------------------------------------------------------------
 def test_every_job_is_a_command_that_its_program_takes(tmp_path):
     read = {"train.py": train.parse, "rank.py": rank.read_options, "finetune.py": finetune.read_command}
-    jobs = evidence.jobs(options_in(tmp_path, steps=1000, learning_rate=1e-3))
+    jobs = evidence.jobs(options_in(tmp_path, steps=1000))
     kinds = {tuple(word for word in job.command if word.startswith("--")) + (job.command[0],): job for job in jobs}
     assert 5 < len(kinds) < 15
     for job in kinds.values():
@@ -131,6 +131,11 @@ def tuned(median, after):
     return {"median": median, "effective_rank": {"after": [{"uncentered": after}, None]}}
 
 
+def point(hours, median):
+    """A checkpoint on a curve of Figure 3."""
+    return {"step": 6000, "hours": hours, "median": median, "rank": 40}
+
+
 def record_of(gains, rank_gains, falls=(9, 8, 7, 6, 5)):
     """A record in which MAE-LM is ahead by these numbers, by seed."""
     found = {}
@@ -140,10 +145,10 @@ def record_of(gains, rank_gains, falls=(9, 8, 7, 6, 5)):
     for seed, (gain, rank_gain) in enumerate(zip(gains, rank_gains)):
         for model in evidence.MODELS:
             ahead = model == "mae-lm"
-            add(f"train {model} {seed}", {"losses": [[0, 7.0], [12000, 2.0]]})
+            add(f"train {model} {seed}", {"losses": [[0, 7.0], [12000, 2.0]], "seconds": 3600})
             add(f"rank {model} {seed}", ranks(80 + rank_gain if ahead else 80, with_mask=84))
             add(f"docs {model} {seed}", tuned(60 + gain if ahead else 60, 50 + rank_gain if ahead else 50))
-        add(f"figure3 {seed}", {"curves": {"mae-lm": [[1.0, 60.0]], "mlm": [[2.0, 60.0]]},
+        add(f"figure3 {seed}", {"curves": {"mae-lm": [point(1.0, 60.0)], "mlm": [point(2.0, 60.0)]},
                                 "shares": {"mae-lm": 0.4, "mlm": None}})
     for name, score in zip(evidence.DELTAS, falls):
         add(f"short docs {name}", {"median": score})
@@ -167,8 +172,26 @@ def test_claims_hold_where_mae_lm_is_ahead_and_do_not_where_it_is_behind():
 
 
 def test_a_run_that_never_gets_there_saves_no_more_than_at_its_end():
-    never = {"curves": {"mae-lm": [[0.5, 50.0], [1.2, 59.0]], "mlm": [[1.0, 60.0]]}, "shares": {"mae-lm": None}}
+    never = {"curves": {"mae-lm": [point(0.5, 50.0), point(1.2, 59.0)], "mlm": [point(1.0, 60.0)]},
+             "shares": {"mae-lm": None}}
     assert evidence.saved(never) == pytest.approx(-20)
+
+
+@catches("evidence.time_table", "steps = sorted(steps)", "steps = sorted(steps, reverse=True)")
+@catches("evidence.model_of", '.rpartition("-")[0]', '.partition("-")[0]')
+def test_figure_3_is_read_as_finetune_writes_it_and_its_ranks_stand_under_their_steps(tmp_path):
+    hours, results = {}, []
+    for model, score in (("mae-lm", 60.0), ("mlm", 58.0)):
+        for step in (900, 4000):
+            hours[f"out/train-{model}-0/step_{step:07d}.pt"] = step / 4000
+            results.append({"task": "docs", "metric": "accuracy", "median": score + step / 1000, "values": [score],
+                            "effective_rank": {"after": [{"uncentered": step // 100 + score, "centered": 1}]}})
+    finetune.figure3(hours, results, tmp_path)
+    found = evidence.read_figure3(tmp_path)
+    assert found["curves"]["mae-lm"][1] == {"step": 4000, "hours": 1.0, "median": 64.0, "rank": 100.0}
+    assert found["shares"] == {"mae-lm": 1.0, "mlm": None}
+    table = evidence.time_table({"figure3 0": {"found": found}}).splitlines()
+    assert table[0] == "|  | fine-tuning | 900 | 4,000 |" and table[3] == "| MAE-LM | after | 69 | 100 |"
 
 
 def test_the_fall_has_the_interval_of_a_regression():

@@ -521,10 +521,13 @@ def test_figure_3_says_after_which_share_of_its_time_another_run_is_reached(tmp_
     found = finetune.time_shares({"mae": points((1, 60), (4, 83), (8, 85), (11, 86)), "mlm": points((2, 50), (10, 83))})
     assert [(share["run"], share["of"], share["score"], share["share"]) for share in found] == [
         ("mae", "mlm", 83, 0.4), ("mlm", "mae", 86, None)]
-    results = [{"task": "mnli", "metric": "accuracy", "median": m, "values": [m, m]} for m in (50.0, 83.0, 83.0, 86.0)]
+    ranks = {"after": [{"uncentered": 5, "centered": 6}, None, {"uncentered": 8, "centered": 9}]}
+    results = [{"task": "mnli", "metric": "accuracy", "median": m, "values": [m, m], "effective_rank": ranks}
+               for m in (50.0, 83.0, 83.0, 86.0)]
     hours = {"out/mlm/step_1.pt": 2.0, "out/mlm/step_2.pt": 10.0, "out/mae/step_1.pt": 4.0, "out/mae/step_2.pt": 8.0}
     finetune.figure3(hours, results, tmp_path)
-    assert len(files.read_json(tmp_path / "figure3.json")["time_shares"]) == 2
+    written = files.read_json(tmp_path / "figure3.json")
+    assert len(written["time_shares"]) == 2 and written["points"][0]["rank"] == {"uncentered": 6.5, "centered": 7.5}
     printed = capsys.readouterr().out
     assert "mae reaches the final score of out/mlm (83.00) after 40% of its time" in printed
     assert "mlm reaches the final score of out/mae (86.00): never" in printed
