@@ -15,10 +15,11 @@ encoder, lets a shallow decoder predict them, and keeps only the encoder (sectio
                       sat               mat      predicted at the masked positions only
 
     symbol           name here                               shape
-    x, x-hat         tokens, Corruption.tokens               (B, n), (B, m) int64
-    M, i not in M    Corruption.masked, .kept                (B, n) bool, k True a row; (B, m) int64, in order
+    x, M             tokens, Corruption.masked               (B, n) int64; (B, n) bool, k True a row
+    i not in M, x_i  Corruption.kept, .tokens                (B, m) int64, in order: what the encoder reads
     e_x, p_i         token_embedding, position_embedding     (V, d), (n, d)
     H^l, H-hat^0     h, states; x in MAELM.decode            (B, m, d), (B, n, d)
+    (Here m counts the tokens that the encoder reads, n - k; in section 2 it counts the masks, k here.)
 
     equation                                                 function
     2.1  Attn(Q, K, V) = Softmax(Q K^T / sqrt(d_h)) V        attention; MHSA: Attention.forward
@@ -109,6 +110,7 @@ class Config:
             check("decoder_layers", self.mask_in_encoder == 1,
                   "without a decoder the encoder predicts, so it must read every mask: mask_in_encoder=1")
             check("decoder_dim", self.decoder_dim == self.encoder_dim, "without a decoder, leave it at 0")
+            check("decoder_cross", not self.decoder_cross, "without a decoder, leave it off")
         if self.bert_trick:
             check("bert_trick", self.mask_in_encoder > 0 and self.encoder_fill == "mask",
                   "needs mask_in_encoder > 0 and encoder_fill=mask: it is about [MASK] in the encoder")
@@ -528,15 +530,17 @@ class MAELM(nn.Module):
             else:  # gains of LayerNorms
                 nn.init.ones_(parameter)
         if config.position_init == "sinusoid":
-            # As large as what they are added to: embeddings of deviation init_std in the encoder; H^L in the
-            # decoder, which a LayerNorm has scaled to 1 and next to which N(0, init_std) would be lost.
-            if self.decoder is not None:
-                sinusoid_(self.decoder.position_embedding.weight, 1.0)
+            # As large as what they are added to: embeddings of deviation init_std in the encoder and the "uni"
+            # decoder; H^L in others, which a LayerNorm has scaled to 1: N(0, init_std) would be lost beside it.
             sinusoid_(self.encoder.position_embedding.weight, config.init_std)
+            if self.decoder is not None:
+                std = config.init_std if config.decoder_self == "uni" else 1.0
+                sinusoid_(self.decoder.position_embedding.weight, std)
 
     def forward(self, tokens: Tensor, corruption: Corruption) -> Tensor:
-        """tokens (B, n) int64 and their corruption -> the loss, a scalar: the mean of -log p(x_i | x-hat)
-        over all predicted positions, in nats. Figure 2 and Eq. (1)."""
+        """tokens (B, n) int64 and their corruption, with exactly masks_per_row(n) masks in each row -> the
+        loss, a scalar: the mean of -log p(x_i | x-hat) over all predicted positions, in nats. Figure 2 and
+        Eq. (1)."""
         at = self.predicted(corruption.masked)  # (B, k)
         h = self.encode(corruption, at)  # H^L (B, m, d)
         z = self.decode(h, tokens, corruption, at)  # (B, k, decoder_dim)
@@ -561,6 +565,7 @@ class MAELM(nn.Module):
         nothing_removed = m == masked.shape[1]  # then `kept` is just that, B times
         if self.config.aligned_positions and not nothing_removed:
             positions = kept
+        # Without a decoder nothing is removed (Config), so the positions `at` are indices among the m as well.
         return self.encoder(tokens, positions, at=at if self.decoder is None else None)
 
     def decode(self, h: Tensor, tokens: Tensor, corruption: Corruption, at: Tensor) -> Tensor:
@@ -595,7 +600,7 @@ class MAELM(nn.Module):
 
 
 def sinusoid_(table: Tensor, std: float) -> None:
-    """Fill position embeddings (n, d) in place with waves of deviation std, as Vaswani et al., 2017."""
+    """Fill position embeddings (n, d) in place with waves of deviation std, like Vaswani et al., 2017."""
     n, d = table.shape
     rates = 10000 ** -torch.linspace(0, 1, (d + 1) // 2, device=table.device)
     angle = torch.arange(n, device=table.device)[:, None] * rates  # (n, d / 2)

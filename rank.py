@@ -566,9 +566,9 @@ def single_head(attention: torch.nn.Module) -> tuple[Tensor, Tensor]:
     """W^QK = W^Q W^K^T / sqrt(d) and W^VO = W^V W^O, (d, d) float64, of a maelm.Attention with all its heads taken as
     one and without biases, as App. A assumes."""
     # nn.Linear holds the transpose of the paper's W.
-    query = attention.query.weight.double().cpu()
-    key, value = attention.key_value.weight.double().cpu().chunk(2)
-    output = attention.output.weight.double().cpu()
+    query = attention.query.weight.cpu().double()
+    key, value = attention.key_value.weight.cpu().double().chunk(2)
+    output = attention.output.weight.cpu().double()
     return query.T @ key / len(query) ** 0.5, value.T @ output.T
 
 
@@ -648,8 +648,8 @@ def lemma_2_1(subject: Subject, moments: dict, tau: float) -> list[str]:
     """Ranks of P, E, H_M^0 and H_M^L of a model of this repository, and whether rank(P) <= d - rank(E), which the
     proof of Lemma 2.1 supposes, holds for numerical ranks and for rank_tau: printable lines."""
     d, lines = subject.dim, []
-    P = subject.encoder.position_embedding.weight.double().cpu()
-    E = subject.encoder.token_embedding.weight.double().cpu()
+    P = subject.encoder.position_embedding.weight.cpu().double()
+    E = subject.encoder.token_embedding.weight.cpu().double()
     matrices = {"P": P, "E": E, "H_M^0 = 1 e^T + P": E[subject.mask] + P}
     numerical = {name: int(torch.linalg.matrix_rank(matrix)) for name, matrix in matrices.items()}
     effective = {name: effective_rank(matrix, tau) for name, matrix in matrices.items()}
@@ -672,7 +672,7 @@ def theorem_2_2(subject: Subject, moments: dict, seed: int) -> list[str]:
     tokens = subject.rows[number]  # (1, n)
     masked = draw_masks(np.isin(tokens, subject.specials), number, seed)
     inputs = torch.from_numpy(np.where(masked, subject.mask, tokens))
-    states = [h[0].double().cpu() for h in subject.encode(inputs)]  # L + 1 of (n, d)
+    states = [h[0].cpu().double() for h in subject.encode(inputs)]  # L + 1 of (n, d)
     at = torch.from_numpy(masked[0])
     # Beside the model's own states, the embeddings of the row's real tokens go through its attention weights alone.
     h = states[0][~at].mean(0)

@@ -693,9 +693,14 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows, shown: int = 6, cou
 
 # ---- 7. What a run will take ---------------------------------------------------------------------------------
 def tokens_read(config: Config, n: int) -> int:
-    """m of section 3: how many of n tokens the encoder reads, as `corrupt` leaves them."""
+    """m: how many of n tokens the encoder reads, as `corrupt` leaves them."""
     k = config.masks_per_row(n)
     return n - k + round(config.mask_in_encoder * k)
+
+
+def tokens_predicted(config: Config, n: int) -> int:
+    """How many of n tokens have a loss, as MAELM.predicted has them."""
+    return n - 1 if config.decoder_self == "uni" else config.masks_per_row(n)
 
 
 def products_of_stack(layers: int, dim: int, length: int, last: int, sources: list[int]) -> int:
@@ -717,8 +722,7 @@ def flops(config: Config, n: int = 0, predicted: int = 0) -> int:
     n = n or config.seq_len
     m = tokens_read(config, n)
     d, D = config.encoder_dim, config.decoder_dim
-    if not predicted:
-        predicted = n - 1 if config.decoder_self == "uni" else config.masks_per_row(n)
+    predicted = predicted or tokens_predicted(config, n)
     # Only positions with a loss go through the last layer before the head.
     last = m if config.decoder_layers else predicted
     products = products_of_stack(config.encoder_layers, d, m, last, [m])
@@ -747,7 +751,7 @@ def memory(config: Config, train: TrainConfig, parameters: int, rows: int) -> tu
         activations = 4 * sum(layers) + 40 * max(layers)
     else:
         activations = 40 * sum(layers)
-    activations += 10 * config.masks_per_row(n) * config.vocab_size
+    activations += 10 * tokens_predicted(config, n) * config.vocab_size
     if config.rel_pos_buckets:
         activations += 4 * m * m * config.encoder_heads
     return 16.0 * parameters, float(rows * activations)

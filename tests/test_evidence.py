@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
+import files
 import finetune
 import rank
+import run
 import train
 from conftest import HERE, catches, run_with_wrong_version, wrong_versions
 
@@ -41,36 +43,44 @@ def test_every_job_is_a_command_that_its_program_takes(tmp_path):
     names = [job.name for job in jobs]
     assert len(set(names)) == len(names) and len({job.folder for job in jobs}) == len(jobs)
     for job in jobs:  # what a job needs comes before it
-        assert job.needs == "" or names.index(job.needs) < names.index(job.name)
+        assert all(names.index(need) < names.index(job.name) for need in job.needs)
 
 
 def test_both_models_are_trained_alike_but_for_their_ablation(tmp_path):
-    """Equal steps, rows and seeds: the fields of the two runs of a seed differ in the method alone."""
+    """Equal steps, rows and seeds: the fields of the two runs of a seed differ in the method alone, and the same
+    checkpoints of both are measured, which a run leaves."""
     commands = {job.name: job.command[1:] for job in evidence.jobs(options_in(tmp_path)) if job.command[0] == "train.py"}
     for seed in evidence.SEEDS:
         (mae, recipe, _), (mlm, other, _) = [train.parse(commands[f"train {model} {seed}"]) for model in evidence.MODELS]
         assert recipe == other and recipe.seed == seed
         assert mae == train.make_config("laptop") and mlm == train.make_config("laptop", "mlm")
         tokens = recipe.max_steps * recipe.batch_size * mae.seq_len
-        assert tokens >= 100e6 and recipe.checkpoint_interval * evidence.KEPT <= recipe.max_steps
+        assert tokens >= 100e6
+        ranks = {job.name: job.command for job in evidence.jobs(options_in(tmp_path))}
+        for model in evidence.MODELS:
+            folder = tmp_path / f"train-{model}-{seed}"
+            paths = [word for word in ranks[f"rank {model} {seed}"] if word.endswith(".pt")]
+            steps = [recipe.checkpoint_interval * i for i in range(1, evidence.KEPT)] + [recipe.max_steps]
+            assert paths == [str(run.checkpoint_path(folder, step)) for step in steps]
     deltas = [train.parse(commands[f"short train {name}"])[0].mask_in_encoder for name in evidence.DELTAS]
     assert deltas == [0, 0.25, 0.5, 0.75, 1]
 
 
 # ---- Running them ---------------------------------------------------------------------------------------------------
-def stub(folder, name, program, needs=""):
-    return evidence.Job(name, ["-c", program], folder, lambda folder: {"name": name}, needs)
+def stub(folder, name, program, *needs):
+    (folder / f"{name}.py").write_text(program)
+    return evidence.Job(name, [str(folder / f"{name}.py")], folder, lambda folder: {"name": name}, needs)
 
 
 @catches("evidence.run_jobs", "if one.process.returncode == 0:", "if True:")
-@catches("evidence.next_job", " and (not job.needs or job.needs in done)", "")
+@catches("evidence.next_job", " and all(need in done for need in job.needs)", "")
 def test_what_ended_well_is_recorded_and_not_run_again(own, tmp_path, capsys):
     log = tmp_path / "order"
 
     def says(name, code=0):
         return f"open({str(log)!r}, 'a').write('{name} '); raise SystemExit({code})"
-    todo = [stub(tmp_path, "second", says("second"), needs="first"), stub(tmp_path, "first", says("first")),
-            stub(tmp_path, "bad", says("bad", 3)), stub(tmp_path, "never", says("never"), needs="bad"),
+    todo = [stub(tmp_path, "second", says("second"), "first"), stub(tmp_path, "first", says("first")),
+            stub(tmp_path, "bad", says("bad", 3)), stub(tmp_path, "never", says("never"), "bad"),
             stub(tmp_path, "last", says("last"))]
     evidence.run_jobs(list(todo), options_in(tmp_path))
     assert log.read_text().split() == ["first", "second", "bad", "last"]
@@ -99,13 +109,21 @@ def test_the_quantiles_are_those_of_students_t():
         assert quantile == pytest.approx(scipy.stats.t.ppf(0.975, freedom), abs=1e-3)
 
 
-@catches("evidence.over_seeds", "T[len(values) - 1]", "1.96")
-@catches("evidence.over_seeds", " / len(values) ** 0.5", "")
+@catches("evidence.over_seeds", "T[len(measured) - 1]", "1.96")
+@catches("evidence.over_seeds", " / len(measured) ** 0.5", "")
 def test_an_interval_over_seeds_is_students():
     values = [3.0, 5.0, 4.5]
     low, high = scipy.stats.t.interval(0.95, 2, loc=np.mean(values), scale=scipy.stats.sem(values))
     assert evidence.over_seeds("", "", "", values).interval == pytest.approx((np.mean(values), low, high), abs=1e-2)
     assert evidence.over_seeds("", "", "", [7.0]).interval == (7.0, -np.inf, np.inf)
+    assert evidence.over_seeds("", "", "", [None, 3.0, 5.0, 4.5]).interval == evidence.over_seeds("", "", "", values).interval
+
+
+@catches("evidence.over_seeds", "max(statistics.stdev(measured), ROUNDING)", "statistics.stdev(measured)")
+def test_three_equal_ranks_are_not_certain():
+    """A difference of two rounded numbers is known to 0.41: 1, 1, 1 may be chance, 4, 4, 4 is not."""
+    assert evidence.over_seeds("", "", "", [1.0, 1.0, 1.0]).interval[1] < 0
+    assert evidence.over_seeds("", "", "", [4.0, 4.0, 4.0]).interval[1] > 0
 
 
 @catches("evidence.verdict", "low > 0", "high > 0", interval=(1.0, -1.0, 3.0), word="undecided")
@@ -148,33 +166,70 @@ def record_of(gains, rank_gains, falls=(9, 8, 7, 6, 5)):
             add(f"train {model} {seed}", {"losses": [[0, 7.0], [12000, 2.0]], "seconds": 3600})
             add(f"rank {model} {seed}", ranks(80 + rank_gain if ahead else 80, with_mask=84))
             add(f"docs {model} {seed}", tuned(60 + gain if ahead else 60, 50 + rank_gain if ahead else 50))
-        add(f"figure3 {seed}", {"curves": {"mae-lm": [point(1.0, 60.0)], "mlm": [point(2.0, 60.0)]},
-                                "shares": {"mae-lm": 0.4, "mlm": None}})
+        add(f"figure3 {seed}", {"mae-lm": [point(1.0, 60.0)], "mlm": [point(2.0, 60.0)]})
     for name, score in zip(evidence.DELTAS, falls):
         add(f"short docs {name}", {"median": score})
     return found
 
 
 @catches("evidence.claims", "top(mae) - top(mlm)", "top(mlm) - top(mae)")
-@catches("evidence.gain", "scores[0] - scores[1]", "scores[1] - scores[0]")
+@catches("evidence.scores", 'return mae["median"] - mlm["median"]', 'return mlm["median"] - mae["median"]')
 @catches("evidence.claims", "rank_after(mae) - rank_after(mlm)", "rank_after(mlm)")
 @catches("evidence.fall", "return -slope, -slope - half, -slope + half", "return slope, slope - half, slope + half")
-@catches("evidence.saved", "100 * (1 - share)", "100 * (share - 1)")
 def test_claims_hold_where_mae_lm_is_ahead_and_do_not_where_it_is_behind():
-    words = {"ahead": "**shown**", "behind": "**not shown**"}
+    words = {"ahead": "**shown**", "behind": "**not shown**: it is the other way round"}
     ahead = evidence.claims(record_of(gains=[2, 2.1, 2.2], rank_gains=[6, 7, 8], falls=(9, 8, 7, 6, 5.1)))
-    assert [evidence.verdict(claim.interval) for claim in ahead] == [words["ahead"]] * 7
-    assert ahead[2].seeds == [6, 7, 8] and ahead[0].seeds == [84 - 80] * 3 and ahead[1].seeds == [4] * 3
+    found = {(claim.where, claim.statement): evidence.verdict(claim.interval) for claim in ahead}
+    control = next(key for key in found if "the same, minus MAE-LM's" in key[1])
+    assert found.pop(control).startswith("**undecided**")  # here both rise alike
+    assert set(found.values()) == {words["ahead"]} and len(found) == 7
+    assert ahead[3].seeds == [6, 7, 8] and ahead[0].seeds == [84 - 80] * 3 and ahead[1].seeds == [4] * 3
     behind = evidence.claims(record_of(gains=[-2, -2.1, -2.2], rank_gains=[-6, -7, -8], falls=(5, 6, 7, 8, 9.1)))
     found = {claim.where: evidence.verdict(claim.interval) for claim in behind}
     assert [found[where] for where in ("Table 3", "Table 1", "Figure 4")] == [words["behind"]] * 3
     assert all(claim.interval is None for claim in evidence.claims({}))
 
 
-def test_a_run_that_never_gets_there_saves_no_more_than_at_its_end():
-    never = {"curves": {"mae-lm": [point(0.5, 50.0), point(1.2, 59.0)], "mlm": [point(1.0, 60.0)]},
-             "shares": {"mae-lm": None}}
+@catches("evidence.saved", "first_hour(mlm, goal) -", 'mlm[-1]["hours"] -')
+def test_two_equal_runs_save_nothing_and_one_that_gets_there_in_less_time_saves_the_difference():
+    plateau = [point(1.0, 55.0), point(2.0, 60.5), point(3.0, 60.2), point(4.0, 60.0)]
+    assert evidence.saved({"mae-lm": plateau, "mlm": plateau}) == 0
+    ahead = [point(0.5, 55.0), point(1.0, 61.0), point(5.0, 64.0)]
+    assert evidence.saved({"mae-lm": ahead, "mlm": plateau}) == pytest.approx(25)
+    assert evidence.saved({"mae-lm": plateau, "mlm": plateau[:1] + [point(2.0, None)]}) is None
+
+
+@catches("evidence.saved", "ahead = min(ahead, 0.0)", "pass")
+def test_a_run_that_never_gets_there_saves_nothing():
+    never = {"mae-lm": [point(0.5, 50.0), point(1.2, 59.0)], "mlm": [point(1.0, 60.0)]}
     assert evidence.saved(never) == pytest.approx(-20)
+    assert evidence.saved(never | {"mlm": [point(9.0, 60.0)]}) == 0
+    others = [70.0, 72.0, 0.0]
+    assert evidence.over_seeds("", "", "", others).interval[1] < 0
+
+
+@catches("evidence.tasks_of", "[value is None for value in ahead] == [value is None for value in trained]", "True")
+def test_means_over_tasks_are_of_the_tasks_that_all_seeds_have_and_a_missing_seed_leaves_a_gap():
+    found = record_of([1, 2, 3], [4, 5, 6])
+    for model in evidence.MODELS:
+        found[f"cola {model} 1"] = {"found": tuned(20 if model == "mae-lm" else 0, 50)}
+    assert evidence.tasks_of(found) == ["docs"] and evidence.gains(found) == [1, 2, 3]
+    assert "| cola | MAE-LM | -, 20.0 | -, 50 |" in evidence.tuning_table(found)
+    del found["rank mlm 0"]
+    row = next(line for line in evidence.rank_table(found).splitlines() if line.startswith("| MLM"))
+    assert row == "| MLM | uncentered | with_mask |  | 84, 84 | 84, 84 |"
+    found["docs mlm 2"] = {"found": tuned(None, 50)}  # all its fine-tuning seeds diverged
+    assert evidence.tasks_of(found) == [] and evidence.tables(found)
+
+
+@catches("evidence.run_jobs", "refuse_others(todo, options.record)", "pass")
+def test_a_record_of_another_experiment_is_not_gone_on_with(own, tmp_path):
+    todo = [stub(tmp_path, "one", "pass")]
+    evidence.run_jobs(list(todo), options_in(tmp_path))
+    evidence.run_jobs(list(todo), options_in(tmp_path))
+    other = [todo[0]._replace(command=[*todo[0].command, "--steps", "5"])]
+    with pytest.raises(files.UserError, match=r"'one' is recorded as\n.*\n.*\n.*--steps 5\n.*another --record"):
+        evidence.run_jobs(other, options_in(tmp_path))
 
 
 @catches("evidence.time_table", "steps = sorted(steps)", "steps = sorted(steps, reverse=True)")
@@ -188,8 +243,7 @@ def test_figure_3_is_read_as_finetune_writes_it_and_its_ranks_stand_under_their_
                             "effective_rank": {"after": [{"uncentered": step // 100 + score, "centered": 1}]}})
     finetune.figure3(hours, results, tmp_path)
     found = evidence.read_figure3(tmp_path)
-    assert found["curves"]["mae-lm"][1] == {"step": 4000, "hours": 1.0, "median": 64.0, "rank": 100.0}
-    assert found["shares"] == {"mae-lm": 1.0, "mlm": None}
+    assert found["mae-lm"][1] == {"step": 4000, "hours": 1.0, "median": 64.0, "rank": 100.0}
     table = evidence.time_table({"figure3 0": {"found": found}}).splitlines()
     assert table[0] == "|  | fine-tuning | 900 | 4,000 |" and table[3] == "| MAE-LM | after | 69 | 100 |"
 

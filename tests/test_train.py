@@ -447,7 +447,30 @@ def test_an_estimate_states_what_a_run_takes_without_making_one(tmp_path, monkey
     assert "1 micro-batches of 32 on each of 64 devices" in printed and not list(tmp_path.iterdir())
 
 
+@catches("train.memory", "tokens_predicted(config, n)", "config.masks_per_row(n)")
+def test_memory_counts_the_logits_of_all_positions_that_have_a_loss():
+    uni, cross = [train.memory(tiny(decoder_cross=True, decoder_self=name), train.TrainConfig(), 0, rows=1)[1]
+                  for name in ("uni", "none")]
+    n, k, V = tiny().seq_len, tiny().masks_per_row(tiny().seq_len), tiny().vocab_size
+    assert uni - cross == 10 * (n - 1 - k) * V
+
+
 # ---- The command ----------------------------------------------------------------------------------------------------
+@catches("maelm.Config.__post_init__", "not self.decoder_cross", "True")
+def test_a_decoder_that_is_not_there_has_no_self_attention_of_its_own():
+    """The "uni" decoder predicts the whole row; an MLM's encoder would be asked for tokens that it reads."""
+    with pytest.raises(ValueError, match="decoder_cross=True: without a decoder"):
+        tiny(mask_in_encoder=1.0, decoder_layers=0, decoder_self="uni", decoder_cross=True)
+
+
+@catches("maelm.MAELM.__init__", 'config.init_std if config.decoder_self == "uni" else 1.0', "1.0")
+def test_position_waves_are_as_large_as_what_they_are_added_to():
+    for name, size in (("bi", 1.0), ("uni", 0.05)):
+        model = maelm.MAELM(tiny(position_init="sinusoid", init_std=0.05, decoder_self=name, decoder_cross=True))
+        deviations = [part.position_embedding.weight.square().mean().sqrt().item() for part in (model.encoder, model.decoder)]
+        assert deviations == pytest.approx([0.05, size], rel=1e-3)
+
+
 def test_default_preset_ablation_flag_in_rising_precedence():
     config, recipe, _ = train.parse("--preset base++ --ablation enc-mask --encoder-layers 6 --seed 3".split())
     assert (config.vocab_size, config.mask_in_encoder, config.encoder_layers, config.seq_len) == (64000, 1.0, 6, 512)
