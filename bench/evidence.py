@@ -61,11 +61,15 @@ class Job(NamedTuple):
 
 
 def read_training(folder: Path) -> dict:
-    """The validation losses and the last line of a run's log."""
+    """The validation losses of a run, and its time: in all, and its median of a step, which neither pauses nor what
+    else the machine did at times have a part in."""
     log = read_log(folder)
+    lines = [line for line in log if "loss" in line]
+    paces = [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in itertools.pairwise(lines)]
     losses = [[line["step"], round(line["val_loss"], 4)] for line in log if "val_loss" in line]
     entropy = next(line["unigram_entropy"] for line in log if "unigram_entropy" in line)
-    return {"losses": losses, "unigram_entropy": round(entropy, 4), "seconds": round(log[-1]["seconds"])}
+    return {"losses": losses, "unigram_entropy": round(entropy, 4), "seconds": round(log[-1]["seconds"]),
+            "seconds_per_step": statistics.median(paces)}
 
 
 def read_ranks(folder: Path) -> dict:
@@ -89,14 +93,13 @@ def read_tuning(folder: Path) -> dict:
 
 
 def read_figure3(folder: Path) -> dict:
-    """The curves of Figure 3: model -> hours, score and rank after fine-tuning of its checkpoints."""
+    """The curves of Figure 3: model -> step, score and rank after fine-tuning of its checkpoints."""
     found = read_json(folder / "figure3.json", {"points": list})
     curves = {}
     for point in found["points"]:
         step = int(Path(point["checkpoint"]).stem.removeprefix("step_"))
         curves.setdefault(model_of(point["run"]), []).append({
-            "step": step, "hours": round(point["hours"], 4), "median": point["median"],
-            "rank": point["rank"]["uncentered"]})
+            "step": step, "median": point["median"], "rank": point["rank"]["uncentered"]})
     return curves
 
 
@@ -349,6 +352,19 @@ def first_hour(curve: list[dict], goal: float) -> float | None:
     return None
 
 
+def timed(curves: dict, mae: dict, mlm: dict) -> dict:
+    """The curves of Figure 3 with hours of pre-training: steps at the median pace of their runs."""
+    found = {}
+    for model, run in zip(MODELS, (mae, mlm)):
+        found[model] = [point | {"hours": point["step"] * run["seconds_per_step"] / 3600} for point in curves[model]]
+    return found
+
+
+def figure3_of(found: dict) -> list[dict | None]:
+    """The curves of Figure 3 by seed."""
+    return by_seed(found, ("figure3", *pair("train")), timed)
+
+
 def saved(curves: dict) -> float | None:
     """How much earlier than MLM does MAE-LM have MLM's last score, in percent of MLM's time? Both by their first
     checkpoint that is as good, so that two equal models have 0 on average. If MAE-LM never is, its end is taken, which
@@ -400,7 +416,7 @@ def claims(found: dict) -> list[Claim]:
         over_seeds("Table 1", "score of MAE-LM minus MLM, mean over tasks, points", "GLUE 86.1 - 85.2 = 0.9",
                    gains(found)),
         over_seeds("Figure 3", "how much earlier MAE-LM has MLM's last score on docs, % of MLM's time", "about 60",
-                   by_seed(found, ("figure3",), saved)),
+                   [curves and saved(curves) for curves in figure3_of(found)]),
         Claim("Figure 4", "fall of the score on docs from delta 0 to 1, points (one seed, a quarter of the steps)",
               "above 0", [], fall(found)),
     ]
@@ -459,18 +475,13 @@ def tops_over_time(ranks: dict) -> dict[int, int]:
     return {int(step): ranks[step]["layers"][-1]["uncentered"]["without_mask"] for step in ranks}
 
 
-def curves_of(found: dict, model: str) -> list[list[dict]]:
-    """The curves of Figure 3 of a model, of the seeds that have one."""
-    return [curves[model] for curves in there(by_seed(found, ("figure3",), lambda curves: curves))]
-
-
 def time_table(found: dict) -> str:
     """Table 3 over training time: rank_0.9 of H^L, before fine-tuning and after it on docs from each checkpoint."""
     rows, steps = [], set()
     for model, name in MODELS.items():
         before = there(by_seed(found, (f"rank {model}",), tops_over_time))
-        after = [{point["step"]: point["rank"] for point in curve if point["rank"] is not None}
-                 for curve in curves_of(found, model)]
+        after = [{point["step"]: point["rank"] for point in curves[model] if point["rank"] is not None}
+                 for curves in there(figure3_of(found))]
         for when, runs in (("before", before), ("after", after)):
             steps = steps.union(*runs)
             rows.append((name, when, runs))
@@ -538,9 +549,11 @@ def draw(found: dict, path: Path) -> None:
                         layers.plot([layer["uncentered"][curve] for layer in last(ranks)], line, **style)
                 tops = tops_over_time(ranks)
                 before.plot(list(tops), list(tops.values()), "o-", **style)
-            for curve in curves_of(found, model):
-                after.plot([point["step"] for point in curve], [point["rank"] for point in curve], "o-", **style)
-                times.plot([point["hours"] for point in curve], [point["median"] for point in curve], "o-", **style)
+            for curves in there(figure3_of(found)):
+                steps, hours, medians, tuned = [
+                    [point[name] for point in curves[model]] for name in ("step", "hours", "median", "rank")]
+                after.plot(steps, tuned, "o-", **style)
+                times.plot(hours, medians, "o-", **style)
             for axis in (loss, layers, before, after, times):
                 axis.plot([], [], color=style["color"], label=name)
         tasks = tasks_of(found)

@@ -66,6 +66,19 @@ def test_both_models_are_trained_alike_but_for_their_ablation(tmp_path):
     assert deltas == [0, 0.25, 0.5, 0.75, 1]
 
 
+def test_neither_a_pause_nor_a_neighbour_changes_the_pace_of_a_run(tmp_path):
+    lines, seconds = [{"step": 0, "unigram_entropy": 6.0, "val_loss": 7.0, "seconds": 0.0}], 0.0
+    for step in range(100, 1001, 100):
+        seconds += 50.0 if step in (300, 400, 700) else 10.0
+        lines.append({"step": step, "loss": 5.0, "seconds": seconds})
+    lines.append({"step": 1000, "val_loss": 4.0, "seconds": seconds + 7})
+    for line in lines:
+        files.append_line(tmp_path / "log.jsonl", line)
+    found = evidence.read_training(tmp_path)
+    assert found == {"losses": [[0, 7.0], [1000, 4.0]], "unigram_entropy": 6.0, "seconds": round(seconds + 7),
+                     "seconds_per_step": pytest.approx(0.1)}
+
+
 # ---- Running them ---------------------------------------------------------------------------------------------------
 def stub(folder, name, program, *needs):
     (folder / f"{name}.py").write_text(program)
@@ -150,8 +163,8 @@ def tuned(median, after):
 
 
 def point(hours, median):
-    """A checkpoint on a curve of Figure 3."""
-    return {"step": 6000, "hours": hours, "median": median, "rank": 40}
+    """A checkpoint on a curve of Figure 3, of a run of one second a step."""
+    return {"step": hours * 3600, "hours": hours, "median": median, "rank": 40}
 
 
 def record_of(gains, rank_gains, falls=(9, 8, 7, 6, 5)):
@@ -163,7 +176,7 @@ def record_of(gains, rank_gains, falls=(9, 8, 7, 6, 5)):
     for seed, (gain, rank_gain) in enumerate(zip(gains, rank_gains)):
         for model in evidence.MODELS:
             ahead = model == "mae-lm"
-            add(f"train {model} {seed}", {"losses": [[0, 7.0], [12000, 2.0]], "seconds": 3600})
+            add(f"train {model} {seed}", {"losses": [[0, 7.0], [12000, 2.0]], "seconds": 3600, "seconds_per_step": 1})
             add(f"rank {model} {seed}", ranks(80 + rank_gain if ahead else 80, with_mask=84))
             add(f"docs {model} {seed}", tuned(60 + gain if ahead else 60, 50 + rank_gain if ahead else 50))
         add(f"figure3 {seed}", {"mae-lm": [point(1.0, 60.0)], "mlm": [point(2.0, 60.0)]})
@@ -243,8 +256,12 @@ def test_figure_3_is_read_as_finetune_writes_it_and_its_ranks_stand_under_their_
                             "effective_rank": {"after": [{"uncentered": step // 100 + score, "centered": 1}]}})
     finetune.figure3(hours, results, tmp_path)
     found = evidence.read_figure3(tmp_path)
-    assert found["mae-lm"][1] == {"step": 4000, "hours": 1.0, "median": 64.0, "rank": 100.0}
-    table = evidence.time_table({"figure3 0": {"found": found}}).splitlines()
+    assert found["mae-lm"][1] == {"step": 4000, "median": 64.0, "rank": 100.0}
+    paces = {"mae-lm": 1.5, "mlm": 1.0}
+    runs = {f"train {model} 0": {"found": {"seconds_per_step": pace}} for model, pace in paces.items()}
+    results = runs | {"figure3 0": {"found": found}}
+    assert [curves["mae-lm"][1]["hours"] for curves in evidence.figure3_of(results)] == [4000 * 1.5 / 3600]
+    table = evidence.time_table(results).splitlines()
     assert table[0] == "|  | fine-tuning | 900 | 4,000 |" and table[3] == "| MAE-LM | after | 69 | 100 |"
 
 
