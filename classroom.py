@@ -12,6 +12,7 @@ import copy
 import functools
 import importlib
 import inspect
+import itertools
 import json
 import math
 import multiprocessing
@@ -160,7 +161,19 @@ def locate(statements, name):
 def is_blank(function):
     """Whether nothing is written in a function yet."""
     body = function.body[bool(ast.get_docstring(function)):]
-    return all(re.match(r"raise NotImplementedError|pass$|\.\.\.$", ast.unparse(node)) for node in body)
+    return all(isinstance(node, ast.Pass) or is_ellipsis(node) or is_still_to_do(node) for node in body)
+
+
+def is_ellipsis(node):
+    """Whether a statement is three dots."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.value.value is ...
+
+
+def is_still_to_do(node):
+    """Whether a statement is `raise NotImplementedError`, with or without a message."""
+    error = node.exc if isinstance(node, ast.Raise) else None
+    error = error.func if isinstance(error, ast.Call) else error
+    return isinstance(error, ast.Name) and error.id == "NotImplementedError"
 
 
 def defines(node):
@@ -173,6 +186,22 @@ def defines(node):
             names.add((inner.asname or inner.name).partition(".")[0])
         if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
             names.add(inner.id)
+    return names
+
+
+def changes(node):
+    """The names whose values a statement outside of functions changes: x by `x[0] = 1`, `x.a = 1` or `x.append(1)`."""
+    names = set()
+    for inner in ast.walk(node) if not hasattr(node, "name") else []:
+        target = None
+        if isinstance(inner, (ast.Attribute, ast.Subscript)) and isinstance(inner.ctx, ast.Store):
+            target = inner
+        if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call):  # a call whose result nobody takes
+            target = inner.value.func
+        while isinstance(target, (ast.Attribute, ast.Subscript)):
+            target = target.value
+            if isinstance(target, ast.Name):
+                names.add(target.id)
     return names
 
 
@@ -189,9 +218,9 @@ def uses(nodes):
 
 
 def reached(start, statements):
-    """Those of the statements that define what `start` uses, and what these use in turn; in their order."""
+    """Those of the statements that define or change what `start` uses, and what these use in turn; in their order."""
     found, names = [], uses(start)
-    while more := [node for node in statements if node not in found and defines(node) & names]:
+    while more := [node for node in statements if node not in found and (defines(node) | changes(node)) & names]:
         found += more
         names |= uses(more)
     return [node for node in statements if node in found]
@@ -202,6 +231,11 @@ class Submission(NamedTuple):
     """What a student hands in: for each of our files with tasks, where they are written; and the tasks to be graded."""
     files: dict  # name of our file -> (path, syntax tree)
     tasks: list
+
+
+def names_in(text):
+    """What the lines "# Tasks: ..." of a text name."""
+    return " ".join(re.findall(f"^{HEAD}(.*)$", text, re.M)).split()
 
 
 def read_submission(path, only=()):
@@ -223,8 +257,7 @@ def read_submission(path, only=()):
             files[file] = place, ast.parse(text, place.name)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise UserError(f"{place}: not a Python file: {error}") from None
-        for line in re.findall(f"^{HEAD}(.*)$", text, re.M):
-            named += line.split()
+        named += names_in(text)
     tasks = tasks_named(only or named)
     if not tasks:
         raise UserError(f'{path}: no line "{HEAD}..." says what was to be written, as in a file that --blank made; '
@@ -271,7 +304,8 @@ def own_code(tree, name):
     old = given(TASKS[name].file)
     class_name = name.rpartition(".")[0]
     of_tasks = {task.partition(".")[0] for task in TASKS}
-    statements = [node for node in tree.body if ast.dump(node) not in old and not defines(node) & of_tasks]
+    statements = [node for node in tree.body
+                  if ast.dump(node) not in old and not (defines(node) | changes(node)) & of_tasks]
     if not class_name:
         return statements, []
     ours = {task.rpartition(".")[2] for task in TASKS if task.startswith(f"{class_name}.")} | {"__init__"}
@@ -394,6 +428,22 @@ class StudentTests:
         for item in items:
             name = self.task_of[item.name]
             item.extra_keyword_matches.update([name, *name.split(".")])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        """Leave out of tracebacks our functions, for another task's is a solution, and the decorators of tests, which
+        quote solutions."""
+        if call.excinfo:
+            theirs = {path.resolve() for path, _ in self.submission.files.values()}
+            for file in {task.file for task in TASKS.values()}:
+                if file in sys.modules and HERE / f"{file}.py" not in theirs:
+                    sys.modules[file].__tracebackhide__ = True  # read by pytest
+        report = yield
+        for entry in getattr(getattr(report.longrepr, "reprtraceback", None), "reprentries", []):
+            decorators = itertools.takewhile(lambda line: not line.lstrip().startswith(("def ", "class ")), entry.lines)
+            if entry.lines and entry.lines[0].lstrip().startswith("@"):
+                del entry.lines[:len(list(decorators))]
+        return report
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
@@ -520,6 +570,18 @@ def report(points):
     return {"score": sum(test["score"] for test in tests), "max_score": len(tests), "tests": tests}
 
 
+def report_unread(path, only, why):
+    """The report on a submission that cannot be read: no test passed, of the tasks that `only` or its text names."""
+    names = list(only)
+    if not only:
+        for file in path.glob("*.py") if path.is_dir() else [path]:
+            names += names_in(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else []
+    known = []
+    with contextlib.suppress(UserError):  # a name that is none
+        known = tasks_named(names)
+    return report({name: (why, none_passed(name, why)) for name in known}) | {"output": why}
+
+
 def print_task(name, status, results, verbose):
     """A line for a task, and with `verbose` all that went wrong."""
     wrong = [result for result in results if not result.passed]
@@ -606,7 +668,7 @@ def main(argv=None):
                 points = grade_all(options)
             except (UserError, OSError) as error:
                 if options.json:
-                    print(json.dumps({"score": 0, "output": str(error), "tests": []}, indent=1))
+                    print(json.dumps(report_unread(options.grade, options.only or [], str(error)), indent=1))
                 raise
             done = report(points)
             print(json.dumps(done, indent=1) if options.json else f"total {done['score']}/{done['max_score']}")

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data import SPECIALS, Tokenizer
-from files import Parser, UserError, claim_folder, clear_errors, file_hash, kind_of, refuse_other_kind, write_json
+from files import (Parser, UserError, claim_folder, clear_errors, file_hash, kind_of, read_json, refuse_other_kind,
+                   write_json)
 from maelm import CLS, MAELM, MASK, NUM_SPECIAL, PAD, SEP, Config, Corruption, Encoder
 from run import (CHECKPOINT, check_weights, checkpoint_path, checkpoints, first_line, load_encoder, load_model,
                  read_log, run_settings, transformers_library, write_tensors)
@@ -160,6 +161,10 @@ def compare(config: Config, encoder: Encoder, theirs: nn.Module, order: Tensor, 
 
 
 # ---- 3. Export ----------------------------------------------------------------------------------------------
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "sentence_bert_config.json",
+         "modeling_maelm.py", "maelm.py", "README.md")  # all that an export may hold
+
+
 class Source(NamedTuple):
     """What is exported, and as what."""
     lines: list[dict]  # of log.jsonl, up to the checkpoint
@@ -170,13 +175,14 @@ class Source(NamedTuple):
     config: Config
     kind: str  # one of KINDS
     no_head: str  # why it cannot fill in [MASK], or ""
+    init: str = ""  # whose weights the run began with
 
 
 def open_source(path: Path, wanted: str) -> Source:
     """A run folder, a checkpoint, or an encoder.pt, for the format that --format names. UserError as load_model, and if
     that format computes something else."""
     file = path / "encoder.pt" if path.is_dir() else path
-    lines, data = [], ""
+    lines, settings = [], {}
     if file.name == "encoder.pt" and file.is_file():
         encoder, tokenizer, config = load_encoder(file)
         model = None
@@ -187,7 +193,7 @@ def open_source(path: Path, wanted: str) -> Source:
         match = CHECKPOINT.fullmatch(file.name)  # another name does not say after which step
         if match:
             lines = [line for line in read_log(file.parent) if line.get("step", 0) <= int(match[1])]
-        data = run_settings(file.parent).get("data", "")
+        settings = run_settings(file.parent)
 
     # Post-LN, a LayerNorm behind the embeddings and exact GELU are BERT's; the formats differ in their positions.
     exact = "maelm"
@@ -207,7 +213,8 @@ def open_source(path: Path, wanted: str) -> Source:
         no_head = "It is the encoder alone: what predicts [MASK] needs more than a text with [MASK]."
     elif kind != "maelm" and model.decoder is not None:
         no_head = f"It is the encoder alone, for {KINDS[kind]} has no decoder: --format maelm fills in [MASK], too."
-    return Source(lines, data, encoder, model, tokenizer, config, kind, no_head)
+    data, init = settings.get("data", ""), settings.get("init", "")
+    return Source(lines, data, encoder, model, tokenizer, config, kind, no_head, init)
 
 
 def hub_config(source: Source) -> dict:
@@ -261,7 +268,9 @@ def write_export(source: Source, name: str, out: Path) -> None:
     tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": n, "padding_side": "right",
                  "clean_up_tokenization_spaces": False, "model_input_names": ["input_ids", "attention_mask"]}
     tokenizer |= zip(("cls_token", "pad_token", "sep_token", "mask_token"), SPECIALS)
-    write_json(out / "config.json", hub_config(source), checked=False)
+    # By the hash an export is known from what others have trained it to be, and saved with the rest of its fields.
+    known = {"maelm_weights": file_hash(out / "model.safetensors")}
+    write_json(out / "config.json", hub_config(source) | known, checked=False)
     write_json(out / "tokenizer.json", hub_tokenizer(source.tokenizer), checked=False)
     write_json(out / "tokenizer_config.json", tokenizer, checked=False)
     # Without this, servers would take max_position_embeddings for the longest text.
@@ -282,6 +291,8 @@ def card(source: Source, name: str) -> str:
     # Not where it lies on this machine.
     texts = [part if part.startswith("hf:") else Path(part).name for part in source.data.split("+")]
     rows["text"] = " + ".join(texts) or "not known"
+    if source.init:
+        rows["began with the weights of"] = source.init if source.init.startswith("hf:") else Path(source.init).name
     for line in source.lines:
         if "unigram_entropy" in line:
             rows["unigram entropy of the validation text"] = f"{line['unigram_entropy']:.3f} nats"
@@ -300,7 +311,7 @@ tags: [maelm]
 ---
 # {name}
 
-A text encoder, pre-trained by maelm, an implementation of MAE-LM ([Representation Deficiency in Masked Language
+A text encoder of maelm, an implementation of MAE-LM ([Representation Deficiency in Masked Language
 Modeling](https://arxiv.org/abs/2302.02060), Meng et al., ICLR 2024). For transformers it is {KINDS[source.kind]}.
 {source.no_head}
 
@@ -336,25 +347,36 @@ def check_export(source: Source, out: Path) -> float:
     return difference
 
 
+def is_export(folder: Path) -> bool:
+    """Whether a folder is an export that nobody has changed: with the weights that convert.py wrote, and no other file.
+    transformers and sentence-transformers copy the fields of config.json when they save a model trained further."""
+    names = {path.name for path in folder.iterdir()}
+    if not {"config.json", "model.safetensors"} <= names <= set(FILES):
+        return False
+    return read_json(folder / "config.json").get("maelm_weights") == file_hash(folder / "model.safetensors")
+
+
 def export(path: Path, out: Path, wanted: str) -> None:
-    """Write a folder for transformers. UserError if `out` holds anything else; and if what was written does not compute
-    what our model does: then nothing of it is kept."""
+    """Write a folder for transformers. UserError if `out` holds anything but an export as it was written; and if what
+    was written now does not compute what our model does: then nothing of it is kept."""
     transformers_library()
     refuse_other_kind(out, "export")
-    ours = kind_of(out) == "export" and (out / "sentence_bert_config.json").is_file()  # transformers copies the former
-    if out.is_dir() and any(out.iterdir()) and not ours:
-        raise UserError(f"{out}: not empty, and not made by convert.py; choose another folder")
+    if out.is_dir() and any(out.iterdir()) and not is_export(out):
+        raise UserError(f"{out}: not empty, and not as convert.py left it; choose another folder")
     source = open_source(path, wanted)
     out = out.resolve()
-    new = out.with_name(f".{out.name}.tmp")  # gets its name when it has been checked
+    new, old = out.with_name(f".{out.name}.tmp"), out.with_name(f".{out.name}.old")
     try:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
         write_export(source, out.name, new)
         difference = check_export(source, new)
-        out.mkdir(exist_ok=True)
-        for file in new.iterdir():
-            file.replace(out / file.name)
+        # It has been checked and gets its name: there is never a part of one beside a part of another.
+        shutil.rmtree(old, ignore_errors=True)
+        if out.exists():
+            out.rename(old)
+        new.rename(out)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     print(f"{out}: {KINDS[source.kind]}; checked: it differs by at most {difference:.1e} of the largest number")
@@ -387,6 +409,9 @@ def read_tokenizer(name: str, theirs, size: int) -> tuple[Tokenizer, Tensor]:
     found = json.loads(theirs.backend_tokenizer.to_str()) if theirs.is_fast else {"model": {"type": "a slow one"}}
     if found["model"]["type"] != "BPE":
         raise UserError(f"{name}: its tokenizer is no byte-level BPE, but {found['model']['type']}; {AS_IT_IS}")
+    if found["normalizer"] not in (None, {"type": "Lowercase"}):
+        raise UserError(f"{name}: its tokenizer changes text by {found['normalizer']['type']}, ours lowers its case "
+                        f"at most; {AS_IT_IS}")
     merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in found["model"]["merges"]]
     steps = found["pre_tokenizer"].get("pretokenizers", [])  # ours are two: pieces, and their bytes as letters
     pieces = steps[0]["pattern"]["Regex"] if len(steps) == 2 else GPT2_PIECES
@@ -398,6 +423,8 @@ def read_tokenizer(name: str, theirs, size: int) -> tuple[Tokenizer, Tensor]:
     for i in range(NUM_SPECIAL, len(ours)):
         order.append(vocabulary[ours.model.id_to_token(i)])
     order += sorted(set(range(size)) - set(order))
+    if sorted(order) != list(range(size)):
+        raise UserError(f"{name}: its tokenizer does not fit its {size:,} embeddings, one for each token; {AS_IT_IS}")
     # What else a tokenizer may do, such as to put a space before the text, shows in what it reads.
     for text in TEXTS:
         ids = [order[i] for i in ours.encode(text)]
@@ -430,6 +457,9 @@ def import_model(name: str, out: Path) -> None:
         raise
     except Exception as error:  # of many kinds, by what is missing or damaged
         raise UserError(f"{name}: transformers cannot load it ({first_line(error)})") from error
+    missing = [key for key in loading["missing_keys"] if not key.startswith("lm_head")]
+    if missing:
+        raise UserError(f"{name}: it lacks weights of the encoder, such as {missing[0]}")
     model, their_lm = MAELM(config).eval(), their_lm.float().eval()
     weights = to_ours(their_lm.state_dict(), kind, config.encoder_layers, order)
     check_weights(Path(path), model, weights)
@@ -440,10 +470,10 @@ def import_model(name: str, out: Path) -> None:
         tokenizer.save(out)
         state = {"step": 0, "seconds": 0.0, "logged": 0, "run": {}, "optimizers": []}
         write_tensors(checkpoint_path(out, 0), state | {"config": asdict(config), "model": model.state_dict()})
-        write_json(out / "config.json", {"model": asdict(config), "train": {}, "imported": name,
+        write_json(out / "config.json", {"model": asdict(config), "train": {"init": name},
                                          "tokenizer": file_hash(out / "tokenizer.json")})
     print(f"{out}: {name}; checked: it differs by at most {difference:.1e} of the largest number")
-    if any(key.startswith("lm_head") for key in loading["missing_keys"]):
+    if loading["missing_keys"]:
         print("It has nothing that predicts [MASK]: that part begins with random weights.")
 
 

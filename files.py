@@ -403,6 +403,8 @@ SIGNS = {"meta.json": "corpus", "progress.json": "corpus", "finetune.json": "fin
 def kind_of(folder: Path) -> str | None:
     """What a folder is, one of MAKERS, by the files in it; None if none of them. UserError for a damaged
     config.json."""
+    if (folder / "finetune.json").is_file():  # beside the config.json of the encoder, which may be an export's
+        return "fine-tuning"
     if (folder / "config.json").is_file():
         config = read_json(folder / "config.json")
         for name, kind in (("task", "fine-tuning"), ("train", "run"), ("maelm", "export")):

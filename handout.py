@@ -211,8 +211,8 @@ pytest -k {first}
 
 Start where you like: where a test of one task needs another, it takes the stored answers of `answers.pt` if you call
 the other one with the inputs that it expects, whole and as they come, and otherwise your own function. Write helpers,
-constants and imports as you need them. Changes to `__init__` do not count, and solutions must not import maelm, pytest
-or importlib.
+constants and imports as you need them. Changes to `__init__` do not count. What you write must not import pytest,
+importlib, or any file of this folder beyond what is imported there already: your teacher's grading refuses it.
 When all is written, your code trains a language model of a million parameters in minutes, and measures it:
 
 ```sh

@@ -29,7 +29,8 @@ class MAELMModel(PreTrainedModel):
 
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
-        self.shape = Config(**config.maelm)
+        # The dropout of transformers' name may have been changed, as AutoModel.from_pretrained allows.
+        self.shape = Config(**config.maelm | {"dropout": config.hidden_dropout_prob})
         self.encoder = Encoder(self.shape)
         self.post_init()
 

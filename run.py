@@ -524,7 +524,9 @@ def open_hub(name: str) -> HubEncoder:
     name = name.removeprefix("hf:")
     transformers = transformers_library(f"hf:{name}: ")
     try:
-        model = transformers.AutoModel.from_pretrained(name)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # what a checkpoint lacks, RoBERTa's pooler, is drawn: the same in every process
+            model = transformers.AutoModel.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of many kinds, by what is missing or damaged
         reason = " ".join(str(error).split())[:200]

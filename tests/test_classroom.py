@@ -217,6 +217,47 @@ def test_nothing_that_a_student_writes_can_break_the_grader_and_our_code_is_out_
         assert {(test["score"], test["max_score"], test["status"]) for test in tests} == {(0, 1, "failed")}
 
 
+def test_a_report_shows_no_line_of_our_solutions(tmp_path):
+    """A student's wrong call of another task's function fails inside of ours."""
+    text = blank_but("Attention.forward").replace("split(v), bias, p)", "split(v)[:, :, 1:], bias, p)")
+    assert "split(v)[:, :, 1:]" in text
+    (tmp_path / "student.py").write_text(text)
+    _, _, tasks, _ = grade(tmp_path / "student.py", "--only", "Attention.forward")
+    output = "".join(test["output"] for test in tasks["Attention.forward"])
+    assert "split(v)[:, :, 1:]" in output and "RuntimeError" in output
+    assert "F.dropout(weights" not in output and "def attention" not in output and "catches" not in output
+
+
+def test_a_formula_as_long_as_you_like_costs_its_own_task_only(tmp_path):
+    long = "def tau_rank(values, tau):\n    return " + "+".join(["1"] * 400)
+    (tmp_path / "student.py").write_text(instead(solved(["tau_rank", "matthews"]), "tau_rank", long))
+    _, whole, tasks, errors = grade(tmp_path / "student.py")
+    assert errors == "" and whole["score"] == len(tasks["matthews"]) == 4 and len(tasks["tau_rank"]) == 4
+
+
+def test_a_table_that_is_filled_outside_of_functions_is_filled():
+    text = instead(solved(["tau_rank"]), "tau_rank", """
+SQUARES = {}
+for i in range(3):
+    SQUARES[i] = i * i
+NAMES = []
+NAMES.append("one")
+
+
+def helper(x):
+    return helper.offset + x
+
+
+helper.offset = 5
+
+
+def tau_rank(values, tau):
+    assert SQUARES == {0: 0, 1: 1, 2: 4} and NAMES == ["one"] and helper(1) == 6
+    return 2""")
+    messages = [str(error) for _, error in failures("tau_rank", text)]
+    assert messages and not any("SQUARES" in message or "offset" in message for message in messages), messages
+
+
 def test_helpers_imports_and_methods_of_the_student_come_along_and_win():
     text = blank_but("relative_bucket").replace('''from dataclasses import''', '''import bisect as search
 from dataclasses import''')
@@ -269,7 +310,7 @@ def test_the_other_tasks_are_ours_whatever_the_student_wrote_there():
 @pytest.mark.parametrize("content, message", [
     (None, "No such file"), (b"def f(:\n", "not a Python file: invalid syntax"),
     (b"\xff\xfe\x00", "not a Python file: 'utf-8'"), (b"x = '\x00'", "not a Python file"),
-    (b"x = 1\n", 'no line "# Tasks: ..."'), (b"# Tasks: corrupt nonsense\n", "'nonsense' is not the name")])
+    (b"# Tasks: tau_rank\ndef f(:\n", "not a Python file: invalid syntax"), (b"x = 1\n", 'no line "# Tasks: ..."'), (b"# Tasks: corrupt nonsense\n", "'nonsense' is not the name")])
 def test_a_file_that_cannot_be_graded_is_named_in_one_line_and_in_the_json(content, message, tmp_path, capsys):
     if content is not None:
         (tmp_path / "student.py").write_bytes(content)
@@ -278,7 +319,9 @@ def test_a_file_that_cannot_be_graded_is_named_in_one_line_and_in_the_json(conte
     with pytest.raises(SystemExit):
         main(["--grade", str(tmp_path / "student.py"), "--json"])
     printed = json.loads(capsys.readouterr().out)
-    assert message in printed["output"] and printed["score"] == 0 and printed["tests"] == []
+    names = TASKS["tau_rank"].tests if content and b"tau_rank" in content else ()
+    assert message in printed["output"] and printed["score"] == 0 and printed["max_score"] == len(names)
+    assert [test["name"] for test in printed["tests"]] == [f"tau_rank: {name[5:]}" for name in names]
 
 
 @pytest.mark.parametrize("flags, message", [

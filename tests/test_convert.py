@@ -285,9 +285,33 @@ def test_others_can_read_the_files_and_the_name_may_have_any_sign(corpus, tmp_pa
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     transformers.AutoModel.from_pretrained(folder, **TRUST)
     convert.main(["export", str(tmp_path / "run"), str(folder)])  # again: the same files
-    (folder / "sentence_bert_config.json").unlink()  # as what others have saved after fine-tuning it
-    with pytest.raises(SystemExit):
-        convert.main(["export", str(tmp_path / "run"), str(folder)])
+
+
+@catches("convert.is_export", " <= set(FILES)", "")
+@catches("convert.is_export", '.get("maelm_weights") == file_hash(folder / "model.safetensors")', '.get("maelm_weights")')
+def test_what_others_made_of_an_export_is_not_written_over(corpus, tmp_path, capsys):
+    """Trained further and saved in its place, or with files beside it, as sentence-transformers does."""
+    _, folder = exported(tmp_path, corpus[1], **NATIVE)
+    again = ["export", str(tmp_path / "run"), str(folder)]
+    convert.main(again)
+    capsys.readouterr()
+    (folder / "modules.json").write_text("[]")
+    assert "not as convert.py left it" in fails(lambda: convert.main(again), capsys)
+    (folder / "modules.json").unlink()
+    model = transformers.AutoModelForMaskedLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.lm_head.bias += 1
+    model.save_pretrained(folder)
+    before = (folder / "model.safetensors").read_bytes()
+    assert "not as convert.py left it" in fails(lambda: convert.main(again), capsys)
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_an_export_in_another_format_leaves_nothing_of_the_one_before(corpus, tmp_path):
+    _, folder = exported(tmp_path, corpus[1], "--format", "maelm", **NATIVE)
+    assert (folder / "modeling_maelm.py").is_file()
+    convert.main(["export", str(tmp_path / "run"), str(folder)])
+    assert not (folder / "modeling_maelm.py").exists() and [path.name for path in tmp_path.iterdir() if path.name[0] == "."] == []
 
 
 def test_what_finetune_leaves_is_exported_as_an_encoder(corpus, tmp_path, capsys):
@@ -504,7 +528,9 @@ def test_an_imported_model_serves_the_other_programs(tmp_path, capsys):
     assert "[MASK] 1: " in capsys.readouterr().out
     encoder, tokenizer, config = run.load_encoder(tmp_path / "run")
     assert config.mask_in_encoder == 1 and len(tokenizer) <= config.vocab_size
-    assert run.run_settings(tmp_path / "run") == {} and files.kind_of(tmp_path / "run") == "run"
+    convert.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
+    assert "| began with the weights of | hub |" in (tmp_path / "back/README.md").read_text()
+    assert run.run_settings(tmp_path / "run") == {"init": str(tmp_path / "hub")} and files.kind_of(tmp_path / "run") == "run"
 
 
 def other_model(folder):
@@ -520,6 +546,29 @@ def word_pieces(folder):
     transformers.PreTrainedTokenizerFast(tokenizer_object=model, **names).save_pretrained(folder)
 
 
+def without_a_layer(folder):
+    model, _ = write_hub_model(folder)
+    kept = {name: weight for name, weight in model.state_dict().items() if "encoder.layer.1." not in name}
+    model.save_pretrained(folder, state_dict=kept)
+
+
+def with_composed_letters(folder):
+    write_hub_model(folder)
+    changes = {"tokenizer.json": {"normalizer": {"type": "NFKC"}},  # RoBERTa's own class would make it anew
+               "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"}}
+    for file, fields in changes.items():
+        found = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(found | fields))
+
+
+def with_tokens_too_many(folder):
+    """A mask token behind the last embedding."""
+    _, tokenizer = write_hub_model(folder)
+    size = len(tokenizer) - 1
+    transformers.RobertaForMaskedLM(transformers.RobertaConfig(**(json.loads((folder / "config.json").read_text()) | {
+        "vocab_size": size}))).save_pretrained(folder)
+
+
 def with_prefix_space(folder):
     write_hub_model(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -532,6 +581,8 @@ def with_prefix_space(folder):
     (lambda folder: write_hub_model(folder, layer_norm_eps=1e-12), "has layer_norm_eps=1e-12, maelm 1e-05"),
     (lambda folder: write_hub_model(folder, hidden_act="relu"), "has hidden_act='relu'"),
     (lambda folder: write_hub_model(folder, intermediate_size=64), "has intermediate_size=64, maelm 128"),
+    (without_a_layer, "it lacks weights of the encoder, such as roberta.encoder.layer.1"),
+    (with_composed_letters, "its tokenizer changes text by NFKC"), (with_tokens_too_many, "its tokenizer does not fit its"),
     (word_pieces, "its tokenizer is no byte-level BPE, but WordPiece"), (with_prefix_space, "its tokenizer reads"),
     (lambda folder: folder.mkdir(), "transformers cannot load it"),
     (lambda folder: files.write_json(folder / "config.json", {"model_type": "maelm"}), "made by convert.py export")])

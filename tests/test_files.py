@@ -175,6 +175,14 @@ def test_text_that_is_none_is_named(name, content, message, tmp_path):
 
 
 # ---- Folders --------------------------------------------------------------------------------------------------------
+@catches("files.kind_of", '(folder / "finetune.json").is_file()', "False")
+def test_what_was_fine_tuned_from_an_export_is_no_export(tmp_path):
+    """Its config.json is the export's, as transformers saves it."""
+    (tmp_path / "finetune.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "mpnet", "maelm": {}}')
+    assert files.kind_of(tmp_path) == "fine-tuning"
+
+
 @pytest.mark.parametrize("name, content, kind", [
     ("config.json", '{"model": {}, "train": {}}', "run"), ("step_0000010.pt", "", "run"), ("meta.json", "{}", "corpus"),
     ("progress.json", "{}", "corpus"), ("config.json", '{"task": "sst2", "train": {}}', "fine-tuning"),

@@ -21,7 +21,7 @@ import rank
 import run
 import train
 from conftest import (HERE, QUICK, catches, fails, let_use, one_place, rank_json, run_with_wrong_version, same, sentence,
-                      short_run, svd_ranks, tiny, wrong_versions)
+                      short_run, svd_ranks, tiny, write_hub_model, wrong_versions)
 
 
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
@@ -403,6 +403,23 @@ def test_an_encoder_of_the_hub_reads_as_many_tokens_as_it_has_positions(name, tm
         assert found.model(tokens[:, 1:]).last_hidden_state.shape == (1, found.seq_len, 16)
         with pytest.raises((IndexError, RuntimeError)):
             found.model(tokens)
+
+
+@catches("run.open_hub", "torch.manual_seed(0)", "pass")
+def test_what_a_checkpoint_of_the_hub_lacks_is_drawn_alike_by_every_process(tmp_path):
+    """RoBERTa's pooler is in no checkpoint of MLM; finetune.py tells by the weights whether a command continues."""
+    write_hub_model(tmp_path)
+    found = []
+    for seed in (1, 2):  # as two processes have
+        torch.manual_seed(seed)
+        found.append(run.open_hub(f"hf:{tmp_path}").model.state_dict())
+    assert any("pooler" in name for name in found[0])
+    assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
+    torch.manual_seed(2)
+    expected = torch.rand(1)
+    torch.manual_seed(2)
+    run.open_hub(f"hf:{tmp_path}")
+    assert torch.rand(1) == expected  # nothing else is seeded by it
 
 
 def test_a_hub_model_without_mask_token_is_refused(words, tmp_path, capsys):
