@@ -55,7 +55,8 @@ class TrainConfig:
     learning_rate: float = 5e-4  # peak, of AdamW
     muon_learning_rate: float = 2e-2  # peak, of Muon
     warmup_steps: int = 10_000  # linear warm-up, then linear decay to 0
-    weight_decay: float = 0.01  # of all parameters
+    weight_decay: float = 0.01  # of all parameters that AdamW has
+    muon_weight_decay: float = 0.1  # of those that Muon has
     adam_beta1: float = 0.9
     adam_beta2: float = 0.98
     adam_epsilon: float = 1e-6
@@ -76,7 +77,7 @@ class TrainConfig:
         for field in ("batch_size", "micro_batch_size", "max_steps", "learning_rate", "muon_learning_rate",
                       "adam_epsilon", "clip_norm", "log_interval", "eval_interval", "eval_rows", "checkpoint_interval"):
             check_field(self, field, getattr(self, field) > 0, "use a positive number")
-        for field in ("stop_at", "warmup_steps", "weight_decay", "keep_checkpoints"):
+        for field in ("stop_at", "warmup_steps", "weight_decay", "muon_weight_decay", "keep_checkpoints"):
             check_field(self, field, getattr(self, field) >= 0, "use 0 or a positive number")
         for field in ("adam_beta1", "adam_beta2"):
             check_field(self, field, 0 <= getattr(self, field) < 1, "use 0 <= beta < 1")
@@ -98,8 +99,7 @@ class TrainConfig:
 
 TRAIN_PRESETS = {  # as differences from the defaults; Table 4
     "toy": dict(batch_size=64, micro_batch_size=64, max_steps=1900, optimizer="muon", learning_rate=6e-3,
-                weight_decay=0.1, warmup_steps=100, log_interval=20, eval_interval=100, eval_rows=512,
-                checkpoint_interval=500),
+                warmup_steps=100, log_interval=20, eval_interval=100, eval_rows=512, checkpoint_interval=500),
     "small": dict(batch_size=256, max_steps=20_000, optimizer="muon", learning_rate=2e-3, warmup_steps=1000,
                   log_interval=20, eval_interval=500, checkpoint_interval=1000),
     "base": dict(uncased=True),
@@ -299,7 +299,7 @@ def make_optimizers(model: nn.Module, train: TrainConfig, dtype: torch.dtype) ->
                               weight_decay=train.weight_decay, fused=True)
     if not matrices:
         return [adamw]
-    return [adamw, Muon(matrices, train.muon_learning_rate, train.weight_decay, dtype)]
+    return [adamw, Muon(matrices, train.muon_learning_rate, train.muon_weight_decay, dtype)]
 
 
 # ---- 3. Batches: functions of (seed, step) ------------------------------------------------------------------

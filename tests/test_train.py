@@ -222,8 +222,8 @@ def test_training_learns_the_little_language_and_fills_in_its_words(corpus, tmp_
     for ablation, sound in (("mae-lm", "(some|a)"), ("mlm", "some")):  # "some bread", or the other object, "a tree"
         out = tmp_path / ablation
         short_run(corpus, out, "--max-steps", "300", "--batch-size", "16", "--eval-interval", "300",
-                  "--ablation", ablation, "--dropout", "0", "--checkpoint-interval", "300", "--weight-decay", "0.01",
-                  "--muon-learning-rate", "3e-2")
+                  "--ablation", ablation, "--dropout", "0", "--checkpoint-interval", "300", "--muon-weight-decay",
+                  "0.01", "--muon-learning-rate", "3e-2")
         log = run.read_log(out)
         assert log[-1]["val_loss"] < 0.5 * log[0]["unigram_entropy"], ablation
         capsys.readouterr()
@@ -343,6 +343,14 @@ def steps_of_muon(make, steps=3):
             matrix.grad = torch.randn(matrix.shape, generator=random)
         optimizer.step()
     return torch.cat([matrix.detach().flatten() for matrix in matrices])
+
+
+@catches("train.make_optimizers", "train.muon_weight_decay", "train.weight_decay")
+def test_each_optimizer_has_its_own_weight_decay():
+    recipe = train.TrainConfig(optimizer="muon", weight_decay=0.02, muon_weight_decay=0.3)
+    groups = [optimizer.param_groups[0] for optimizer in train.make_optimizers(maelm.MAELM(tiny()), recipe, torch.float32)]
+    assert [group["weight_decay"] for group in groups] == [0.02, 0.3]
+    assert all(parameter.ndim == 2 for parameter in groups[1]["params"])
 
 
 @catches("train.Muon.step", "max(1, rows / columns)", "max(1, columns / rows)")
