@@ -99,7 +99,8 @@ class TrainConfig:
 
 TRAIN_PRESETS = {  # as differences from the defaults; Table 4
     "toy": dict(batch_size=64, micro_batch_size=64, max_steps=1900, optimizer="muon", learning_rate=6e-3,
-                warmup_steps=100, log_interval=20, eval_interval=100, eval_rows=512, checkpoint_interval=500),
+                weight_decay=0.1, warmup_steps=100, log_interval=20, eval_interval=100, eval_rows=512,
+                checkpoint_interval=500),
     "small": dict(batch_size=256, max_steps=20_000, optimizer="muon", learning_rate=2e-3, warmup_steps=1000,
                   log_interval=20, eval_interval=500, checkpoint_interval=1000),
     "base": dict(uncased=True),
@@ -107,7 +108,8 @@ TRAIN_PRESETS = {  # as differences from the defaults; Table 4
     "large++": dict(uncased=False, max_steps=1_000_000, learning_rate=1e-4, clip_norm=1.0),
 }
 TRAIN_PRESETS["laptop"] = TRAIN_PRESETS["toy"] | dict(  # 100 million tokens: docs/evidence.md
-    max_steps=24_500, warmup_steps=500, log_interval=100, eval_interval=500, checkpoint_interval=2000)
+    max_steps=24_500, weight_decay=0.01, warmup_steps=500, log_interval=100, eval_interval=500,
+    checkpoint_interval=2000)
 MAY_CHANGE = {"init", "stop_at", "micro_batch_size", "device", "compile", "checkpointing", "log_interval",
               "eval_interval", "checkpoint_interval", "keep_checkpoints", "cache"}  # when a run is continued
 
