@@ -273,11 +273,29 @@ def function_in(submission, name):
 
 
 @functools.cache
+def stored():
+    """What --handout stores for the folder of a student: `answers` and `imports`. Here it is empty."""
+    if not ANSWERS.exists():
+        return {"answers": {}, "imports": []}
+    import torch
+    return torch.load(ANSWERS, weights_only=True)
+
+
+def imports_of(tree):
+    """{an import at the top of a file: its text}."""
+    return {node: ast.unparse(node) for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))}
+
+
+@functools.cache
 def given(file):
-    """All that students were given: the statements of a file and of maelm.py, also those in classes, as text."""
+    """All that students were given: the statements of a file and of maelm.py, also those in classes, as text. In a
+    student's folder the files are the student's, and given of their imports are those that were handed out."""
     found = set()
     for tree in (tree_of(file), tree_of("maelm")):
+        imports = imports_of(tree)
         for node in tree.body:
+            if ANSWERS.exists() and node in imports and imports[node] not in stored()["imports"]:
+                continue
             found |= {ast.dump(inner) for inner in [node, *getattr(node, "body", [])]}
     return found
 
@@ -409,11 +427,8 @@ def file_of_tests(name):
 class StudentTests:
     """A plugin of pytest: of all tests those of a student's tasks, each with the student's function in its place."""
     def __init__(self, path, only=()):
-        self.path, self.submission, self.answers = path, read_submission(path, only), {}
+        self.path, self.submission = path, read_submission(path, only)
         self.task_of = {test: name for name in self.submission.tasks for test in TASKS[name].tests}
-        if ANSWERS.exists():
-            import torch
-            self.answers = torch.load(ANSWERS, weights_only=True)
 
     def pytest_ignore_collect(self, collection_path):
         """Do not even import the other test files: True. None would be what pytest does without us."""
@@ -451,7 +466,7 @@ class StudentTests:
         import torch
         with pytest.MonkeyPatch.context() as patch:
             # Stored answers come first, so that the student's code sees them, too.
-            for name, calls in self.answers.get(item.name, {}).items():
+            for name, calls in stored()["answers"].get(item.name, {}).items():
                 owner, attribute = place_of(name)
                 patch.setattr(owner, attribute, answering(getattr(owner, attribute), calls))
             for owner, attribute, function in load(self.submission, self.task_of[item.name]):

@@ -15,7 +15,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from classroom import ANSWERS, HEAD, HERE, TASKS, defines, inputs_of, locate, place_of, reached, text_of, tree_of, uses
+from classroom import (ANSWERS, HEAD, HERE, TASKS, defines, imports_of, inputs_of, locate, place_of, reached, text_of,
+                       tree_of, uses)
 from files import UserError, writing
 
 RULE = f"\n\n# ---- Tasks of other files {'-' * 86}\nimport math\n\nimport numpy as np\n"
@@ -266,7 +267,8 @@ def make(folder, names):
             (new / "tests").mkdir()
             for name, text in files.items():
                 (new / name).write_text(text, encoding="utf-8")
-            torch.save(stored_answers(names), new / ANSWERS.name)
+            imports = set().union(*(imports_of(tree_of(task.file)).values() for task in TASKS.values()))
+            torch.save({"answers": stored_answers(names), "imports": sorted(imports)}, new / ANSWERS.name)
         if found := leaks(new, names):
             raise UserError(f"{folder} would hold lines of solutions, so it was not made: {'; '.join(found)}")
         with writing(folder):

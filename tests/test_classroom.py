@@ -411,6 +411,17 @@ def test_a_solution_that_would_be_handed_out_is_noticed(tmp_path, monkeypatch, c
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_import_that_the_teachers_grading_refuses_is_refused_at_home(homework, tmp_path):
+    folder = tmp_path / "homework"
+    shutil.copytree(homework, folder)
+    text = (folder / "tasks.py").read_text().replace("import math\n", "import math\nimport pytest as helper\n")
+    text = instead(text, "matthews", "def matthews(predicted, true):\n    return helper.approx(1.0)")
+    (folder / "tasks.py").write_text(text)
+    for place, path in ((folder, "."), (HERE, folder)):
+        _, _, tasks, _ = grade(path, "--only", "matthews", folder=place)
+        assert ["imports pytest" in test["output"] for test in tasks["matthews"]] == [True] * 4
+
+
 def test_the_folder_grades_itself_and_trains_once_our_solutions_are_pasted_in(homework, tmp_path):
     folder = tmp_path / "homework"
     shutil.copytree(homework, folder)
@@ -433,4 +444,4 @@ def test_a_folder_with_some_tasks_has_their_tests_alone(tmp_path):
     assert text_of("maelm") == (tmp_path / "new/maelm.py").read_text()
     tests = re.findall(r"def (test_\w+)", "".join(path.read_text() for path in (tmp_path / "new").rglob("test*.py")))
     assert sorted(tests) == sorted([*TASKS["tau_rank"].tests, *TASKS["learning_rate_factor"].tests])
-    assert set(torch.load(tmp_path / "new/answers.pt", weights_only=True)) == set(tests)
+    assert set(torch.load(tmp_path / "new/answers.pt", weights_only=True)["answers"]) == set(tests)
