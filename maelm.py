@@ -530,8 +530,9 @@ class MAELM(nn.Module):
             else:  # gains of LayerNorms
                 nn.init.ones_(parameter)
         if config.position_init == "sinusoid":
-            # As large as what they are added to: embeddings of deviation init_std in the encoder and the "uni"
-            # decoder; H^L in others, which a LayerNorm has scaled to 1: N(0, init_std) would be lost beside it.
+            # As large as what they are added to: embeddings of deviation init_std in the encoder and the
+            # "uni" decoder; in others H^L, which a LayerNorm has scaled to 1 and next to which N(0, init_std)
+            # would be lost.
             sinusoid_(self.encoder.position_embedding.weight, config.init_std)
             if self.decoder is not None:
                 std = config.init_std if config.decoder_self == "uni" else 1.0
@@ -565,7 +566,7 @@ class MAELM(nn.Module):
         nothing_removed = m == masked.shape[1]  # then `kept` is just that, B times
         if self.config.aligned_positions and not nothing_removed:
             positions = kept
-        # Without a decoder nothing is removed (Config), so the positions `at` are indices among the m as well.
+        # Without a decoder nothing is removed (Config): positions `at` are indices among the m as well.
         return self.encoder(tokens, positions, at=at if self.decoder is None else None)
 
     def decode(self, h: Tensor, tokens: Tensor, corruption: Corruption, at: Tensor) -> Tensor:
