@@ -455,9 +455,9 @@ class StudentTests:
                     sys.modules[file].__tracebackhide__ = True  # read by pytest
         report = yield
         for entry in getattr(getattr(report.longrepr, "reprtraceback", None), "reprentries", []):
-            decorators = itertools.takewhile(lambda line: not line.lstrip().startswith(("def ", "class ")), entry.lines)
             if entry.lines and entry.lines[0].lstrip().startswith("@"):
-                del entry.lines[:len(list(decorators))]
+                lines = itertools.dropwhile(lambda line: not line.lstrip().startswith(("def ", "class ")), entry.lines)
+                entry.lines[:] = list(lines)
         return report
 
     @pytest.hookimpl(wrapper=True)

@@ -25,8 +25,8 @@ from data import SPECIALS, Tokenizer
 from files import (Parser, UserError, claim_folder, clear_errors, file_hash, kind_of, read_json, refuse_other_kind,
                    write_json)
 from maelm import CLS, MAELM, MASK, NUM_SPECIAL, PAD, SEP, Config, Corruption, Encoder
-from run import (CHECKPOINT, check_weights, checkpoint_path, checkpoints, first_line, load_encoder, load_model,
-                 read_log, run_settings, transformers_library, write_tensors)
+from run import (check_weights, checkpoint_path, checkpoints, first_line, load_encoder, load_model, read_log,
+                 run_settings, step_of, transformers_library, write_tensors)
 
 LIMIT = 1e-5  # the largest difference of two models that compute the same, as a share of the largest number
 OFFSET = 2  # RoBERTa and MPNet count positions from behind their padding id, 1
@@ -190,9 +190,9 @@ def open_source(path: Path, wanted: str) -> Source:
         model, tokenizer = load_model(path)
         encoder, config = model.encoder, model.config
         file = checkpoints(path)[-1] if path.is_dir() else path
-        match = CHECKPOINT.fullmatch(file.name)  # another name does not say after which step
-        if match:
-            lines = [line for line in read_log(file.parent) if line.get("step", 0) <= int(match[1])]
+        step = step_of(file)
+        if step is not None:
+            lines = [line for line in read_log(file.parent) if line.get("step", 0) <= step]
         settings = run_settings(file.parent)
 
     # Post-LN, a LayerNorm behind the embeddings and exact GELU are BERT's; the formats differ in their positions.
@@ -281,6 +281,11 @@ def write_export(source: Source, name: str, out: Path) -> None:
     (out / "README.md").write_text(card(source, name), encoding="utf-8")
 
 
+def without_folder(name: str) -> str:
+    """The name of a text or a model, but not where it lies on this machine."""
+    return name if name.startswith("hf:") else Path(name).name
+
+
 def card(source: Source, name: str) -> str:
     """The model card: what it is, the numbers of its run, how to load it."""
     config = source.config
@@ -288,11 +293,9 @@ def card(source: Source, name: str) -> str:
             "longest text": f"{config.seq_len:,} tokens of a vocabulary of {len(source.tokenizer):,}, "
                             + ("lower case" if source.tokenizer.uncased else "upper and lower case"),
             "masked in pre-training": f"{config.mask_rate:.0%}, of which the encoder read {config.mask_in_encoder:.0%}"}
-    # Not where it lies on this machine.
-    texts = [part if part.startswith("hf:") else Path(part).name for part in source.data.split("+")]
-    rows["text"] = " + ".join(texts) or "not known"
+    rows["text"] = " + ".join(map(without_folder, source.data.split("+"))) or "not known"
     if source.init:
-        rows["began with the weights of"] = source.init if source.init.startswith("hf:") else Path(source.init).name
+        rows["began with the weights of"] = without_folder(source.init)
     for line in source.lines:
         if "unigram_entropy" in line:
             rows["unigram entropy of the validation text"] = f"{line['unigram_entropy']:.3f} nats"

@@ -396,8 +396,8 @@ def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
 # ---- 4. Folders ---------------------------------------------------------------------------------------------
 MAKERS = {"run": "train.py", "corpus": "data.py prepare", "fine-tuning": "finetune.py", "ranks": "rank.py",
           "export": "convert.py export"}
-SIGNS = {"meta.json": "corpus", "progress.json": "corpus", "finetune.json": "fine-tuning",
-         "sweep.jsonl": "fine-tuning", "encoder.pt": "fine-tuning", "result.json": "fine-tuning", "rank.json": "ranks"}
+SIGNS = {"meta.json": "corpus", "progress.json": "corpus", "sweep.jsonl": "fine-tuning", "encoder.pt": "fine-tuning",
+         "result.json": "fine-tuning", "rank.json": "ranks"}
 
 
 def kind_of(folder: Path) -> str | None:

@@ -881,14 +881,22 @@ def figure3(hours: dict[str, float], results: list[dict], out: Path) -> None:
     print(f"{out}: figure3.json, figure3.png")
 
 
+def first_hour(points: list[dict], goal: float) -> float | None:
+    """Hours of pre-training at the first of a run's checkpoints that has at least this median; None if none has."""
+    for point in points:
+        if point["median"] is not None and point["median"] >= goal:
+            return point["hours"]
+    return None
+
+
 def time_shares(runs: dict[str, list[dict]]) -> list[dict]:
     """For each two runs {name: points by hours}: at its first checkpoint that is as good as the other's last one, which
     share of the other's time has a run taken? None if it never is. Section 4.2: 40 % of RoBERTa's."""
     found = []
     for run, of in itertools.permutations(runs, 2):
         goal = runs[of][-1]
-        hours = [point["hours"] for point in runs[run] if point["median"] >= goal["median"]]
-        share = hours[0] / goal["hours"] if hours else None
+        hours = first_hour(runs[run], goal["median"])
+        share = None if hours is None else hours / goal["hours"]
         found.append({"run": run, "of": of, "score": goal["median"], "share": share})
     return found
 

@@ -522,6 +522,12 @@ class MAELM(nn.Module):
         self.encoder = Encoder(config)
         self.decoder = Decoder(config) if config.decoder_layers > 0 else None
         self.head = Head(config)
+        self.init_parameters()
+
+    def init_parameters(self) -> None:
+        """N(0, init_std) for matrices and embeddings, but for positions what position_init says; 0 for
+        biases, 1 for the gains of LayerNorms."""
+        config = self.config
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:  # matrices and embeddings
                 nn.init.normal_(parameter, std=config.init_std)

@@ -370,9 +370,15 @@ def with_weights(path: Path, make: Callable[[Config], nn.Module], state: dict, n
 CHECKPOINT = re.compile(r"step_([0-9]{7})\.pt")  # nothing else in a run folder is ours to load or to delete
 
 
+def step_of(path: Path) -> int | None:
+    """The step that the name of a checkpoint states; None of any other name."""
+    match = CHECKPOINT.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
 def checkpoints(out: Path) -> list[Path]:
     """Checkpoints of a run, oldest first."""
-    return sorted(path for path in out.glob("step_*.pt") if CHECKPOINT.fullmatch(path.name) and path.is_file())
+    return sorted(path for path in out.glob("step_*.pt") if step_of(path) is not None and path.is_file())
 
 
 def checkpoint_path(out: Path, step: int) -> Path:
@@ -421,7 +427,7 @@ def load_checkpoint(out: Path, mend: bool = False) -> dict | None:
             continue
         for line in passed_over:
             print(line, file=sys.stderr)
-        if state.get("step") != int(CHECKPOINT.fullmatch(path.name)[1]):
+        if state.get("step") != step_of(path):
             raise UserError(f"{path}: holds step {state.get('step')}; give it back the name that it had")
         return state
     damaged = sorted(path.name for path in out.glob("step_*.pt.damaged"))

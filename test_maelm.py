@@ -544,7 +544,7 @@ def test_dropout_is_in_the_encoder_and_not_in_the_decoder():
     assert torch.equal(model.decoder(x, h, at), model.decoder(x, h, at))
 
 
-@catches("maelm.MAELM.__init__", "nn.init.normal_(parameter, std=config.init_std)",
+@catches("maelm.MAELM.init_parameters", "nn.init.normal_(parameter, std=config.init_std)",
          "nn.init.trunc_normal_(parameter, std=config.init_std, a=-0.04, b=0.04)")
 def test_initial_weights_are_normal_with_the_stated_deviation():
     torch.manual_seed(0)

@@ -31,7 +31,7 @@ import finetune  # noqa: E402
 from cpu import commit, cpu_name, table  # noqa: E402
 from files import Parser, UserError, atomic, clear_errors, read_json, write_json  # noqa: E402
 from rank import CENTERINGS, CURVES  # noqa: E402
-from run import checkpoint_path, figure, read_log  # noqa: E402
+from run import checkpoint_path, figure, read_log, step_of  # noqa: E402
 from tasks import DEFAULTS  # noqa: E402
 from train import TRAIN_PRESETS  # noqa: E402
 
@@ -44,8 +44,8 @@ TUNED = 5  # fine-tuning seeds
 RATE = DEFAULTS["docs"]["learning_rate"]  # chosen on the training part of docs: docs/results.md
 ANATOMY = ("identity", "attention", "ffn")  # of rank.anatomy
 GLUE = ("cola", "mrpc", "rte", "stsb", "sst2")  # the sets that a laptop tunes in minutes
-# Runs of a quarter of the steps with one seed: the sweep of Figure 4 and the first group of Table 2, name -> flags.
 PAUSE = 1.0  # seconds between looks at the jobs in progress
+# Runs of a quarter of the steps with one seed: the sweep of Figure 4 and the first group of Table 2, name -> flags.
 DELTAS = {f"delta {delta}": ["--mask-in-encoder", delta] for delta in ("0", "0.25", "0.5", "0.75", "1")}
 GROUP = {name: ["--ablation", name] for name in ("mlm", "enc-mask-dec-resets", "random-replace")}
 
@@ -58,6 +58,11 @@ class Job(NamedTuple):
     folder: Path
     read: Callable[[Path], dict]
     needs: tuple[str, ...] = ()  # the jobs that must have ended before
+
+    @property
+    def line(self) -> str:
+        """The command, as it is recorded."""
+        return " ".join(self.command)
 
 
 def read_training(folder: Path) -> dict:
@@ -82,7 +87,7 @@ def read_ranks(folder: Path) -> dict:
             for centering, curves in layer.items():
                 ranks[centering] = {curve: measures["0.9"] for curve, measures in curves.items()}
             layers.append(ranks | {"anatomy": anatomy})
-        found[int(Path(name).stem.removeprefix("step_"))] = {"d": model["d"], "n": model["n"], "layers": layers}
+        found[step_of(Path(name))] = {"d": model["d"], "n": model["n"], "layers": layers}
     return {str(step): found[step] for step in sorted(found)}
 
 
@@ -97,9 +102,8 @@ def read_figure3(folder: Path) -> dict:
     found = read_json(folder / "figure3.json", {"points": list})
     curves = {}
     for point in found["points"]:
-        step = int(Path(point["checkpoint"]).stem.removeprefix("step_"))
         curves.setdefault(model_of(point["run"]), []).append({
-            "step": step, "median": point["median"], "rank": point["rank"]["uncentered"]})
+            "step": step_of(Path(point["checkpoint"])), "median": point["median"], "rank": point["rank"]["uncentered"]})
     return curves
 
 
@@ -174,7 +178,7 @@ def start(job: Job, threads: int, out: Path) -> Running:
     with open(out / f"{job.name.replace(' ', '-')}.log", "a") as log:
         process = subprocess.Popen([sys.executable, str(HERE.parent / program), *flags], stdout=log, stderr=log,
                                    env=os.environ | {"OMP_NUM_THREADS": str(threads)})
-    print(f"{time.strftime('%H:%M')}  {job.name}: {' '.join(job.command)}", flush=True)
+    print(f"{time.strftime('%H:%M')}  {job.name}: {job.line}", flush=True)
     return Running(job, process, time.monotonic(), commit())
 
 
@@ -187,7 +191,7 @@ def record(running: Running, threads: int, path: Path) -> None:
     """Add the results of a job that has ended."""
     job = running.job
     minutes = round((time.monotonic() - running.start) / 60, 1)
-    found = {"command": " ".join(job.command), "commit": running.commit, "minutes": minutes,
+    found = {"command": job.line, "commit": running.commit, "minutes": minutes,
              "machine": f"{cpu_name()}, {threads} thread(s)", "found": job.read(job.folder)}
     write_json(path, {"jobs": recorded(path) | {job.name: found}})
 
@@ -196,10 +200,9 @@ def refuse_others(todo: list[Job], path: Path) -> None:
     """UserError if a job of this name is recorded that was another command: its result is another experiment's."""
     done = recorded(path)
     for job in todo:
-        command = " ".join(job.command)
-        if job.name in done and done[job.name]["command"] != command:
+        if job.name in done and done[job.name]["command"] != job.line:
             raise UserError(f"{path}: '{job.name}' is recorded as\n  {done[job.name]['command']}\nand would now be\n"
-                            f"  {command}\nGive the same flags, or another --record and --out")
+                            f"  {job.line}\nGive the same flags, or another --record and --out")
 
 
 def next_job(todo: list[Job], running: list[Running], done: dict) -> Job | None:
@@ -320,7 +323,7 @@ def pair(task: str) -> tuple[str, ...]:
     return tuple(f"{task} {model}" for model in MODELS)
 
 
-def scores(mae: dict, mlm: dict) -> float | None:
+def lead(mae: dict, mlm: dict) -> float | None:
     """Score of MAE-LM minus MLM; None if all fine-tuning seeds of one diverged."""
     if mae["median"] is None or mlm["median"] is None:
         return None
@@ -332,7 +335,7 @@ def tasks_of(found: dict) -> list[str]:
     trained = by_seed(found, pair("train"), lambda mae, mlm: 0.0)
     tasks = []
     for task in ("docs", *GLUE):
-        ahead = by_seed(found, pair(task), scores)
+        ahead = by_seed(found, pair(task), lead)
         if ahead and [value is None for value in ahead] == [value is None for value in trained]:
             tasks.append(task)
     return tasks
@@ -340,16 +343,8 @@ def tasks_of(found: dict) -> list[str]:
 
 def gains(found: dict) -> list[float | None]:
     """Score of MAE-LM minus MLM, the mean over tasks, of each pre-training seed."""
-    by_task = [by_seed(found, pair(task), scores) for task in tasks_of(found)]
+    by_task = [by_seed(found, pair(task), lead) for task in tasks_of(found)]
     return [None if None in ahead else statistics.mean(ahead) for ahead in zip(*by_task)]
-
-
-def first_hour(curve: list[dict], goal: float) -> float | None:
-    """Hours of pre-training after which a model has a score for the first time."""
-    for point in curve:
-        if point["median"] is not None and point["median"] >= goal:
-            return point["hours"]
-    return None
 
 
 def timed(curves: dict, mae: dict, mlm: dict) -> dict:
@@ -373,10 +368,11 @@ def saved(curves: dict) -> float | None:
     goal = mlm[-1]["median"]
     if goal is None:
         return None
-    hours = first_hour(mae, goal)
-    ahead = first_hour(mlm, goal) - (mae[-1]["hours"] if hours is None else hours)
-    if hours is None:
-        ahead = min(ahead, 0.0)
+    theirs, ours = finetune.first_hour(mlm, goal), finetune.first_hour(mae, goal)
+    if ours is None:
+        ahead = min(theirs - mae[-1]["hours"], 0.0)
+    else:
+        ahead = theirs - ours
     return 100 * ahead / mlm[-1]["hours"]
 
 
@@ -558,7 +554,7 @@ def draw(found: dict, path: Path) -> None:
                 axis.plot([], [], color=style["color"], label=name)
         tasks = tasks_of(found)
         for place, task in enumerate(tasks):
-            ahead = there(by_seed(found, pair(task), scores))
+            ahead = there(by_seed(found, pair(task), lead))
             downstream.plot([place] * len(ahead), ahead, "o", color="C2", alpha=0.7)
         downstream.axhline(0, color="gray")
         loss.set(xlabel="step", ylabel="validation loss", title="pre-training")

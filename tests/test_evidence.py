@@ -186,7 +186,7 @@ def record_of(gains, rank_gains, falls=(9, 8, 7, 6, 5)):
 
 
 @catches("evidence.claims", "top(mae) - top(mlm)", "top(mlm) - top(mae)")
-@catches("evidence.scores", 'return mae["median"] - mlm["median"]', 'return mlm["median"] - mae["median"]')
+@catches("evidence.lead", 'return mae["median"] - mlm["median"]', 'return mlm["median"] - mae["median"]')
 @catches("evidence.claims", "rank_after(mae) - rank_after(mlm)", "rank_after(mlm)")
 @catches("evidence.fall", "return -slope, -slope - half, -slope + half", "return slope, slope - half, slope + half")
 def test_claims_hold_where_mae_lm_is_ahead_and_do_not_where_it_is_behind():
@@ -203,7 +203,7 @@ def test_claims_hold_where_mae_lm_is_ahead_and_do_not_where_it_is_behind():
     assert all(claim.interval is None for claim in evidence.claims({}))
 
 
-@catches("evidence.saved", "first_hour(mlm, goal) -", 'mlm[-1]["hours"] -')
+@catches("evidence.saved", "finetune.first_hour(mlm, goal)", 'mlm[-1]["hours"]')
 def test_two_equal_runs_save_nothing_and_one_that_gets_there_in_less_time_saves_the_difference():
     plateau = [point(1.0, 55.0), point(2.0, 60.5), point(3.0, 60.2), point(4.0, 60.0)]
     assert evidence.saved({"mae-lm": plateau, "mlm": plateau}) == 0
@@ -212,7 +212,7 @@ def test_two_equal_runs_save_nothing_and_one_that_gets_there_in_less_time_saves_
     assert evidence.saved({"mae-lm": plateau, "mlm": plateau[:1] + [point(2.0, None)]}) is None
 
 
-@catches("evidence.saved", "ahead = min(ahead, 0.0)", "pass")
+@catches("evidence.saved", 'min(theirs - mae[-1]["hours"], 0.0)', 'theirs - mae[-1]["hours"]')
 def test_a_run_that_never_gets_there_saves_nothing():
     never = {"mae-lm": [point(0.5, 50.0), point(1.2, 59.0)], "mlm": [point(1.0, 60.0)]}
     assert evidence.saved(never) == pytest.approx(-20)

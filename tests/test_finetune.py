@@ -511,7 +511,7 @@ def test_a_signal_ends_it_with_one_line_and_its_code(number, finished, glue, tmp
     assert process.returncode == 128 + number and error == "finetune.py: interrupted; the same command continues\n"
 
 
-@catches("finetune.time_shares", "hours[0] /", "hours[-1] /")
+@catches("finetune.first_hour", "for point in points:", "for point in reversed(points):")
 @catches("finetune.time_shares", "goal = runs[of][-1]", "goal = runs[run][-1]")
 @catches("finetune.time_shares", '/ goal["hours"]', '/ runs[run][-1]["hours"]')
 def test_figure_3_says_after_which_share_of_its_time_another_run_is_reached(tmp_path, capsys):
