@@ -108,8 +108,8 @@ TRAIN_PRESETS = {  # as differences from the defaults; Table 4
     "large++": dict(uncased=False, max_steps=1_000_000, learning_rate=1e-4, clip_norm=1.0),
 }
 TRAIN_PRESETS["laptop"] = TRAIN_PRESETS["toy"] | dict(  # 100 million tokens: docs/evidence.md
-    max_steps=24_500, weight_decay=0.01, warmup_steps=500, log_interval=100, eval_interval=500,
-    checkpoint_interval=2000)
+    max_steps=24_500, learning_rate=3e-3, muon_learning_rate=1e-2, weight_decay=0.01, warmup_steps=500,
+    log_interval=100, eval_interval=500, checkpoint_interval=2000)
 MAY_CHANGE = {"init", "stop_at", "micro_batch_size", "device", "compile", "checkpointing", "log_interval",
               "eval_interval", "checkpoint_interval", "keep_checkpoints", "cache"}  # when a run is continued
 
