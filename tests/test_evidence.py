@@ -294,6 +294,12 @@ def test_a_day_of_figures_has_a_page_of_its_own(own, tmp_path):
     assert not evidence.PAGE.exists()
 
 
+@catches("evidence.jobs", 'f"{words} "', "words")
+def test_jobs_are_chosen_by_their_first_words(tmp_path):
+    names = [job.name for job in evidence.jobs(options_in(tmp_path, only=["train mlm", "rank mae-lm 1", "sst"]))]
+    assert names == ["train mlm 0", "train mlm 1", "train mlm 2", "rank mae-lm 1"]
+
+
 # ---- Wrong versions -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("claim, wrong", wrong_versions(globals()))
 def test_the_claim_catches_the_wrong_version(claim, wrong, request, monkeypatch):
