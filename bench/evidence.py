@@ -596,7 +596,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="of the main runs, instead of the preset's")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), choices=range(1, len(SEEDS) + 1),
                         help="of pre-training [%(default)s]")
-    parser.add_argument("--only", nargs="+", metavar="JOB", help="jobs of these first words, such as rank docs 'train mlm'")
+    parser.add_argument("--only", nargs="+", metavar="JOB", help="jobs of these first words: rank docs 'train mlm'")
     parser.add_argument("--learning-rate", type=float, default=RATE,
                         help="of fine-tuning, for all encoders and tasks alike [%(default)s]")
     parser.add_argument("--out", type=Path, default=Path("out/evidence"), help="for the runs [%(default)s]")
