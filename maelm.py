@@ -536,12 +536,12 @@ class MAELM(nn.Module):
             else:  # gains of LayerNorms
                 nn.init.ones_(parameter)
         if config.position_init == "sinusoid":
-            # As large as what they are added to: embeddings of deviation init_std in the encoder and the
-            # "uni" decoder; in others H^L, which a LayerNorm has scaled to 1 and next to which N(0, init_std)
-            # would be lost.
+            # As large as the embeddings that they are added to in the encoder and the "uni" decoder. Other
+            # decoders add them to H^L, which a LayerNorm has scaled to 1: next to it N(0, init_std) would be
+            # lost, and for waves of deviation 1 the encoder leaves dimensions of H^L empty (docs/toy.md).
             sinusoid_(self.encoder.position_embedding.weight, config.init_std)
             if self.decoder is not None:
-                std = config.init_std if config.decoder_self == "uni" else 1.0
+                std = config.init_std if config.decoder_self == "uni" else 0.25
                 sinusoid_(self.decoder.position_embedding.weight, std)
 
     def forward(self, tokens: Tensor, corruption: Corruption) -> Tensor:
