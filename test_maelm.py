@@ -678,7 +678,7 @@ def test_parameter_counts_differ_from_the_official_model_by_two_vocabulary_rows_
 @pytest.mark.parametrize("fields", [
     dict(mask_rate=1.5), dict(decoder_layers=0), dict(decoder_self="uni"), dict(norm="mid"), dict(encoder_heads=5),
     dict(rel_pos_buckets=7), dict(decoder_dim=33), dict(dropout=1.0), dict(vocab_size=100), dict(encoder_fill="zeros"),
-    dict(mask_in_encoder=-0.1), dict(bert_trick=True)])
+    dict(mask_in_encoder=-0.1), dict(bert_trick=True), dict(decoder_position_std=0.0)])
 def test_a_bad_field_is_named_with_its_value(fields):
     (name, value), = fields.items()
     with pytest.raises(ValueError, match=f"^{name}={re.escape(repr(value))}: "):

@@ -168,7 +168,8 @@ def config_from(there: Config, ablation: str | None, flags: dict) -> Config:
             raise ValueError(f"{name}={flags[name]!r}: the weights of --init have {name}={has!r}; leave this flag out")
     if ablation is None:
         return Config(**asdict(there) | flags)
-    start = {name: getattr(there, name) for name in (*SHAPE, "dropout", "init_std", "position_init", "mask_rate")}
+    kept = (*SHAPE, "dropout", "init_std", "position_init", "decoder_position_std", "mask_rate")
+    start = {name: getattr(there, name) for name in kept}
     start["decoder_layers"] = there.decoder_layers or max(1, min(4, there.encoder_layers // 3))
     config = make_config(ablation=ablation, start=start, **flags)
     if config.rel_pos_buckets == 0 < there.rel_pos_buckets:

@@ -471,10 +471,12 @@ def test_a_decoder_that_is_not_there_has_no_self_attention_of_its_own():
         tiny(mask_in_encoder=1.0, decoder_layers=0, decoder_self="uni", decoder_cross=True)
 
 
-@catches("maelm.MAELM.init_parameters", 'config.init_std if config.decoder_self == "uni" else 0.25', "0.25")
-def test_position_waves_are_as_large_as_embeddings_and_a_quarter_of_the_encoders_output():
-    for name, size in (("bi", 0.25), ("uni", 0.05)):
-        model = maelm.MAELM(tiny(position_init="sinusoid", init_std=0.05, decoder_self=name, decoder_cross=True))
+@catches("maelm.MAELM.init_parameters", 'config.init_std if config.decoder_self == "uni" else ', "")
+@catches("maelm.MAELM.init_parameters", "else config.decoder_position_std", "else 1.0")
+def test_position_waves_are_as_large_as_embeddings_and_in_the_decoder_as_stated():
+    for name, size in (("bi", 0.25), ("none", 0.25), ("uni", 0.05)):
+        model = maelm.MAELM(tiny(position_init="sinusoid", init_std=0.05, decoder_position_std=0.25, decoder_self=name,
+                                 decoder_cross=True))
         deviations = [part.position_embedding.weight.square().mean().sqrt().item() for part in (model.encoder, model.decoder)]
         assert deviations == pytest.approx([0.05, size], rel=1e-3)
 
