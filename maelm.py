@@ -142,7 +142,7 @@ PRESETS = {  # as differences from the defaults; section 4.1 and Table 4
                     encoder_layers=24, encoder_dim=1024, encoder_heads=16,
                     rel_pos_buckets=128, rel_pos_max_distance=256),
 }
-# The same model; train.py trains it for longer, so that the decoder finds smaller positions, too (docs/toy.md).
+# The same model; train.py trains it for longer, and the decoder finds smaller positions, too (docs/toy.md).
 PRESETS["laptop"] = PRESETS["toy"] | dict(decoder_position_std=0.25)
 
 ABLATIONS = {  # Table 2, row by row, as differences from MAE-LM; Figure 4 is mask_in_encoder = 0, 0.25 ... 1
@@ -539,8 +539,8 @@ class MAELM(nn.Module):
             else:  # gains of LayerNorms
                 nn.init.ones_(parameter)
         if config.position_init == "sinusoid":
-            # In the encoder, and in the "uni" decoder, they are added to embeddings. Other decoders add them to
-            # H^L, which a LayerNorm has scaled to 1 and next to which N(0, init_std) would be lost.
+            # In the encoder, and in the "uni" decoder, they are added to embeddings. Other decoders add them
+            # to H^L, which a LayerNorm has scaled to 1 and next to which N(0, init_std) would be lost.
             sinusoid_(self.encoder.position_embedding.weight, config.init_std)
             if self.decoder is not None:
                 std = config.init_std if config.decoder_self == "uni" else config.decoder_position_std
