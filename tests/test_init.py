@@ -119,7 +119,7 @@ def test_a_run_says_what_it_begins_with_and_reads_its_corpus_with_that_tokenizer
 
 # ---- What decides its shape ------------------------------------------------------------------------------------------
 @catches("train.config_from", "if ablation is None:", "if False:")
-@catches("train.config_from", '"mask_rate")}', '"norm")}')
+@catches("train.config_from", '"mask_rate")', '"norm")')
 @catches("train.config_from", "max(1, min(4, there.encoder_layers // 3))", "4")
 def test_the_shape_is_that_runs_and_an_ablation_decides_about_masks_and_decoder():
     there = tiny(mask_in_encoder=1.0, decoder_layers=0, dropout=0.3, norm="pre")
