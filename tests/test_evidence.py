@@ -149,10 +149,10 @@ def test_a_verdict_needs_the_whole_interval_on_one_side(interval, word):
 
 
 def ranks(top, with_mask=None, masks=(1, 5)):
-    """What is recorded of a job of rank.py, two layers at one checkpoint."""
+    """What is recorded of a job of rank.py, two layers, the lower one of twice the rank, at two checkpoints."""
     layers = []
     for layer in range(2):
-        curves = {"without_mask": top, "with_mask": with_mask or top, "mask_only": masks[layer]}
+        curves = {"without_mask": top if layer else 2 * top, "with_mask": with_mask or top, "mask_only": masks[layer]}
         layers.append({"uncentered": curves, "centered": curves,
                        "anatomy": {"identity": 0.5, "attention": 1.0 if layer else None, "ffn": 2.0 if layer else None}})
     return {"6000": {"layers": layers}, "12000": {"layers": layers}}
@@ -186,6 +186,7 @@ def record_of(gains, rank_gains, falls=(9, 8, 7, 6, 5)):
 
 
 @catches("evidence.claims", "top(mae) - top(mlm)", "top(mlm) - top(mae)")
+@catches("evidence.claims", "top(mae, below=1) - top(mlm, below=1)", "top(mae) - top(mlm)")
 @catches("evidence.lead", 'return mae["median"] - mlm["median"]', 'return mlm["median"] - mae["median"]')
 @catches("evidence.claims", "rank_after(mae) - rank_after(mlm)", "rank_after(mlm)")
 @catches("evidence.fall", "return -slope, -slope - half, -slope + half", "return slope, slope - half, slope + half")
@@ -195,8 +196,9 @@ def test_claims_hold_where_mae_lm_is_ahead_and_do_not_where_it_is_behind():
     found = {(claim.where, claim.statement): evidence.verdict(claim.interval) for claim in ahead}
     control = next(key for key in found if "the same, minus MAE-LM's" in key[1])
     assert found.pop(control).startswith("**undecided**")  # here both rise alike
-    assert set(found.values()) == {words["ahead"]} and len(found) == 7
-    assert ahead[3].seeds == [6, 7, 8] and ahead[0].seeds == [84 - 80] * 3 and ahead[1].seeds == [4] * 3
+    assert set(found.values()) == {words["ahead"]} and len(found) == 8
+    assert ahead[3].seeds == [6, 7, 8] and ahead[4].seeds == [12, 14, 16]
+    assert ahead[0].seeds == [84 - 80] * 3 and ahead[1].seeds == [4] * 3
     behind = evidence.claims(record_of(gains=[-2, -2.1, -2.2], rank_gains=[-6, -7, -8], falls=(5, 6, 7, 8, 9.1)))
     found = {claim.where: evidence.verdict(claim.interval) for claim in behind}
     assert [found[where] for where in ("Table 3", "Table 1", "Figure 4")] == [words["behind"]] * 3
