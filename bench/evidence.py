@@ -305,12 +305,12 @@ def last(ranks: dict) -> list[dict]:
 
 def rise(ranks: dict) -> int:
     """Rank_0.9 of [MASK] alone at the top, minus that at the embeddings."""
-    return top(ranks, "mask_only") - last(ranks)[0]["uncentered"]["mask_only"]
+    return rank_at(ranks, -1, "mask_only") - rank_at(ranks, 0, "mask_only")
 
 
-def top(ranks: dict, curve: str = "without_mask", below: int = 0) -> int:
-    """rank_0.9 of H^L, or so many layers below it, of a run's last checkpoint."""
-    return last(ranks)[-1 - below]["uncentered"][curve]
+def rank_at(ranks: dict, layer: int, curve: str = "without_mask") -> int:
+    """rank_0.9 of a layer of a run's last checkpoint: 0 the embeddings, -1 the top."""
+    return last(ranks)[layer]["uncentered"][curve]
 
 
 def rank_after(tuned: dict) -> float:
@@ -397,15 +397,15 @@ def claims(found: dict) -> list[Claim]:
     """The paper's claims, on what is recorded."""
     rows = [
         over_seeds("Figure 1a", "MLM, top layer: rank of text with `[MASK]`, minus without", "above 0",
-                   by_seed(found, ("rank mlm",), lambda mlm: top(mlm, "with_mask") - top(mlm))),
+                   by_seed(found, ("rank mlm",), lambda mlm: rank_at(mlm, -1, "with_mask") - rank_at(mlm, -1))),
         over_seeds("Figure 1b", "MLM: rank of `[MASK]` alone, at the top minus at the embeddings", "above 0",
                    by_seed(found, ("rank mlm",), rise)),
         over_seeds("Figure 1b", "the same, minus MAE-LM's, whose encoder never reads `[MASK]` in training", "not given",
                    by_seed(found, pair("rank"), lambda mae, mlm: rise(mlm) - rise(mae))),
         over_seeds("Table 3", "rank without `[MASK]` at the top, MAE-LM minus MLM", "491 - 462 = 29, of 768",
-                   by_seed(found, pair("rank"), lambda mae, mlm: top(mae) - top(mlm))),
+                   by_seed(found, pair("rank"), lambda mae, mlm: rank_at(mae, -1) - rank_at(mlm, -1))),
         over_seeds("Table 3", "the same one layer below the top", "not given",
-                   by_seed(found, pair("rank"), lambda mae, mlm: top(mae, below=1) - top(mlm, below=1))),
+                   by_seed(found, pair("rank"), lambda mae, mlm: rank_at(mae, -2) - rank_at(mlm, -2))),
     ]
     for task in tasks_of(found):
         rows.append(over_seeds("Table 3", f"that of the top after fine-tuning on {task}", "MNLI 62, SQuAD 157, of 768",

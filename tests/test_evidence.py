@@ -185,8 +185,8 @@ def record_of(gains, rank_gains, falls=(9, 8, 7, 6, 5)):
     return found
 
 
-@catches("evidence.claims", "top(mae) - top(mlm)", "top(mlm) - top(mae)")
-@catches("evidence.claims", "top(mae, below=1) - top(mlm, below=1)", "top(mae) - top(mlm)")
+@catches("evidence.claims", "rank_at(mae, -1) - rank_at(mlm, -1)", "rank_at(mlm, -1) - rank_at(mae, -1)")
+@catches("evidence.claims", "rank_at(mae, -2) - rank_at(mlm, -2)", "rank_at(mae, -1) - rank_at(mlm, -1)")
 @catches("evidence.lead", 'return mae["median"] - mlm["median"]', 'return mlm["median"] - mae["median"]')
 @catches("evidence.claims", "rank_after(mae) - rank_after(mlm)", "rank_after(mlm)")
 @catches("evidence.fall", "return -slope, -slope - half, -slope + half", "return slope, slope - half, slope + half")
