@@ -2,8 +2,8 @@
 
     python bench/evidence.py --data TEXT --glue DIR --hours 3   # pre-train, measure, fine-tune; the same again goes on
     python bench/evidence.py --report                           # docs/evidence.md and its figure, from the record
-    python bench/evidence.py --preset toy --data docs --seeds 1 --only train rank docs --out out/day \
-        --record out/day.json --report
+    python bench/evidence.py --preset toy --data docs --docs-epochs 5 --seeds 1 --only train rank docs \
+        --out out/day --record out/day.json --report
 
 TEXT is what `train.py --data` takes, DIR has the files of GLUE's original releases (without --glue only the `docs` task
 is fine-tuned). Each job is a command of this project. When one ends, its results are added to the record, and it is not
@@ -41,6 +41,7 @@ MODELS = {"mae-lm": "MAE-LM", "mlm": "MLM"}
 SEEDS = (0, 1, 2)
 KEPT = 6  # so many checkpoints of a run are measured, evenly spaced, the last one at its end
 TUNED = 5  # fine-tuning seeds
+DOCS_EPOCHS = 30.0  # for encoders that have not read docs; chosen with the rate
 RATE = DEFAULTS["docs"]["learning_rate"]  # chosen on the training part of docs: docs/results.md
 ANATOMY = ("identity", "attention", "ffn")  # of rank.anatomy
 GLUE = ("cola", "mrpc", "rte", "stsb", "sst2")  # the sets that a laptop tunes in minutes
@@ -119,6 +120,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     steps = options.steps or own_steps
     tasks = ["docs", *GLUE] if options.glue else ["docs"]
     rate = ["--learning-rate", str(options.learning_rate)]
+    docs = ["--task", "docs", "--epochs", str(options.docs_epochs), *rate]
 
     def add(name: str, command: list[str], read: Callable[[Path], dict], *needs: str) -> Path:
         folder = out / name.replace(" ", "-")
@@ -132,10 +134,8 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         return add(name, command, read_training)
 
     def tune(name: str, init: Path, task: str, needs: str) -> None:
-        command = ["finetune.py", "--init", str(init), "--task", task, "--seeds", str(TUNED), *rate]
-        if task in GLUE:
-            command += ["--data", options.glue]
-        add(name, command, read_tuning, needs)
+        flags = docs if task == "docs" else ["--task", task, "--data", options.glue, *rate]
+        add(name, ["finetune.py", "--init", str(init), *flags, "--seeds", str(TUNED)], read_tuning, needs)
 
     runs, checkpoints = {}, {}
     interval = max(1, steps // KEPT)
@@ -153,8 +153,8 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     for seed in SEEDS[:options.seeds]:
         both = [f"{model} {seed}" for model in MODELS]
         paths = [path for run in both for path in checkpoints[run]]
-        command = ["finetune.py", "--figure3", *paths, "--task", "docs", "--seeds", "2", *rate]
-        add(f"figure3 {seed}", command, read_figure3, *[f"train {run}" for run in both])
+        add(f"figure3 {seed}", ["finetune.py", "--figure3", *paths, *docs, "--seeds", "2"], read_figure3,
+            *[f"train {run}" for run in both])
     for name, flags in {**DELTAS, **GROUP}.items():
         folder = train(f"short train {name}", flags, steps // 4)
         tune(f"short docs {name}", folder, "docs", f"short train {name}")
@@ -245,8 +245,18 @@ def run_jobs(todo: list[Job], options: argparse.Namespace) -> None:
 
 # ---- 3. The six claims ------------------------------------------------------------------------------------------
 ROUNDING = (1 / 6) ** 0.5  # standard deviation of a difference of two rounded numbers, such as ranks
-T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # degrees of freedom -> 97.5 % quantile of Student's t
-Interval = tuple[float, float, float]  # a mean, and the ends of its 95 % confidence interval
+# 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom. The last one serves all beyond.
+T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+MOST = 100  # seeds that anybody would train
+
+
+class Interval(NamedTuple):
+    """A mean, and the ends of its 95 % confidence interval."""
+    mean: float
+    low: float
+    high: float
+    decided: int | None = None  # by so many seeds if mean and spread stay as they are; None: by no number up to MOST
 
 
 class Claim(NamedTuple):
@@ -258,27 +268,42 @@ class Claim(NamedTuple):
     interval: Interval | None  # None: not measured yet
 
 
+def interval_of(mean: float, spread: float, n: int, freedom: Callable[[int], int]) -> Interval:
+    """The interval of a mean by Student's t: spread, the standard deviation of one of n seeds; freedom, n -> degrees of
+    freedom."""
+    def half(n: int) -> float:
+        if freedom(n) == 0:
+            return float("inf")
+        return T[min(freedom(n), len(T)) - 1] * spread / n ** 0.5
+
+    decided = next((more for more in range(n, MOST + 1) if half(more) < abs(mean)), None)
+    return Interval(mean, mean - half(n), mean + half(n), decided)
+
+
 def over_seeds(where: str, statement: str, paper: str, values: list[float | None]) -> Claim:
-    """A claim whose interval is over pre-training seeds, by Student's t; of one seed it is endless."""
+    """A claim whose interval is over pre-training seeds; of one seed it is endless."""
     measured = there(values)
     if not measured:
         return Claim(where, statement, paper, values, None)
-    mean = statistics.mean(measured)
-    half = float("inf")
+    spread = ROUNDING
     if len(measured) > 1:  # three equal ranks are not certain: they are rounded
         spread = max(statistics.stdev(measured), ROUNDING)
-        half = T[len(measured) - 1] * spread / len(measured) ** 0.5
-    return Claim(where, statement, paper, values, (mean, mean - half, mean + half))
+    interval = interval_of(statistics.mean(measured), spread, len(measured), lambda n: n - 1)
+    return Claim(where, statement, paper, values, interval)
 
 
 def verdict(interval: Interval | None) -> str:
-    """shown: all of the interval is above 0; not shown: nothing of it; else undecided."""
+    """shown: all of the interval is above 0; not shown: nothing of it; else undecided, and what would decide."""
     if interval is None:
         return "not measured yet"
-    _, low, high = interval
-    if low > 0:
+    if interval.low > 0:
         return "**shown**"
-    return "**not shown**: it is the other way round" if high <= 0 else "**undecided** at this scale"
+    if interval.high <= 0:
+        return "**not shown**: it is the other way round"
+    if interval.high == float("inf"):
+        return "**undecided** at this scale: one seed has no interval"
+    seeds = f"more than {MOST}" if interval.decided is None else f"about {interval.decided}"
+    return f"**undecided** at this scale: {seeds} seeds like these would decide"
 
 
 def by_seed(found: dict, names: tuple[str, ...], number: Callable[..., object]) -> list:
@@ -387,10 +412,9 @@ def fall(found: dict) -> Interval | None:
         return None
     slope, intercept = statistics.linear_regression(x, y)
     squares = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y))
-    spread = sum((a - statistics.mean(x)) ** 2 for a in x)
-    freedom = len(x) - 2
-    half = T[freedom] * (squares / freedom / spread) ** 0.5
-    return -slope, -slope - half, -slope + half
+    width = sum((a - statistics.mean(x)) ** 2 for a in x)
+    error = (squares / (len(x) - 2) / width) ** 0.5  # of the slope
+    return interval_of(-slope, error, 1, lambda seeds: seeds * len(x) - 2)
 
 
 def claims(found: dict) -> list[Claim]:
@@ -426,9 +450,8 @@ def in_print(interval: Interval | None) -> str:
     """A mean with its interval, for print."""
     if interval is None:
         return ""
-    mean, low, high = interval
-    ends = "one seed" if high == float("inf") else f"{low:.1f} to {high:.1f}"
-    return f"{mean:.1f} ({ends})"
+    ends = "one seed" if interval.high == float("inf") else f"{interval.low:.1f} to {interval.high:.1f}"
+    return f"{interval.mean:.1f} ({ends})"
 
 
 def over(values: list[float | None], digits: int = 0) -> str:
@@ -521,10 +544,21 @@ def short_table(found: dict) -> str:
     return table(["", "score on docs"], rows)
 
 
+def origin(found: dict) -> str:
+    """Where the numbers come from. A run's seconds are those of all commands that went on with it, a job's minutes
+    those of its last one."""
+    machines = sorted({job["machine"] for job in found.values()})
+    commits = sorted({job["commit"] for job in found.values()})
+    seconds = [job["found"].get("seconds", 60 * job["minutes"]) for job in found.values()]
+    return (f"{len(found)} jobs, {sum(seconds) / 3600:.0f} hours one after another, on {', '.join(machines)}; "
+            f"commits {', '.join(commits)}.")
+
+
 def tables(found: dict) -> str:
     """All tables of the page, in Markdown."""
     return "\n\n".join([
         verdicts(found),
+        origin(found),
         "Pre-training:", training_table(found),
         "Figure 1, rank_0.9 at layers 0 to L of the last checkpoint:", rank_table(found),
         "Table 3 over time, rank_0.9 of H^L at each step, by seed:", time_table(found),
@@ -601,6 +635,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="JOB", help="jobs of these first words: rank docs 'train mlm'")
     parser.add_argument("--learning-rate", type=float, default=RATE,
                         help="of fine-tuning, for all encoders and tasks alike [%(default)s]")
+    parser.add_argument("--docs-epochs", type=float, default=DOCS_EPOCHS,
+                        help="of fine-tuning on docs: 5 are enough if docs was the text of pre-training [%(default)s]")
     parser.add_argument("--out", type=Path, default=Path("out/evidence"), help="for the runs [%(default)s]")
     parser.add_argument("--record", type=Path, default=RECORD, help="where results are kept [%(default)s]")
     parser.add_argument("--report", action="store_true", help="make the tables and the figure from the record")

@@ -27,8 +27,9 @@ def own(tmp_path, monkeypatch):
 
 
 def options_in(out, **changes):
-    return argparse.Namespace(**dict(data="text", glue="glue", hours=1.0, at_once=1, steps=None, learning_rate=evidence.RATE,
-                                     preset="laptop", seeds=3, only=None, out=out, record=evidence.RECORD) | changes)
+    return argparse.Namespace(**dict(data="text", glue="glue", hours=1.0, at_once=1, steps=None,
+                                     learning_rate=evidence.RATE, docs_epochs=evidence.DOCS_EPOCHS, preset="laptop",
+                                     seeds=3, only=None, out=out, record=evidence.RECORD) | changes)
 
 
 # ---- The jobs -------------------------------------------------------------------------------------------------------
@@ -118,17 +119,17 @@ def test_when_the_time_is_up_jobs_are_told_to_stop_and_waited_for(own, tmp_path,
 
 # ---- Verdicts -------------------------------------------------------------------------------------------------------
 def test_the_quantiles_are_those_of_students_t():
-    for freedom, quantile in evidence.T.items():
+    for freedom, quantile in enumerate(evidence.T, start=1):
         assert quantile == pytest.approx(scipy.stats.t.ppf(0.975, freedom), abs=1e-3)
 
 
-@catches("evidence.over_seeds", "T[len(measured) - 1]", "1.96")
-@catches("evidence.over_seeds", " / len(measured) ** 0.5", "")
+@catches("evidence.interval_of", "T[min(freedom(n), len(T)) - 1]", "1.96")
+@catches("evidence.interval_of", " / n ** 0.5", "")
 def test_an_interval_over_seeds_is_students():
     values = [3.0, 5.0, 4.5]
     low, high = scipy.stats.t.interval(0.95, 2, loc=np.mean(values), scale=scipy.stats.sem(values))
-    assert evidence.over_seeds("", "", "", values).interval == pytest.approx((np.mean(values), low, high), abs=1e-2)
-    assert evidence.over_seeds("", "", "", [7.0]).interval == (7.0, -np.inf, np.inf)
+    assert evidence.over_seeds("", "", "", values).interval[:3] == pytest.approx((np.mean(values), low, high), abs=1e-2)
+    assert evidence.over_seeds("", "", "", [7.0]).interval[:3] == (7.0, -np.inf, np.inf)
     assert evidence.over_seeds("", "", "", [None, 3.0, 5.0, 4.5]).interval == evidence.over_seeds("", "", "", values).interval
 
 
@@ -139,13 +140,29 @@ def test_three_equal_ranks_are_not_certain():
     assert evidence.over_seeds("", "", "", [4.0, 4.0, 4.0]).interval[1] > 0
 
 
-@catches("evidence.verdict", "low > 0", "high > 0", interval=(1.0, -1.0, 3.0), word="undecided")
-@catches("evidence.verdict", "high <= 0", "low <= 0", interval=(1.0, -1.0, 3.0), word="undecided")
+@catches("evidence.interval_of", "range(n, MOST + 1)", "range(n + 1, MOST + 1)")
+@catches("evidence.interval_of", "half(more) < abs(mean)", "half(n) < abs(mean)")
+def test_the_seeds_that_would_decide_are_as_few_as_do():
+    """With two seeds of 1 and 3, how many like them have an interval that is above 0? Five, by Student's t."""
+    def least(mean, spread):
+        for n in range(2, 101):
+            if scipy.stats.t.ppf(0.975, n - 1) * spread / n ** 0.5 < mean:
+                return n
+    interval = evidence.over_seeds("", "", "", [1.0, 3.0]).interval
+    assert interval.decided == least(2, 2 ** 0.5) == 5 and "about 5 seeds" in evidence.verdict(interval)
+    assert evidence.over_seeds("", "", "", [-1.0, -3.0]).interval.decided == 5
+    assert evidence.over_seeds("", "", "", [2.0, 2.0, 2.4]).interval.decided == 3
+    hopeless = evidence.over_seeds("", "", "", [-1.0, 1.01]).interval
+    assert hopeless.decided is None and "more than 100 seeds" in evidence.verdict(hopeless)
+
+
+@catches("evidence.verdict", "interval.low > 0", "interval.high > 0", interval=(1.0, -1.0, 3.0), word="undecided")
+@catches("evidence.verdict", "interval.high <= 0", "interval.low <= 0", interval=(1.0, -1.0, 3.0), word="undecided")
 @pytest.mark.parametrize("interval, word", [
     (None, "not measured"), ((2.0, 1.0, 3.0), "**shown**"), ((-2.0, -3.0, -1.0), "**not shown**"),
     ((1.0, -1.0, 3.0), "undecided"), ((-1.0, -3.0, 1.0), "undecided"), ((5.0, -np.inf, np.inf), "undecided")])
 def test_a_verdict_needs_the_whole_interval_on_one_side(interval, word):
-    assert word in evidence.verdict(interval)
+    assert word in evidence.verdict(interval and evidence.Interval(*interval))
 
 
 def ranks(top, with_mask=None, masks=(1, 5)):
@@ -172,7 +189,7 @@ def record_of(gains, rank_gains, falls=(9, 8, 7, 6, 5)):
     found = {}
 
     def add(name, results):
-        found[name] = {"found": results, "minutes": 60.0}
+        found[name] = {"found": results, "minutes": 30.0, "machine": "a laptop", "commit": f"of {name}"}
     for seed, (gain, rank_gain) in enumerate(zip(gains, rank_gains)):
         for model in evidence.MODELS:
             ahead = model == "mae-lm"
@@ -189,7 +206,7 @@ def record_of(gains, rank_gains, falls=(9, 8, 7, 6, 5)):
 @catches("evidence.claims", "rank_at(mae, -2) - rank_at(mlm, -2)", "rank_at(mae, -1) - rank_at(mlm, -1)")
 @catches("evidence.lead", 'return mae["median"] - mlm["median"]', 'return mlm["median"] - mae["median"]')
 @catches("evidence.claims", "rank_after(mae) - rank_after(mlm)", "rank_after(mlm)")
-@catches("evidence.fall", "return -slope, -slope - half, -slope + half", "return slope, slope - half, slope + half")
+@catches("evidence.fall", "interval_of(-slope", "interval_of(slope")
 def test_claims_hold_where_mae_lm_is_ahead_and_do_not_where_it_is_behind():
     words = {"ahead": "**shown**", "behind": "**not shown**: it is the other way round"}
     ahead = evidence.claims(record_of(gains=[2, 2.1, 2.2], rank_gains=[6, 7, 8], falls=(9, 8, 7, 6, 5.1)))
@@ -227,13 +244,13 @@ def test_a_run_that_never_gets_there_saves_nothing():
 def test_means_over_tasks_are_of_the_tasks_that_all_seeds_have_and_a_missing_seed_leaves_a_gap():
     found = record_of([1, 2, 3], [4, 5, 6])
     for model in evidence.MODELS:
-        found[f"cola {model} 1"] = {"found": tuned(20 if model == "mae-lm" else 0, 50)}
+        found[f"cola {model} 1"] = found["docs mlm 1"] | {"found": tuned(20 if model == "mae-lm" else 0, 50)}
     assert evidence.tasks_of(found) == ["docs"] and evidence.gains(found) == [1, 2, 3]
     assert "| cola | MAE-LM | -, 20.0 | -, 50 |" in evidence.tuning_table(found)
     del found["rank mlm 0"]
     row = next(line for line in evidence.rank_table(found).splitlines() if line.startswith("| MLM"))
     assert row == "| MLM | uncentered | with_mask |  | 84, 84 | 84, 84 |"
-    found["docs mlm 2"] = {"found": tuned(None, 50)}  # all its fine-tuning seeds diverged
+    found["docs mlm 2"]["found"] = tuned(None, 50)  # all its fine-tuning seeds diverged
     assert evidence.tasks_of(found) == [] and evidence.tables(found)
 
 
@@ -271,7 +288,17 @@ def test_the_fall_has_the_interval_of_a_regression():
     found = record_of([], [], falls=(62.0, 61.5, 60.0, 61.0, 58.5))
     fit = scipy.stats.linregress([0, 0.25, 0.5, 0.75, 1], [62.0, 61.5, 60.0, 61.0, 58.5])
     half = scipy.stats.t.ppf(0.975, 3) * fit.stderr
-    assert evidence.fall(found) == pytest.approx((-fit.slope, -fit.slope - half, -fit.slope + half), abs=1e-2)
+    assert evidence.fall(found)[:3] == pytest.approx((-fit.slope, -fit.slope - half, -fit.slope + half), abs=1e-2)
+
+
+@catches("evidence.origin", 'job["found"].get("seconds", 60 * job["minutes"])', '60 * job["minutes"]')
+def test_the_page_says_machine_time_and_commits_of_all_jobs_and_a_run_that_went_on_counts_whole():
+    """record_of([1], [4]) has two runs of an hour, of which the last command took half, and ten other half hours."""
+    found = record_of([1], [4])
+    said = evidence.origin(found)
+    assert said in evidence.tables(found)
+    assert "12 jobs" in said and "a laptop" in said and "7 hours" in said
+    assert all(job["commit"] in said for job in found.values())
 
 
 def test_the_report_changes_the_tables_of_the_page_alone(own):
