@@ -2,8 +2,8 @@
 
     python bench/evidence.py --data TEXT --glue DIR --hours 3   # pre-train, measure, fine-tune; the same again goes on
     python bench/evidence.py --report                           # docs/evidence.md and its figure, from the record
-    python bench/evidence.py --preset toy --data docs --docs-epochs 5 --seeds 1 --only train rank docs \
-        --out out/day --record out/day.json --report
+    python bench/evidence.py --preset toy --data docs --docs-epochs 5 --learning-rate 8e-4 --seeds 1 \
+        --only train rank docs --out out/day --record out/day.json --report
 
 TEXT is what `train.py --data` takes, DIR has the files of GLUE's original releases (without --glue only the `docs` task
 is fine-tuned). Each job is a command of this project. When one ends, its results are added to the record, and it is not
@@ -32,7 +32,6 @@ from cpu import commit, cpu_name, table  # noqa: E402
 from files import Parser, UserError, atomic, clear_errors, read_json, write_json  # noqa: E402
 from rank import CENTERINGS, CURVES  # noqa: E402
 from run import checkpoint_path, figure, read_log, step_of  # noqa: E402
-from tasks import DEFAULTS  # noqa: E402
 from train import TRAIN_PRESETS  # noqa: E402
 
 RECORD = HERE / "results" / "evidence.json"
@@ -41,10 +40,11 @@ MODELS = {"mae-lm": "MAE-LM", "mlm": "MLM"}
 SEEDS = (0, 1, 2)
 KEPT = 6  # so many checkpoints of a run are measured, evenly spaced, the last one at its end
 TUNED = 5  # fine-tuning seeds
-DOCS_EPOCHS = 30.0  # for encoders that have not read docs; chosen with the rate
-RATE = DEFAULTS["docs"]["learning_rate"]  # chosen on the training part of docs: docs/results.md
+# How all encoders are fine-tuned alike: chosen on training parts alone, docs/results.md.
+RATE = 4e-4
+EPOCHS = {"docs": 30.0, "cola": 3.0, "mrpc": 3.0, "rte": 3.0, "stsb": 3.0, "sst2": 1.0}  # docs: never read before
 ANATOMY = ("identity", "attention", "ffn")  # of rank.anatomy
-GLUE = ("cola", "mrpc", "rte", "stsb", "sst2")  # the sets that a laptop tunes in minutes
+GLUE = tuple(EPOCHS)[1:]  # the sets that a laptop tunes in minutes
 PAUSE = 1.0  # seconds between looks at the jobs in progress
 # Runs of a quarter of the steps with one seed: the sweep of Figure 4 and the first group of Table 2, name -> flags.
 DELTAS = {f"delta {delta}": ["--mask-in-encoder", delta] for delta in ("0", "0.25", "0.5", "0.75", "1")}
@@ -119,8 +119,11 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     own_steps = TRAIN_PRESETS[options.preset]["max_steps"]
     steps = options.steps or own_steps
     tasks = ["docs", *GLUE] if options.glue else ["docs"]
-    rate = ["--learning-rate", str(options.learning_rate)]
-    docs = ["--task", "docs", "--epochs", str(options.docs_epochs), *rate]
+
+    def setting(task: str) -> list[str]:
+        epochs = options.docs_epochs if task == "docs" else EPOCHS[task]
+        flags = ["--task", task, "--epochs", str(epochs), "--learning-rate", str(options.learning_rate)]
+        return flags if task == "docs" else [*flags, "--data", options.glue]
 
     def add(name: str, command: list[str], read: Callable[[Path], dict], *needs: str) -> Path:
         folder = out / name.replace(" ", "-")
@@ -134,8 +137,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         return add(name, command, read_training)
 
     def tune(name: str, init: Path, task: str, needs: str) -> None:
-        flags = docs if task == "docs" else ["--task", task, "--data", options.glue, *rate]
-        add(name, ["finetune.py", "--init", str(init), *flags, "--seeds", str(TUNED)], read_tuning, needs)
+        add(name, ["finetune.py", "--init", str(init), *setting(task), "--seeds", str(TUNED)], read_tuning, needs)
 
     runs, checkpoints = {}, {}
     interval = max(1, steps // KEPT)
@@ -153,7 +155,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     for seed in SEEDS[:options.seeds]:
         both = [f"{model} {seed}" for model in MODELS]
         paths = [path for run in both for path in checkpoints[run]]
-        add(f"figure3 {seed}", ["finetune.py", "--figure3", *paths, *docs, "--seeds", "2"], read_figure3,
+        add(f"figure3 {seed}", ["finetune.py", "--figure3", *paths, *setting("docs"), "--seeds", "2"], read_figure3,
             *[f"train {run}" for run in both])
     for name, flags in {**DELTAS, **GROUP}.items():
         folder = train(f"short train {name}", flags, steps // 4)
@@ -635,7 +637,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="JOB", help="jobs of these first words: rank docs 'train mlm'")
     parser.add_argument("--learning-rate", type=float, default=RATE,
                         help="of fine-tuning, for all encoders and tasks alike [%(default)s]")
-    parser.add_argument("--docs-epochs", type=float, default=DOCS_EPOCHS,
+    parser.add_argument("--docs-epochs", type=float, default=EPOCHS["docs"],
                         help="of fine-tuning on docs: 5 are enough if docs was the text of pre-training [%(default)s]")
     parser.add_argument("--out", type=Path, default=Path("out/evidence"), help="for the runs [%(default)s]")
     parser.add_argument("--record", type=Path, default=RECORD, help="where results are kept [%(default)s]")

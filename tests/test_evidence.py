@@ -28,7 +28,7 @@ def own(tmp_path, monkeypatch):
 
 def options_in(out, **changes):
     return argparse.Namespace(**dict(data="text", glue="glue", hours=1.0, at_once=1, steps=None,
-                                     learning_rate=evidence.RATE, docs_epochs=evidence.DOCS_EPOCHS, preset="laptop",
+                                     learning_rate=evidence.RATE, docs_epochs=evidence.EPOCHS["docs"], preset="laptop",
                                      seeds=3, only=None, out=out, record=evidence.RECORD) | changes)
 
 
