@@ -10,9 +10,9 @@ a run folder, a checkpoint, a folder that this program wrote, random:FOLDER (a f
 hf:NAME. --data is a folder with the files of the original releases; without it they come from the Hugging Face Hub.
 --task custom reads train and dev files (.csv, .jsonl, .parquet) with columns text[,text2],label from --data.
 
-The dev part is evaluated each half epoch and after the last step. Of each run the best checkpoint counts, as the
-recipe that the paper refers to has it; it is chosen on the part that it is reported on, so its value is a little too
-good. --keep last takes the last one. result.json has the values of both.
+The dev part is evaluated each half epoch, in more than ten epochs 20 times in all, and after the last step. Of each
+run the best checkpoint counts, as the recipe that the paper refers to has it; it is chosen on the part that it is
+reported on, so its value is a little too good. --keep last takes the last one. result.json has the values of both.
 
 Several processes share the work: start the command as often as you like, or with torchrun. Each run appends a line
 to sweep.jsonl; the same command again does what is missing. bench/collect.py makes tables of finished folders.
@@ -493,17 +493,21 @@ def effective_ranks(moments: Moments) -> dict[str, int]:
     return {name: tau_rank(moments.spectrum(centered), 0.9) for name, centered in CENTERINGS.items()}
 
 
-def ends_half_epoch(step: int, examples: int, batch_size: int) -> bool:
-    """Whether the last of these `step` steps completes another half of all examples."""
-    halves = step * batch_size * 2 // examples
-    return halves > (step - 1) * batch_size * 2 // examples
+EVALUATIONS = 20  # at most: each half epoch of the ten epochs that Tables 5 and 6 have at most
+
+
+def ends_interval(step: int, interval: float, batch_size: int) -> bool:
+    """Whether the last of these `step` steps completes another `interval` of examples."""
+    return step * batch_size // interval > (step - 1) * batch_size // interval
 
 
 def train(model: Tuned, job: Job, tune: TuneConfig, seed: int) -> Iterator[tuple[int, float]]:
-    """Fine-tune in place, without clipping. Each half epoch and after the last step, when the dev part is to be
-    evaluated: yields the number of steps so far and the mean of their losses, not finite if the run has diverged."""
+    """Fine-tune in place, without clipping. Each half epoch, or EVALUATIONS times if those are fewer, and after the
+    last step, when the dev part is to be evaluated: yields the number of steps so far and the mean of their losses, not
+    finite if the run has diverged."""
     encoded = job.parts["train"]
     steps = math.ceil(tune.epochs * len(encoded.ids) / tune.batch_size)
+    interval = max(0.5, tune.epochs / EVALUATIONS) * len(encoded.ids)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(tune.adam_beta1, tune.adam_beta2), eps=tune.adam_epsilon,
                                   weight_decay=tune.weight_decay, fused=True)
     total = torch.zeros((), device=job.place.device)
@@ -521,7 +525,7 @@ def train(model: Tuned, job: Job, tune: TuneConfig, seed: int) -> Iterator[tuple
         optimizer.step()
         optimizer.zero_grad()
         total += loss.detach()
-        if step + 1 == steps or ends_half_epoch(step + 1, len(encoded.ids), tune.batch_size):
+        if step + 1 == steps or ends_interval(step + 1, interval, tune.batch_size):
             yield step + 1, float(total) / (step + 1)
 
 

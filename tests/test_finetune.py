@@ -327,21 +327,23 @@ def test_one_seed_gives_one_result_and_random_weights_are_others(finished, glue,
 
 
 # ---- The checkpoint that counts, and the folder ----------------------------------------------------------------------
-@catches("finetune.ends_half_epoch", "step * batch_size * 2 // examples", "step * batch_size // examples")
-@catches("finetune.ends_half_epoch", "return halves > ", "return step * batch_size * 2 / examples > 1 + ")
+@catches("finetune.train", "max(0.5, tune.epochs / EVALUATIONS)", "0.5")
+@catches("finetune.train", "max(0.5, ", "max(1.0, ")
+@catches("finetune.ends_interval", "return step * batch_size // interval", "return step * batch_size / interval - 1")
 @catches("finetune.train", "step + 1 == steps or", "")
-def test_the_dev_part_is_evaluated_each_half_epoch_and_after_the_last_step(pretrained):
+def test_the_dev_part_is_evaluated_each_half_epoch_at_most_20_times_and_after_the_last_step(pretrained):
     kind, _ = encode_sentences(pretrained, some_pairs())
-    for examples, batch_size, epochs in itertools.product((1, 12, 33, 40), (1, 4, 7, 50), (0.1, 0.5, 1.0, 1.7, 3.0)):
+    for examples, batch_size, epochs in itertools.product((1, 12, 33, 40), (1, 4, 7, 50), (0.1, 0.5, 1.0, 1.7, 3.0, 30.0)):
         encoded = kind.encode(some_pairs(examples))
         model = finetune.Tuned(torch.nn.Identity(), kind.head())
         model.forward = lambda tokens, padding, head=model.head: (head(torch.zeros(*tokens.shape, 32)), None)
         tune = finetune.TuneConfig(epochs=epochs, batch_size=batch_size, learning_rate=1e-3)
         ends = [step for step, _ in finetune.train(model, job_of(pretrained, kind, encoded), tune, 1)]
         steps = -(-round(epochs * examples * 10) // (10 * batch_size))
-        halves = [-(-half * examples // (2 * batch_size)) for half in range(1, int(2 * epochs) + 1)]
-        halves = [step for step in halves if step < steps]  # each at the first step that has all of it
-        assert ends == [*dict.fromkeys(halves), steps], (examples, batch_size, epochs)
+        halves = 3 if epochs == 30 else 1  # 20 times 3 half epochs
+        due = [-(-half * examples // (2 * batch_size)) for half in range(halves, int(2 * epochs) + 1, halves)]
+        due = [step for step in due if step < steps]  # each at the first step that has all of it
+        assert ends == [*dict.fromkeys(due), steps], (examples, batch_size, epochs)
 
 
 def scripted(monkeypatch, values):
