@@ -1,15 +1,16 @@
 """The evidence of docs/evidence.md: what a laptop can check of the paper's six claims, with seeds and intervals.
 
     python bench/evidence.py --data TEXT --glue DIR --hours 3   # pre-train, measure, fine-tune; the same again goes on
-    python bench/evidence.py --report                           # docs/evidence.md and its figure, from the record
+    python bench/evidence.py --data TEXT --glue DIR --report    # ... and tables and a figure of what there is
     python bench/evidence.py --preset toy --data docs --docs-epochs 5 --learning-rate 8e-4 --seeds 1 \
-        --only train rank docs --out out/day --record out/day.json --report
+        --only train rank docs --out out/day --report
+    python bench/evidence.py --report                           # docs/evidence.md, from the project's own record
 
-TEXT is what `train.py --data` takes, DIR has the files of GLUE's original releases (without --glue only the `docs` task
-is fine-tuned). Each job is a command of this project. When one ends, its results are added to the record, and it is not
-run again; the folders of the runs are in --out. After --hours the jobs in progress are told to stop, and continue next
-time. Two jobs at once, a thread each, make more of two cores than one job with two threads. The last command above is
-a quarter of an hour for a lecture: its tables and figure are out/day.md and out/day.png.
+TEXT is what `train.py --data` takes, DIR has the files of GLUE's original releases (`hub`: they come from the Hub;
+without --glue only the `docs` task is fine-tuned). Each job is a command of this project. When one ends, its results
+are added to the record, evidence.json in --out, and it is not run again. After --hours the jobs in progress are told to
+stop, and continue next time. One job for each core, --at-once, makes more of them than one job with many threads. The
+third command is a quarter of an hour for a lecture: its tables and figure are out/day/evidence.md and .png.
 """
 import argparse
 import itertools
@@ -20,24 +21,36 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+from filelock import FileLock, Timeout
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 import finetune  # noqa: E402
 from cpu import commit, cpu_name, table  # noqa: E402
-from files import Parser, UserError, atomic, clear_errors, read_json, write_json  # noqa: E402
+from files import (  # noqa: E402
+    Parser,
+    UserError,
+    append_line,
+    atomic,
+    clear_errors,
+    read_json,
+    read_lines,
+    write_json,
+)
 from rank import CENTERINGS, CURVES  # noqa: E402
 from run import checkpoint_path, figure, read_log, step_of  # noqa: E402
-from train import TRAIN_PRESETS  # noqa: E402
+from train import TRAIN_PRESETS, TrainConfig  # noqa: E402
 
 RECORD = HERE / "results" / "evidence.json"
 PAGE = HERE.parent / "docs" / "evidence.md"
 MODELS = {"mae-lm": "MAE-LM", "mlm": "MLM"}
-SEEDS = (0, 1, 2)
+SEEDS = 3  # of pre-training
 KEPT = 6  # so many checkpoints of a run are measured, evenly spaced, the last one at its end
 TUNED = 5  # fine-tuning seeds
 # How all encoders are fine-tuned alike: chosen on training parts alone, docs/results.md.
@@ -71,7 +84,9 @@ def read_training(folder: Path) -> dict:
     else the machine did at times have a part in."""
     log = read_log(folder)
     lines = [line for line in log if "loss" in line]
-    paces = [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in itertools.pairwise(lines)]
+    start = {"step": 0, "seconds": 0.0}  # the first interval is the only one of a very short run
+    intervals = itertools.pairwise(lines if len(lines) > 1 else [start, *lines])
+    paces = [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in intervals]
     losses = [[line["step"], round(line["val_loss"], 4)] for line in log if "val_loss" in line]
     entropy = next(line["unigram_entropy"] for line in log if "unigram_entropy" in line)
     return {"losses": losses, "unigram_entropy": round(entropy, 4), "seconds": round(log[-1]["seconds"]),
@@ -116,14 +131,14 @@ def model_of(folder: str) -> str:
 def jobs(options: argparse.Namespace) -> list[Job]:
     """All jobs, the most important first."""
     out, found = options.out, []
-    own_steps = TRAIN_PRESETS[options.preset]["max_steps"]
-    steps = options.steps or own_steps
+    recipe = TrainConfig(**TRAIN_PRESETS[options.preset])
+    steps = options.steps or recipe.max_steps
     tasks = ["docs", *GLUE] if options.glue else ["docs"]
 
     def setting(task: str) -> list[str]:
         epochs = options.docs_epochs if task == "docs" else EPOCHS[task]
         flags = ["--task", task, "--epochs", str(epochs), "--learning-rate", str(options.learning_rate)]
-        return flags if task == "docs" else [*flags, "--data", options.glue]
+        return flags if task == "docs" or options.glue == "hub" else [*flags, "--data", options.glue]
 
     def add(name: str, command: list[str], read: Callable[[Path], dict], *needs: str) -> Path:
         folder = out / name.replace(" ", "-")
@@ -132,8 +147,9 @@ def jobs(options: argparse.Namespace) -> list[Job]:
 
     def train(name: str, flags: list[str], steps: int) -> Path:
         command = ["train.py", "--preset", options.preset, "--data", options.data, *flags]
-        if steps != own_steps:
-            command += ["--max-steps", str(steps), "--warmup-steps", str(steps // 50)]
+        if steps != recipe.max_steps:
+            warmup = round(recipe.warmup_steps * steps / recipe.max_steps)
+            command += ["--max-steps", str(steps), "--warmup-steps", str(warmup)]
         return add(name, command, read_training)
 
     def tune(name: str, init: Path, task: str, needs: str) -> None:
@@ -143,7 +159,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     interval = max(1, steps // KEPT)
     kept = ["--checkpoint-interval", str(interval), "--keep-checkpoints", "0"]
     # Both models of a seed before the next seed: whenever this ends, there are pairs to compare.
-    for seed, model in itertools.product(SEEDS[:options.seeds], MODELS):
+    for seed, model in itertools.product(range(options.seeds), MODELS):
         run = f"{model} {seed}"
         folder = train(f"train {run}", ["--ablation", model, "--seed", str(seed), *kept], steps)
         measured = [*range(interval, steps, interval)][:KEPT - 1] + [steps]
@@ -152,7 +168,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         add(f"rank {run}", ["rank.py", *paths, "--tokens", "300000"], read_ranks, f"train {run}")
     for task, (run, folder) in itertools.product(tasks, runs.items()):
         tune(f"{task} {run}", folder, task, f"train {run}")
-    for seed in SEEDS[:options.seeds]:
+    for seed in range(options.seeds):
         both = [f"{model} {seed}" for model in MODELS]
         paths = [path for run in both for path in checkpoints[run]]
         add(f"figure3 {seed}", ["finetune.py", "--figure3", *paths, *setting("docs"), "--seeds", "2"], read_figure3,
@@ -174,10 +190,15 @@ class Running(NamedTuple):
     commit: str  # when it began
 
 
-def start(job: Job, threads: int, out: Path) -> Running:
-    """Start a job; what it prints goes to a file in `out`."""
+def beside(job: Job, suffix: str) -> Path:
+    """A file of the job, next to its folder: .log has what it prints, .jsonl each time that it was started."""
+    return job.folder.with_name(job.folder.name + suffix)
+
+
+def start(job: Job, threads: int) -> Running:
+    """Start a job."""
     program, *flags = job.command
-    with open(out / f"{job.name.replace(' ', '-')}.log", "a") as log:
+    with open(beside(job, ".log"), "a") as log:
         process = subprocess.Popen([sys.executable, str(HERE.parent / program), *flags], stdout=log, stderr=log,
                                    env=os.environ | {"OMP_NUM_THREADS": str(threads)})
     print(f"{time.strftime('%H:%M')}  {job.name}: {job.line}", flush=True)
@@ -189,12 +210,21 @@ def recorded(path: Path) -> dict:
     return read_json(path, {"jobs": dict})["jobs"] if path.is_file() else {}
 
 
+def close(running: Running, threads: int) -> list[dict]:
+    """Note that a program has ended, well or not. Returns the notes of the job: of each time that it was started."""
+    notes = beside(running.job, ".jsonl")
+    append_line(notes, {"commit": running.commit, "machine": f"{cpu_name()}, {threads} thread(s)",
+                        "minutes": (time.monotonic() - running.start) / 60})
+    return read_lines(notes)
+
+
 def record(running: Running, threads: int, path: Path) -> None:
-    """Add the results of a job that has ended."""
-    job = running.job
-    minutes = round((time.monotonic() - running.start) / 60, 1)
-    found = {"command": job.line, "commit": running.commit, "minutes": minutes,
-             "machine": f"{cpu_name()}, {threads} thread(s)", "found": job.read(job.folder)}
+    """Add the results of a job that has ended well."""
+    job, notes = running.job, close(running, threads)
+    found = {"command": job.line, "found": job.read(job.folder),
+             "minutes": round(sum(note["minutes"] for note in notes), 1)}
+    for name in ("commit", "machine"):
+        found[name] = ", ".join(dict.fromkeys(note[name] for note in notes))
     write_json(path, {"jobs": recorded(path) | {job.name: found}})
 
 
@@ -216,37 +246,54 @@ def next_job(todo: list[Job], running: list[Running], done: dict) -> Job | None:
     return None
 
 
-def run_jobs(todo: list[Job], options: argparse.Namespace) -> None:
-    """Run what is not recorded, --at-once at a time, for at most --hours. A job that fails is named, and not tried
-    again by this command. UserError if the record is another experiment's."""
+@contextmanager
+def lock_of(path: Path) -> Iterator[None]:
+    """While this command runs, no other one works for the record. UserError if one does already."""
+    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
+    try:
+        with lock:
+            yield
+    except Timeout as error:
+        raise UserError(f"{path}: another command is at it; wait for its end, or give another --out") from error
+
+
+def run_jobs(todo: list[Job], options: argparse.Namespace) -> list[str]:
+    """Run what is not recorded, --at-once at a time, for at most --hours. Returns the jobs that failed; this command
+    does not try them again. UserError if the record is another experiment's."""
     refuse_others(todo, options.record)
     end = time.monotonic() + 3600 * options.hours
     threads = max(1, (os.cpu_count() or 1) // options.at_once)
-    running = []
+    running, failed = [], []
     try:
         while time.monotonic() < end:
             while len(running) < options.at_once and (job := next_job(todo, running, recorded(options.record))):
-                running.append(start(job, threads, options.out))
+                running.append(start(job, threads))
             if not running:
-                return
+                return failed
             time.sleep(PAUSE)
             for one in [one for one in running if one.process.poll() is not None]:
                 running.remove(one)
                 if one.process.returncode == 0:
                     record(one, threads, options.record)
                 else:
+                    close(one, threads)
                     todo.remove(one.job)
-                    print(f"{one.job.name} failed: see its log in {options.out}", flush=True)
+                    failed.append(one.job.name)
+                    log = beside(one.job, ".log")
+                    said = log.read_text(encoding="utf-8", errors="replace").splitlines() or ["nothing"]
+                    print(f"{one.job.name} failed: {said[-1]}\n  all that it said: {log}", flush=True)
         print("the time is up: the same command continues")
+        return failed
     finally:  # also after Ctrl-C: every program of this project saves what it has
         for one in running:
             one.process.send_signal(signal.SIGTERM)
         for one in running:
             one.process.wait()
+            close(one, threads)
 
 
 # ---- 3. The six claims ------------------------------------------------------------------------------------------
-ROUNDING = (1 / 6) ** 0.5  # standard deviation of a difference of two rounded numbers, such as ranks
+ROUNDING = (1 / 12) ** 0.5  # standard deviation of what rounding a rank to a whole number has changed
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom. The last one serves all beyond.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
      2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
@@ -262,12 +309,16 @@ class Interval(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A statement of the paper as a number that is above 0 if it holds."""
+    """A statement as a number that is above 0 if it holds."""
     where: str
     statement: str
-    paper: str
+    paper: str  # its number, or OURS
     seeds: list[float | None]  # the number for each pre-training seed; None: not measured, or all diverged
     interval: Interval | None  # None: not measured yet
+    centered: Interval | None = None  # the same of centred ranks
+
+
+OURS = "ours, no claim of the paper"
 
 
 def interval_of(mean: float, spread: float, n: int, freedom: Callable[[int], int]) -> Interval:
@@ -282,16 +333,16 @@ def interval_of(mean: float, spread: float, n: int, freedom: Callable[[int], int
     return Interval(mean, mean - half(n), mean + half(n), decided)
 
 
-def over_seeds(where: str, statement: str, paper: str, values: list[float | None]) -> Claim:
-    """A claim whose interval is over pre-training seeds; of one seed it is endless."""
+def over_seeds(values: list[float | None], ranks: int = 0) -> Interval | None:
+    """The interval of numbers by pre-training seed, each made of so many `ranks`; endless for one seed. Ranks are
+    rounded, so that three equal ones are not certain."""
     measured = there(values)
     if not measured:
-        return Claim(where, statement, paper, values, None)
-    spread = ROUNDING
-    if len(measured) > 1:  # three equal ranks are not certain: they are rounded
-        spread = max(statistics.stdev(measured), ROUNDING)
-    interval = interval_of(statistics.mean(measured), spread, len(measured), lambda n: n - 1)
-    return Claim(where, statement, paper, values, interval)
+        return None
+    spread = 0.0
+    if len(measured) > 1:
+        spread = max(statistics.stdev(measured), ranks ** 0.5 * ROUNDING)
+    return interval_of(statistics.mean(measured), spread, len(measured), lambda n: n - 1)
 
 
 def verdict(interval: Interval | None) -> str:
@@ -304,14 +355,20 @@ def verdict(interval: Interval | None) -> str:
         return "**not shown**: it is the other way round"
     if interval.high == float("inf"):
         return "**undecided** at this scale: one seed has no interval"
-    seeds = f"more than {MOST}" if interval.decided is None else f"about {interval.decided}"
-    return f"**undecided** at this scale: {seeds} seeds like these would decide"
+    seeds = f"more than {MOST}" if interval.decided is None else f"at least {interval.decided}"
+    return f"**undecided** at this scale: {seeds} seeds would decide, if mean and spread stay"
+
+
+def seeds_of(found: dict) -> range:
+    """The pre-training seeds of a record, from 0."""
+    seeds = [int(job.split()[-1]) for job in found if job.startswith("train ")]
+    return range(max(seeds, default=-1) + 1)
 
 
 def by_seed(found: dict, names: tuple[str, ...], number: Callable[..., object]) -> list:
     """number(result of names[0], ...) for each seed, None where one is missing, up to the last seed that has them."""
     values = []
-    for seed in SEEDS:
+    for seed in seeds_of(found):
         results = [found.get(f"{name} {seed}") for name in names]
         missing = None in results
         values.append(None if missing else number(*[result["found"] for result in results]))
@@ -330,19 +387,24 @@ def last(ranks: dict) -> list[dict]:
     return ranks[max(ranks, key=int)]["layers"]
 
 
-def rise(ranks: dict) -> int:
-    """Rank_0.9 of [MASK] alone at the top, minus that at the embeddings."""
-    return rank_at(ranks, -1, "mask_only") - rank_at(ranks, 0, "mask_only")
-
-
-def rank_at(ranks: dict, layer: int, curve: str = "without_mask") -> int:
+def rank_at(ranks: dict, layer: int, centering: str, curve: str = "without_mask") -> int:
     """rank_0.9 of a layer of a run's last checkpoint: 0 the embeddings, -1 the top."""
-    return last(ranks)[layer]["uncentered"][curve]
+    return last(ranks)[layer][centering][curve]
 
 
-def rank_after(tuned: dict) -> float:
+def rise(ranks: dict, centering: str) -> int:
+    """Rank_0.9 of [MASK] alone at the top, minus that at the embeddings."""
+    return rank_at(ranks, -1, centering, "mask_only") - rank_at(ranks, 0, centering, "mask_only")
+
+
+def masks_add(ranks: dict, centering: str) -> int:
+    """Rank_0.9 of the top for text with [MASK], minus that without."""
+    return rank_at(ranks, -1, centering, "with_mask") - rank_at(ranks, -1, centering)
+
+
+def rank_after(tuned: dict, centering: str = "uncentered") -> float:
     """The median over seeds of rank_0.9 of H^L after fine-tuning."""
-    return finetune.rank_after(tuned["effective_rank"], "uncentered")
+    return finetune.rank_after(tuned["effective_rank"], centering)
 
 
 def pair(task: str) -> tuple[str, ...]:
@@ -419,28 +481,45 @@ def fall(found: dict) -> Interval | None:
     return interval_of(-slope, error, 1, lambda seeds: seeds * len(x) - 2)
 
 
+def of_ranks(found: dict, names: tuple[str, ...], ranks: int, number: Callable[..., float]) -> tuple:
+    """The last fields of a claim that is number(*results of names, centering), made of so many `ranks`."""
+    def values(centering: str) -> list[float | None]:
+        return by_seed(found, names, lambda *results: number(*results, centering))
+
+    return values("uncentered"), over_seeds(values("uncentered"), ranks), over_seeds(values("centered"), ranks)
+
+
+def of_scores(values: list[float | None]) -> tuple:
+    """The last fields of a claim about numbers that are not rounded."""
+    return values, over_seeds(values)
+
+
 def claims(found: dict) -> list[Claim]:
-    """The paper's claims, on what is recorded."""
+    """The paper's claims, and two comparisons of ours, on what is recorded."""
+    mlm, both = ("rank mlm",), pair("rank")
     rows = [
-        over_seeds("Figure 1a", "MLM, top layer: rank of text with `[MASK]`, minus without", "above 0",
-                   by_seed(found, ("rank mlm",), lambda mlm: rank_at(mlm, -1, "with_mask") - rank_at(mlm, -1))),
-        over_seeds("Figure 1b", "MLM: rank of `[MASK]` alone, at the top minus at the embeddings", "above 0",
-                   by_seed(found, ("rank mlm",), rise)),
-        over_seeds("Figure 1b", "the same, minus MAE-LM's, whose encoder never reads `[MASK]` in training", "not given",
-                   by_seed(found, pair("rank"), lambda mae, mlm: rise(mlm) - rise(mae))),
-        over_seeds("Table 3", "rank without `[MASK]` at the top, MAE-LM minus MLM", "491 - 462 = 29, of 768",
-                   by_seed(found, pair("rank"), lambda mae, mlm: rank_at(mae, -1) - rank_at(mlm, -1))),
-        over_seeds("Table 3", "the same one layer below the top", "not given",
-                   by_seed(found, pair("rank"), lambda mae, mlm: rank_at(mae, -2) - rank_at(mlm, -2))),
+        Claim("Figure 1a", "MLM, top layer: rank of text with `[MASK]`, minus without", "above 0",
+              *of_ranks(found, mlm, 2, masks_add)),
+        Claim("Figure 1b", "MLM: rank of `[MASK]` alone, at the top minus at the embeddings", "above 0",
+              *of_ranks(found, mlm, 2, rise)),
+        Claim("", "the same, minus MAE-LM's, whose encoder never reads `[MASK]` in training", OURS,
+              *of_ranks(found, both, 4, lambda mae, mlm, centering: rise(mlm, centering) - rise(mae, centering))),
+        Claim("Table 3", "rank without `[MASK]` at the top, MAE-LM minus MLM", "491 - 462 = 29, of 768",
+              *of_ranks(found, both, 2, lambda mae, mlm, by: rank_at(mae, -1, by) - rank_at(mlm, -1, by))),
+        Claim("", "the same one layer below the top, added after the first runs", OURS,
+              *of_ranks(found, both, 2, lambda mae, mlm, by: rank_at(mae, -2, by) - rank_at(mlm, -2, by))),
     ]
-    for task in tasks_of(found):
-        rows.append(over_seeds("Table 3", f"that of the top after fine-tuning on {task}", "MNLI 62, SQuAD 157, of 768",
-                               by_seed(found, pair(task), lambda mae, mlm: rank_after(mae) - rank_after(mlm))))
+    tasks = tasks_of(found)
+    for task in tasks:
+        after = of_ranks(found, pair(task), 2, lambda mae, mlm, by: rank_after(mae, by) - rank_after(mlm, by))
+        rows.append(Claim("Table 3", f"that of the top after fine-tuning on {task}", "MNLI 62, SQuAD 157, of 768",
+                          *after))
     rows += [
-        over_seeds("Table 1", "score of MAE-LM minus MLM, mean over tasks, points", "GLUE 86.1 - 85.2 = 0.9",
-                   gains(found)),
-        over_seeds("Figure 3", "how much earlier MAE-LM has MLM's last score on docs, % of MLM's time", "about 60",
-                   [curves and saved(curves) for curves in figure3_of(found)]),
+        Claim("Table 1", f"score of MAE-LM minus MLM at equal steps, mean over {', '.join(tasks) or 'tasks'}, points",
+              "GLUE 86.1 - 85.2 = 0.9", *of_scores(gains(found))),
+        Claim("Figure 3", "how much earlier than MLM itself MAE-LM has MLM's last score on docs, % of MLM's time "
+              f"(0 or less: not by its end; a checkpoint each {100 / KEPT:.0f} %)", "about 60",
+              *of_scores([curves and saved(curves) for curves in figure3_of(found)])),
         Claim("Figure 4", "fall of the score on docs from delta 0 to 1, points (one seed, a quarter of the steps)",
               "above 0", [], fall(found)),
     ]
@@ -451,7 +530,7 @@ def claims(found: dict) -> list[Claim]:
 def in_print(interval: Interval | None) -> str:
     """A mean with its interval, for print."""
     if interval is None:
-        return ""
+        return "-"
     ends = "one seed" if interval.high == float("inf") else f"{interval.low:.1f} to {interval.high:.1f}"
     return f"{interval.mean:.1f} ({ends})"
 
@@ -463,22 +542,26 @@ def over(values: list[float | None], digits: int = 0) -> str:
 
 def verdicts(found: dict) -> str:
     """The table of claims."""
-    head = ["the paper", "the number that is above 0 if it holds", "paper", "here: mean (95 % interval)", "by seed",
-            "verdict"]
+    head = ["", "the number that is above 0 if it holds", "paper", "here: mean (95 % interval)", "of centred ranks",
+            "by seed", "verdict"]
     rows = []
     for claim in claims(found):
-        rows.append([claim.where, claim.statement, claim.paper, in_print(claim.interval), over(claim.seeds, digits=1),
-                     verdict(claim.interval)])
+        said = "-" if claim.paper == OURS else verdict(claim.interval)
+        rows.append([claim.where, claim.statement, claim.paper, in_print(claim.interval), in_print(claim.centered),
+                     over(claim.seeds, digits=1), said])
     return table(head, rows)
 
 
 def training_table(found: dict) -> str:
-    """The last validation loss of each run, and its minutes, over all commands that went on with it."""
+    """The last validation loss of each run, and its minutes, over all commands that went on with it; and how much
+    longer a step of MAE-LM takes."""
     rows = []
     for model, name in MODELS.items():
         losses = by_seed(found, (f"train {model}",), lambda run: run["losses"][-1][1])
         minutes = by_seed(found, (f"train {model}",), lambda run: run["seconds"] / 60)
         rows.append([name, over(losses, digits=3), over(minutes)])
+    pace = by_seed(found, pair("train"), lambda mae, mlm: mae["seconds_per_step"] / mlm["seconds_per_step"])
+    rows.append(["a step of MAE-LM / of MLM", "", over(pace, digits=2)])
     return table(["", "validation loss, by seed", "minutes"], rows)
 
 
@@ -490,7 +573,7 @@ def rank_table(found: dict) -> str:
         for run in by_seed(found, (f"rank {model}",), last):
             row.append(over([layer[centering][curve] for layer in run or []]))
         rows.append(row)
-    return table(["", "", "", *[f"seed {seed}" for seed in SEEDS]], rows)
+    return table(["", "", "", *[f"seed {seed}" for seed in seeds_of(found)]], rows)
 
 
 def tops_over_time(ranks: dict) -> dict[int, int]:
@@ -523,7 +606,7 @@ def anatomy_table(found: dict) -> str:
         for run in by_seed(found, (f"rank {model}",), last):
             row.append(over(there([layer["anatomy"][what] for layer in run or []]), digits=2))
         rows.append(row)
-    return table(["", "", *[f"seed {seed}" for seed in SEEDS]], rows)
+    return table(["", "", *[f"seed {seed}" for seed in seeds_of(found)]], rows)
 
 
 def tuning_table(found: dict) -> str:
@@ -566,7 +649,7 @@ def tables(found: dict) -> str:
         "Table 3 over time, rank_0.9 of H^L at each step, by seed:", time_table(found),
         "What layers 0 to L are made of: `identity`, the share of their variance that the tokens alone explain, and "
         "the mean squares that attention and FFN of layers 1 to L write:", anatomy_table(found),
-        f"Fine-tuning, medians of {TUNED} seeds:", tuning_table(found),
+        f"Fine-tuning, medians of {TUNED} seeds, less those that diverged:", tuning_table(found),
         "Shorter runs, one seed:", short_table(found)])
 
 
@@ -614,7 +697,7 @@ def report(path: Path) -> None:
     if not found:
         raise UserError(f"{path}: nothing is recorded yet; give --data")
     page, text = path.with_suffix(".md"), "<!-- tables -->\n\n<!-- end of tables -->\n"
-    if path == RECORD:
+    if path.resolve() == RECORD.resolve():
         page, text = PAGE, PAGE.read_text(encoding="utf-8")
     marks = re.compile("(<!-- tables -->\n).*(\n<!-- end of tables -->)", re.DOTALL)
     content = f"![loss, Figure 1, Table 3 over time, downstream]({page.stem}.png)\n\n{tables(found)}"
@@ -627,32 +710,39 @@ def report(path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(prog="bench/evidence.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="text for pre-training")
-    parser.add_argument("--glue", help="folder of GLUE's files")
+    parser.add_argument("--glue", help="folder of GLUE's files, or hub")
     parser.add_argument("--hours", type=float, default=1000.0, help="end after so many [when all is done]")
-    parser.add_argument("--at-once", type=int, default=1, help="jobs at a time [%(default)s]")
+    parser.add_argument("--at-once", type=int, default=1, help="jobs at a time: one for each core [%(default)s]")
     parser.add_argument("--preset", default="laptop", choices=TRAIN_PRESETS, help="of all runs [%(default)s]")
     parser.add_argument("--steps", type=int, help="of the main runs, instead of the preset's")
-    parser.add_argument("--seeds", type=int, default=len(SEEDS), choices=range(1, len(SEEDS) + 1),
-                        help="of pre-training [%(default)s]")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="of pre-training: 0, 1, ... [so many: %(default)s]")
     parser.add_argument("--only", nargs="+", metavar="JOB", help="jobs of these first words: rank docs 'train mlm'")
     parser.add_argument("--learning-rate", type=float, default=RATE,
                         help="of fine-tuning, for all encoders and tasks alike [%(default)s]")
     parser.add_argument("--docs-epochs", type=float, default=EPOCHS["docs"],
                         help="of fine-tuning on docs: 5 are enough if docs was the text of pre-training [%(default)s]")
     parser.add_argument("--out", type=Path, default=Path("out/evidence"), help="for the runs [%(default)s]")
-    parser.add_argument("--record", type=Path, default=RECORD, help="where results are kept [%(default)s]")
+    parser.add_argument("--record", type=Path, help="where results are kept [evidence.json in --out; without --data "
+                        "the project's own]")
     parser.add_argument("--report", action="store_true", help="make the tables and the figure from the record")
     options = parser.parse_args(argv)
     if not options.data and not options.report:
         parser.error("give --data TEXT, or --report")
-    if options.at_once < 1:
-        parser.error(f"--at-once {options.at_once}: use 1 or more")
+    for flag in ("at_once", "seeds"):
+        if getattr(options, flag) < 1:
+            parser.error(f"--{flag.replace('_', '-')} {getattr(options, flag)}: use 1 or more")
+    if not options.record:
+        options.record = options.out / "evidence.json" if options.data else RECORD
+    failed = []
     with clear_errors("bench/evidence.py"):
         if options.data:
             options.out.mkdir(parents=True, exist_ok=True)
-            run_jobs(jobs(options), options)
+            with lock_of(options.record):
+                failed = run_jobs(jobs(options), options)
         if options.report:
             report(options.record)
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
