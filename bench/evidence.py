@@ -653,13 +653,20 @@ def tables(found: dict) -> str:
         "Shorter runs, one seed:", short_table(found)])
 
 
+def word(found: dict, where: str, task: str = "") -> str:
+    """The verdict on a claim of the paper in one or two words, for the title of a panel."""
+    for claim in claims(found):
+        if claim.where == where and claim.statement.endswith(task):
+            return re.match("[a-z ]+", verdict(claim.interval).replace("*", ""))[0].removesuffix(" at this scale")
+    return verdict(None)
+
+
 def draw(found: dict, path: Path) -> None:
-    """The page of figures: loss, Figure 1, Table 3 over time before and after fine-tuning, downstream, Figure 3."""
-    with figure(path, panels=3, rows=2) as (_, ((loss, layers, before), (after, downstream, times))):
+    """The page of figures, a panel for each claim: Figure 1, Table 3 over time before and after fine-tuning, Table 1,
+    Figures 3 and 4."""
+    with figure(path, panels=3, rows=2) as (_, ((layers, before, after), (downstream, times, sweep))):
         for number, (model, name) in enumerate(MODELS.items()):
             style = {"color": f"C{number}", "alpha": 0.7}
-            for losses in there(by_seed(found, (f"train {model}",), lambda run: run["losses"])):
-                loss.plot([step for step, _ in losses], [value for _, value in losses], **style)
             for ranks in there(by_seed(found, (f"rank {model}",), lambda ranks: ranks)):
                 for curve, line in (("without_mask", "o-"), ("with_mask", "s--"), ("mask_only", "^:")):
                     if model == "mlm" or curve == "without_mask":  # MAE-LM never reads [MASK]
@@ -671,23 +678,31 @@ def draw(found: dict, path: Path) -> None:
                     [point[name] for point in curves[model]] for name in ("step", "hours", "median", "rank")]
                 after.plot(steps, tuned, "o-", **style)
                 times.plot(hours, medians, "o-", **style)
-            for axis in (loss, layers, before, after, times):
+            for axis in (layers, before, after, times):
                 axis.plot([], [], color=style["color"], label=name)
+                axis.legend(fontsize="small")
         tasks = tasks_of(found)
         for place, task in enumerate(tasks):
             ahead = there(by_seed(found, pair(task), lead))
             downstream.plot([place] * len(ahead), ahead, "o", color="C2", alpha=0.7)
         downstream.axhline(0, color="gray")
-        loss.set(xlabel="step", ylabel="validation loss", title="pre-training")
-        layers.set(xlabel="layer", ylabel="rank_0.9", title="Figure 1: text without [MASK] (o), with (s), [MASK] (^)")
+        done = [name for name in DELTAS if f"short docs {name}" in found]
+        sweep.plot([float(name.split()[-1]) for name in done],
+                   [found[f"short docs {name}"]["found"]["median"] for name in done], "o-", color="C0")
+        layers.set(xlabel="layer: text without [MASK] (o), with (s), [MASK] (^)", ylabel="rank_0.9",
+                   title=f"Figure 1: [MASK] adds rank ({word(found, 'Figure 1a')}), rises ({word(found, 'Figure 1b')})")
         layers.xaxis.get_major_locator().set_params(integer=True)
-        before.set(xlabel="step", ylabel="rank_0.9 of H^L", title="Table 3 over time")
-        after.set(xlabel="step", ylabel="rank_0.9 of H^L", title="the same, fine-tuned on docs from there")
+        before.set(xlabel="step", ylabel="rank_0.9 of H^L",
+                   title=f"Table 3: MAE-LM has more rank ({word(found, 'Table 3')})")
+        after.set(xlabel="step", ylabel="rank_0.9 of H^L",
+                  title=f"... fine-tuned on docs ({word(found, 'Table 3', 'on docs')})")
         downstream.set(xticks=range(len(tasks)), xticklabels=tasks, xlim=(-0.5, max(1, len(tasks)) - 0.5),
-                       ylabel="points", title="downstream: score of MAE-LM minus MLM")
-        times.set(xlabel="hours of pre-training", ylabel="score on docs", title="Figure 3")
-        for axis in (loss, layers, before, after, times):
-            axis.legend(fontsize="small")
+                       ylabel="score of MAE-LM minus MLM, points",
+                       title=f"Table 1: MAE-LM scores higher ({word(found, 'Table 1')})")
+        times.set(xlabel="hours of pre-training", ylabel="score on docs",
+                  title=f"Figure 3: MAE-LM is there sooner ({word(found, 'Figure 3')})")
+        sweep.set(xlabel="delta: share of [MASK] that the encoder reads", ylabel="score on docs",
+                  title=f"Figure 4: [MASK] costs score ({word(found, 'Figure 4')})")
 
 
 def report(path: Path) -> None:
@@ -700,7 +715,7 @@ def report(path: Path) -> None:
     if path.resolve() == RECORD.resolve():
         page, text = PAGE, PAGE.read_text(encoding="utf-8")
     marks = re.compile("(<!-- tables -->\n).*(\n<!-- end of tables -->)", re.DOTALL)
-    content = f"![loss, Figure 1, Table 3 over time, downstream]({page.stem}.png)\n\n{tables(found)}"
+    content = f"![a panel for each claim of the paper]({page.stem}.png)\n\n{tables(found)}"
     with atomic(page) as temporary:
         temporary.write_text(marks.sub(lambda match: match[1] + content + match[2], text), encoding="utf-8")
     draw(found, page.with_suffix(".png"))

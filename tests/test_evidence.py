@@ -351,6 +351,18 @@ def test_the_report_changes_the_tables_of_the_page_alone(own):
     assert evidence.PAGE.read_text() == text
 
 
+@catches("evidence.word", "claim.where == where and ", "")
+@catches("evidence.word", ' and claim.statement.endswith(task)', "")
+def test_the_panels_have_the_words_of_the_verdicts():
+    found = record_of([1, -1, 1.5], [-6, -7, -8], falls=(9, 8, 7, 6, 5.1))
+    for model in evidence.MODELS:
+        found[f"rank {model} 0"]["found"] = found[f"rank {model} 1"]["found"] = ranks(80 if model == "mlm" else 99, 84)
+    words = [evidence.word(found, where) for where in ("Figure 1b", "Table 3", "Table 1", "Figure 3", "Figure 4")]
+    assert words == ["shown", "undecided", "undecided", "shown", "shown"]
+    assert evidence.word(found, "Table 3", "on docs") == "not shown"
+    assert evidence.word(found, "Table 3", "on cola") == evidence.word({}, "Table 1") == "not measured yet"
+
+
 def test_a_day_of_figures_has_a_page_of_its_own(own, tmp_path):
     """One seed of the toy, and the jobs of --only: what a lecture shows, beside its own record."""
     day = options_in(tmp_path, preset="toy", data="docs", seeds=1, only=["train", "rank", "docs"], glue=None)
