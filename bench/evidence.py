@@ -53,13 +53,14 @@ MODELS = {"mae-lm": "MAE-LM", "mlm": "MLM"}
 SEEDS = 3  # of pre-training
 KEPT = 6  # so many checkpoints of a run are measured, evenly spaced, the last one at its end
 TUNED = 5  # fine-tuning seeds
+SHORT_TUNED = 3  # those of short runs
 # How all encoders are fine-tuned alike: chosen on training parts alone, docs/results.md.
 RATE = 4e-4
 EPOCHS = {"docs": 30.0, "cola": 3.0, "mrpc": 3.0, "rte": 3.0, "stsb": 3.0, "sst2": 1.0}  # docs: never read before
 ANATOMY = ("identity", "attention", "ffn")  # of rank.anatomy
 GLUE = tuple(EPOCHS)[1:]  # the sets that a laptop tunes in minutes
 PAUSE = 1.0  # seconds between looks at the jobs in progress
-# Runs of a quarter of the steps with one seed: the sweep of Figure 4 and the first group of Table 2, name -> flags.
+# Short runs, of a fifth of the steps with one seed: the sweep of Figure 4 and the first group of Table 2, name -> flags.
 DELTAS = {f"delta {delta}": ["--mask-in-encoder", delta] for delta in ("0", "0.25", "0.5", "0.75", "1")}
 GROUP = {name: ["--ablation", name] for name in ("mlm", "enc-mask-dec-resets", "random-replace")}
 
@@ -152,8 +153,8 @@ def jobs(options: argparse.Namespace) -> list[Job]:
             command += ["--max-steps", str(steps), "--warmup-steps", str(warmup)]
         return add(name, command, read_training)
 
-    def tune(name: str, init: Path, task: str, needs: str) -> None:
-        add(name, ["finetune.py", "--init", str(init), *setting(task), "--seeds", str(TUNED)], read_tuning, needs)
+    def tune(name: str, init: Path, task: str, seeds: int, needs: str) -> None:
+        add(name, ["finetune.py", "--init", str(init), *setting(task), "--seeds", str(seeds)], read_tuning, needs)
 
     runs, checkpoints = {}, {}
     interval = max(1, steps // KEPT)
@@ -167,15 +168,15 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     for run, paths in checkpoints.items():
         add(f"rank {run}", ["rank.py", *paths, "--tokens", "300000"], read_ranks, f"train {run}")
     for task, (run, folder) in itertools.product(tasks, runs.items()):
-        tune(f"{task} {run}", folder, task, f"train {run}")
+        tune(f"{task} {run}", folder, task, TUNED, f"train {run}")
     for seed in range(options.seeds):
         both = [f"{model} {seed}" for model in MODELS]
         paths = [path for run in both for path in checkpoints[run]]
         add(f"figure3 {seed}", ["finetune.py", "--figure3", *paths, *setting("docs"), "--seeds", "2"], read_figure3,
             *[f"train {run}" for run in both])
     for name, flags in {**DELTAS, **GROUP}.items():
-        folder = train(f"short train {name}", flags, steps // 4)
-        tune(f"short docs {name}", folder, "docs", f"short train {name}")
+        folder = train(f"short train {name}", flags, steps // 5)
+        tune(f"short docs {name}", folder, "docs", SHORT_TUNED, f"short train {name}")
     if options.only:
         found = [job for job in found if any(f"{job.name} ".startswith(f"{words} ") for words in options.only)]
     return found
@@ -520,7 +521,7 @@ def claims(found: dict) -> list[Claim]:
         Claim("Figure 3", "how much earlier than MLM itself MAE-LM has MLM's last score on docs, % of MLM's time "
               f"(0 or less: not by its end; a checkpoint each {100 / KEPT:.0f} %)", "about 60",
               *of_scores([curves and saved(curves) for curves in figure3_of(found)])),
-        Claim("Figure 4", "fall of the score on docs from delta 0 to 1, points (one seed, a quarter of the steps)",
+        Claim("Figure 4", "fall of the score on docs from delta 0 to 1, points (one seed, a fifth of the steps)",
               "above 0", [], fall(found)),
     ]
     return rows
@@ -650,7 +651,7 @@ def tables(found: dict) -> str:
         "What layers 0 to L are made of: `identity`, the share of their variance that the tokens alone explain, and "
         "the mean squares that attention and FFN of layers 1 to L write:", anatomy_table(found),
         f"Fine-tuning, medians of {TUNED} seeds, less those that diverged:", tuning_table(found),
-        "Shorter runs, one seed:", short_table(found)])
+        f"Shorter runs, one seed, medians of {SHORT_TUNED} seeds of fine-tuning:", short_table(found)])
 
 
 def word(found: dict, where: str, task: str = "") -> str:
