@@ -60,7 +60,7 @@ EPOCHS = {"docs": 30.0, "cola": 3.0, "mrpc": 3.0, "rte": 3.0, "stsb": 3.0, "sst2
 ANATOMY = ("identity", "attention", "ffn")  # of rank.anatomy
 GLUE = tuple(EPOCHS)[1:]  # the sets that a laptop tunes in minutes
 PAUSE = 1.0  # seconds between looks at the jobs in progress
-# Short runs, of a fifth of the steps with one seed: the sweep of Figure 4 and the first group of Table 2, name -> flags.
+# Short runs, a fifth of the steps with one seed: the sweep of Figure 4 and the first group of Table 2, name -> flags.
 DELTAS = {f"delta {delta}": ["--mask-in-encoder", delta] for delta in ("0", "0.25", "0.5", "0.75", "1")}
 GROUP = {name: ["--ablation", name] for name in ("mlm", "enc-mask-dec-resets", "random-replace")}
 
