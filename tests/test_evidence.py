@@ -63,6 +63,8 @@ def test_both_models_are_trained_alike_but_for_their_ablation(tmp_path):
             paths = [word for word in ranks[f"rank {model} {seed}"] if word.endswith(".pt")]
             steps = [recipe.checkpoint_interval * i for i in range(1, evidence.KEPT)] + [recipe.max_steps]
             assert paths == [str(run.checkpoint_path(folder, step)) for step in steps]
+            tuned = [word for word in ranks[f"figure3 {seed}"] if word.startswith(f"{folder}/")]
+            assert len(tuned) == 3 and tuned[-1] == paths[-1] and set(tuned) < set(paths)
     deltas = [train.parse(commands[f"short train {name}"])[0].mask_in_encoder for name in evidence.DELTAS]
     assert deltas == [0, 0.25, 0.5, 0.75, 1]
 
