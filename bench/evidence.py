@@ -664,8 +664,8 @@ def word(found: dict, where: str, task: str = "") -> str:
 
 
 def draw(found: dict, path: Path) -> None:
-    """The page of figures, a panel for each claim: Figure 1, Table 3 over time before and after fine-tuning, Table 1,
-    Figures 3 and 4."""
+    """The page of figures, a panel for each claim: Figure 1, Table 3 over time and after fine-tuning on each task,
+    Table 1, Figures 3 and 4."""
     with figure(path, panels=3, rows=2) as (_, ((layers, before, after), (downstream, times, sweep))):
         for number, (model, name) in enumerate(MODELS.items()):
             style = {"color": f"C{number}", "alpha": 0.7}
@@ -676,18 +676,20 @@ def draw(found: dict, path: Path) -> None:
                 tops = tops_over_time(ranks)
                 before.plot(list(tops), list(tops.values()), "o-", **style)
             for curves in there(figure3_of(found)):
-                steps, hours, medians, tuned = [
-                    [point[name] for point in curves[model]] for name in ("step", "hours", "median", "rank")]
-                after.plot(steps, tuned, "o-", **style)
+                hours, medians = [[point[name] for point in curves[model]] for name in ("hours", "median")]
                 times.plot(hours, medians, "o-", **style)
-            for axis in (layers, before, after, times):
+            for axis in (layers, before, times):
                 axis.plot([], [], color=style["color"], label=name)
                 axis.legend(fontsize="small")
         tasks = tasks_of(found)
-        for place, task in enumerate(tasks):
-            ahead = there(by_seed(found, pair(task), lead))
-            downstream.plot([place] * len(ahead), ahead, "o", color="C2", alpha=0.7)
-        downstream.axhline(0, color="gray")
+        downstream.set_yscale("symlog", linthresh=5)  # one encoder can be far ahead
+        downstream.yaxis.set_major_formatter("{x:g}")
+        for axis, number in ((after, lambda mae, mlm: rank_after(mae) - rank_after(mlm)), (downstream, lead)):
+            for place, task in enumerate(tasks):
+                ahead = there(by_seed(found, pair(task), number))
+                axis.plot([place] * len(ahead), ahead, "o", color="C2", alpha=0.7)
+            axis.axhline(0, color="gray")
+            axis.set(xticks=range(len(tasks)), xticklabels=tasks, xlim=(-0.5, max(1, len(tasks)) - 0.5))
         done = [name for name in DELTAS if f"short docs {name}" in found]
         sweep.plot([float(name.split()[-1]) for name in done],
                    [found[f"short docs {name}"]["found"]["median"] for name in done], "o-", color="C0")
@@ -696,10 +698,10 @@ def draw(found: dict, path: Path) -> None:
         layers.xaxis.get_major_locator().set_params(integer=True)
         before.set(xlabel="step", ylabel="rank_0.9 of H^L",
                    title=f"Table 3: MAE-LM has more rank ({word(found, 'Table 3')})")
-        after.set(xlabel="step", ylabel="rank_0.9 of H^L",
-                  title=f"... fine-tuned on docs ({word(found, 'Table 3', 'on docs')})")
-        downstream.set(xticks=range(len(tasks)), xticklabels=tasks, xlim=(-0.5, max(1, len(tasks)) - 0.5),
-                       ylabel="score of MAE-LM minus MLM, points",
+        after.set(xticklabels=[f"{task}\n{word(found, 'Table 3', f'on {task}')}" for task in tasks],
+                  ylabel="rank_0.9 of MAE-LM minus MLM", title="... after fine-tuning")
+        after.tick_params(axis="x", labelsize="small")
+        downstream.set(ylabel="score of MAE-LM minus MLM, points",
                        title=f"Table 1: MAE-LM scores higher ({word(found, 'Table 1')})")
         times.set(xlabel="hours of pre-training", ylabel="score on docs",
                   title=f"Figure 3: MAE-LM is there sooner ({word(found, 'Figure 3')})")
