@@ -395,7 +395,7 @@ def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
 
 # ---- 4. Folders ---------------------------------------------------------------------------------------------
 MAKERS = {"run": "train.py", "corpus": "data.py prepare", "fine-tuning": "finetune.py", "ranks": "rank.py",
-          "export": "convert.py export"}
+          "export": "convert.py export", "evidence": "bench/evidence.py"}
 SIGNS = {"meta.json": "corpus", "progress.json": "corpus", "sweep.jsonl": "fine-tuning", "encoder.pt": "fine-tuning",
          "result.json": "fine-tuning", "rank.json": "ranks"}
 

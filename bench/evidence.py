@@ -21,12 +21,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
-
-from filelock import FileLock, Timeout
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -38,6 +35,7 @@ from files import (  # noqa: E402
     UserError,
     append_line,
     atomic,
+    claim_folder,
     clear_errors,
     read_json,
     read_lines,
@@ -55,11 +53,11 @@ KEPT = 6  # so many checkpoints of a run are measured, evenly spaced, the last o
 EACH = 2  # of these, every second one is fine-tuned for Figure 3
 TUNED = 5  # fine-tuning seeds
 SHORT_TUNED = 3  # those of short runs
-# How all encoders are fine-tuned alike: chosen on training parts alone, docs/results.md.
+# How all encoders are fine-tuned alike, on docs and the sets of GLUE that a laptop tunes in minutes: chosen on training
+# parts alone, docs/results.md.
 RATE = 4e-4
 EPOCHS = {"docs": 30.0, "cola": 3.0, "mrpc": 3.0, "rte": 3.0, "stsb": 3.0, "sst2": 1.0}  # docs: never read before
 ANATOMY = ("identity", "attention", "ffn")  # of rank.anatomy
-GLUE = tuple(EPOCHS)[1:]  # the sets that a laptop tunes in minutes
 PAUSE = 1.0  # seconds between looks at the jobs in progress
 # Short runs, a fifth of the steps with one seed: the sweep of Figure 4 and the first group of Table 2, name -> flags.
 DELTAS = {f"delta {delta}": ["--mask-in-encoder", delta] for delta in ("0", "0.25", "0.5", "0.75", "1")}
@@ -135,7 +133,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     out, found = options.out, []
     recipe = TrainConfig(**TRAIN_PRESETS[options.preset])
     steps = options.steps or recipe.max_steps
-    tasks = ["docs", *GLUE] if options.glue else ["docs"]
+    tasks = list(EPOCHS) if options.glue else ["docs"]
 
     def setting(task: str) -> list[str]:
         epochs = options.docs_epochs if task == "docs" else EPOCHS[task]
@@ -246,17 +244,6 @@ def next_job(todo: list[Job], running: list[Running], done: dict) -> Job | None:
         if job.name not in done and job.name not in at_it and all(need in done for need in job.needs):
             return job
     return None
-
-
-@contextmanager
-def lock_of(path: Path) -> Iterator[None]:
-    """While this command runs, no other one works for the record. UserError if one does already."""
-    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
-    try:
-        with lock:
-            yield
-    except Timeout as error:
-        raise UserError(f"{path}: another command is at it; wait for its end, or give another --out") from error
 
 
 def run_jobs(todo: list[Job], options: argparse.Namespace) -> list[str]:
@@ -421,11 +408,16 @@ def lead(mae: dict, mlm: dict) -> float | None:
     return mae["median"] - mlm["median"]
 
 
+def rank_lead(mae: dict, mlm: dict, centering: str = "uncentered") -> float:
+    """Rank of MAE-LM minus MLM after fine-tuning."""
+    return rank_after(mae, centering) - rank_after(mlm, centering)
+
+
 def tasks_of(found: dict) -> list[str]:
     """The tasks that all pre-training seeds have scores of: means over tasks are of the same tasks for each seed."""
     trained = by_seed(found, pair("train"), lambda mae, mlm: 0.0)
     tasks = []
-    for task in ("docs", *GLUE):
+    for task in EPOCHS:
         ahead = by_seed(found, pair(task), lead)
         if ahead and [value is None for value in ahead] == [value is None for value in trained]:
             tasks.append(task)
@@ -488,7 +480,8 @@ def of_ranks(found: dict, names: tuple[str, ...], ranks: int, number: Callable[.
     def values(centering: str) -> list[float | None]:
         return by_seed(found, names, lambda *results: number(*results, centering))
 
-    return values("uncentered"), over_seeds(values("uncentered"), ranks), over_seeds(values("centered"), ranks)
+    uncentered = values("uncentered")
+    return uncentered, over_seeds(uncentered, ranks), over_seeds(values("centered"), ranks)
 
 
 def of_scores(values: list[float | None]) -> tuple:
@@ -513,9 +506,8 @@ def claims(found: dict) -> list[Claim]:
     ]
     tasks = tasks_of(found)
     for task in tasks:
-        after = of_ranks(found, pair(task), 2, lambda mae, mlm, by: rank_after(mae, by) - rank_after(mlm, by))
         rows.append(Claim("Table 3", f"that of the top after fine-tuning on {task}", "MNLI 62, SQuAD 157, of 768",
-                          *after))
+                          *of_ranks(found, pair(task), 2, rank_lead)))
     rows += [
         Claim("Table 1", f"score of MAE-LM minus MLM at equal steps, mean over {', '.join(tasks) or 'tasks'}, points",
               "GLUE 86.1 - 85.2 = 0.9", *of_scores(gains(found))),
@@ -614,7 +606,7 @@ def anatomy_table(found: dict) -> str:
 def tuning_table(found: dict) -> str:
     """Scores and ranks after fine-tuning."""
     rows = []
-    for task, model in itertools.product(("docs", *GLUE), MODELS):
+    for task, model in itertools.product(EPOCHS, MODELS):
         medians = by_seed(found, (f"{task} {model}",), lambda tuned: tuned["median"])
         after = by_seed(found, (f"{task} {model}",), rank_after)
         if medians:
@@ -632,10 +624,10 @@ def short_table(found: dict) -> str:
 
 
 def origin(found: dict) -> str:
-    """Where the numbers come from. A run's seconds are those of all commands that went on with it, a job's minutes
-    those of its last one."""
+    """Where the numbers come from. The seconds of a run are from its log: older records have the minutes of the last
+    command alone that went on with it."""
     machines = sorted({job["machine"] for job in found.values()})
-    commits = sorted({job["commit"] for job in found.values()})
+    commits = sorted({one for job in found.values() for one in job["commit"].split(", ")})
     seconds = [job["found"].get("seconds", 60 * job["minutes"]) for job in found.values()]
     return (f"{len(found)} jobs, {sum(seconds) / 3600:.0f} hours one after another, on {', '.join(machines)}; "
             f"commits {', '.join(commits)}.")
@@ -684,7 +676,7 @@ def draw(found: dict, path: Path) -> None:
         tasks = tasks_of(found)
         downstream.set_yscale("symlog", linthresh=5)  # one encoder can be far ahead
         downstream.yaxis.set_major_formatter("{x:g}")
-        for axis, number in ((after, lambda mae, mlm: rank_after(mae) - rank_after(mlm)), (downstream, lead)):
+        for axis, number in ((after, rank_lead), (downstream, lead)):
             for place, task in enumerate(tasks):
                 ahead = there(by_seed(found, pair(task), number))
                 axis.plot([place] * len(ahead), ahead, "o", color="C2", alpha=0.7)
@@ -756,7 +748,7 @@ def main(argv: list[str] | None = None) -> None:
     with clear_errors("bench/evidence.py"):
         if options.data:
             options.out.mkdir(parents=True, exist_ok=True)
-            with lock_of(options.record):
+            with claim_folder(options.record.parent, "evidence"):
                 failed = run_jobs(jobs(options), options)
         if options.report:
             report(options.record)

@@ -133,7 +133,7 @@ def test_when_the_time_is_up_jobs_are_told_to_stop_and_all_their_time_counts(own
     assert found["commit"] == f"{before[0]['commit']}, another"
 
 
-@catches("evidence.main", "with lock_of(options.record):", "if True:")
+@catches("evidence.main", 'with claim_folder(options.record.parent, "evidence"):', "if True:")
 def test_one_record_has_one_command_and_a_command_with_a_failed_job_ends_with_1(own, tmp_path, monkeypatch, capsys):
     """A record is the user's own, in --out, wherever --data is given."""
     monkeypatch.setattr(evidence, "jobs", lambda options: [stub(tmp_path, "bad", "raise SystemExit(3)")])
@@ -141,9 +141,9 @@ def test_one_record_has_one_command_and_a_command_with_a_failed_job_ends_with_1(
     with pytest.raises(SystemExit) as ended:
         evidence.main(command)
     assert ended.value.code == 1
-    with evidence.lock_of(tmp_path / "out" / "evidence.json"), pytest.raises(SystemExit) as ended:
+    with files.claim_folder(tmp_path / "out", "evidence"), pytest.raises(SystemExit) as ended:
         evidence.main(command)
-    assert ended.value.code == 2 and "another command is at it" in capsys.readouterr().err
+    assert ended.value.code == 2 and "is at work there; wait for it, or choose another --out" in capsys.readouterr().err
 
 
 def test_the_record_of_the_project_is_of_the_jobs_as_they_are_today():
@@ -244,7 +244,7 @@ def record_of(gains, rank_gains, falls=(9, 8, 7, 6, 5)):
 @catches("evidence.claims", "rank_at(mae, -2, by) - rank_at(mlm, -2, by)", "rank_at(mae, -1, by) - rank_at(mlm, -1, by)")
 @catches("evidence.of_ranks", 'over_seeds(values("centered"), ranks)', 'over_seeds(values("uncentered"), ranks)')
 @catches("evidence.lead", 'return mae["median"] - mlm["median"]', 'return mlm["median"] - mae["median"]')
-@catches("evidence.claims", "rank_after(mae, by) - rank_after(mlm, by)", "rank_after(mlm, by)")
+@catches("evidence.rank_lead", "rank_after(mae, centering) - rank_after(mlm, centering)", "rank_after(mlm, centering)")
 @catches("evidence.fall", "interval_of(-slope", "interval_of(slope")
 def test_claims_hold_where_mae_lm_is_ahead_and_do_not_where_it_is_behind():
     words = {"ahead": "**shown**", "behind": "**not shown**: it is the other way round"}
