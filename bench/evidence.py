@@ -25,6 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
@@ -52,6 +54,7 @@ SEEDS = 3  # of pre-training
 KEPT = 6  # so many checkpoints of a run are measured, evenly spaced, the last one at its end
 EACH = 2  # of these, every second one is fine-tuned for Figure 3
 TUNED = 5  # fine-tuning seeds
+CURVE_TUNED = 2  # those of each checkpoint of Figure 3
 SHORT_TUNED = 3  # those of short runs
 # How all encoders are fine-tuned alike, on docs and the sets of GLUE that a laptop tunes in minutes: chosen on training
 # parts alone, docs/results.md.
@@ -171,8 +174,8 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     for seed in range(options.seeds):
         both = [f"{model} {seed}" for model in MODELS]
         paths = [path for run in both for path in checkpoints[run][EACH - 1::EACH]]
-        add(f"figure3 {seed}", ["finetune.py", "--figure3", *paths, *setting("docs"), "--seeds", "2"], read_figure3,
-            *[f"train {run}" for run in both])
+        add(f"figure3 {seed}", ["finetune.py", "--figure3", *paths, *setting("docs"), "--seeds", str(CURVE_TUNED)],
+            read_figure3, *[f"train {run}" for run in both])
     for name, flags in {**DELTAS, **GROUP}.items():
         folder = train(f"short train {name}", flags, steps // 5)
         tune(f"short docs {name}", folder, "docs", SHORT_TUNED, f"short train {name}")
@@ -337,10 +340,10 @@ def over_seeds(values: list[float | None], ranks: int = 0) -> Interval | None:
 def verdict(interval: Interval | None) -> str:
     """shown: all of the interval is above 0; not shown: nothing of it; else undecided, and what would decide."""
     if interval is None:
-        return "not measured yet"
+        return "not measured, or diverged"
     if interval.low > 0:
         return "**shown**"
-    if interval.high <= 0:
+    if interval.high < 0:
         return "**not shown**: it is the other way round"
     if interval.high == float("inf"):
         return "**undecided** at this scale: one seed has no interval"
@@ -443,20 +446,15 @@ def figure3_of(found: dict) -> list[dict | None]:
     return by_seed(found, ("figure3", *pair("train")), timed)
 
 
-def saved(curves: dict) -> float | None:
-    """How much earlier than MLM does MAE-LM have MLM's last score, in percent of MLM's time? Both by their first
-    checkpoint that is as good, so that two equal models have 0 on average. If MAE-LM never is, its end is taken, which
-    is too early, and the answer is 0 at most: then no interval over three seeds can be above 0."""
-    mae, mlm = curves["mae-lm"], curves["mlm"]
-    goal = mlm[-1]["median"]
-    if goal is None:
+def ahead_in_time(curves: dict) -> float | None:
+    """Score of MAE-LM minus MLM at the hour at which MLM ends: above 0 if MAE-LM has MLM's last score sooner than MLM
+    itself. Between two of its checkpoints MAE-LM is on the line between them."""
+    mae = [point for point in curves["mae-lm"] if point["median"] is not None]
+    end = curves["mlm"][-1]
+    if not mae or end["median"] is None:
         return None
-    theirs, ours = finetune.first_hour(mlm, goal), finetune.first_hour(mae, goal)
-    if ours is None:
-        ahead = min(theirs - mae[-1]["hours"], 0.0)
-    else:
-        ahead = theirs - ours
-    return 100 * ahead / mlm[-1]["hours"]
+    ours = np.interp(end["hours"], [point["hours"] for point in mae], [point["median"] for point in mae])
+    return float(ours) - end["median"]
 
 
 def fall(found: dict) -> Interval | None:
@@ -490,15 +488,17 @@ def of_scores(values: list[float | None]) -> tuple:
 
 
 def claims(found: dict) -> list[Claim]:
-    """The paper's claims, and two comparisons of ours, on what is recorded."""
+    """The paper's claims, and three comparisons of ours, on what is recorded."""
     mlm, both = ("rank mlm",), pair("rank")
     rows = [
         Claim("Figure 1a", "MLM, top layer: rank of text with `[MASK]`, minus without", "above 0",
               *of_ranks(found, mlm, 2, masks_add)),
+        Claim("", "the same, minus MAE-LM's, whose encoder never reads `[MASK]` in training", OURS,
+              *of_ranks(found, both, 4, lambda mae, mlm, by: masks_add(mlm, by) - masks_add(mae, by))),
         Claim("Figure 1b", "MLM: rank of `[MASK]` alone, at the top minus at the embeddings", "above 0",
               *of_ranks(found, mlm, 2, rise)),
-        Claim("", "the same, minus MAE-LM's, whose encoder never reads `[MASK]` in training", OURS,
-              *of_ranks(found, both, 4, lambda mae, mlm, centering: rise(mlm, centering) - rise(mae, centering))),
+        Claim("", "the same, minus MAE-LM's", OURS,
+              *of_ranks(found, both, 4, lambda mae, mlm, by: rise(mlm, by) - rise(mae, by))),
         Claim("Table 3", "rank without `[MASK]` at the top, MAE-LM minus MLM", "491 - 462 = 29, of 768",
               *of_ranks(found, both, 2, lambda mae, mlm, by: rank_at(mae, -1, by) - rank_at(mlm, -1, by))),
         Claim("", "the same one layer below the top, added after the first runs", OURS,
@@ -511,11 +511,11 @@ def claims(found: dict) -> list[Claim]:
     rows += [
         Claim("Table 1", f"score of MAE-LM minus MLM at equal steps, mean over {', '.join(tasks) or 'tasks'}, points",
               "GLUE 86.1 - 85.2 = 0.9", *of_scores(gains(found))),
-        Claim("Figure 3", "how much earlier than MLM itself MAE-LM has MLM's last score on docs, % of MLM's time "
-              f"(0 or less: not by its end; a checkpoint each {100 * EACH / KEPT:.0f} %)", "about 60",
-              *of_scores([curves and saved(curves) for curves in figure3_of(found)])),
-        Claim("Figure 4", "fall of the score on docs from delta 0 to 1, points (one seed, a fifth of the steps)",
-              "above 0", [], fall(found)),
+        Claim("Figure 3", "score of MAE-LM on docs at the hour at which MLM ends, minus MLM's, points", "MAE-LM has "
+              "MLM's last score after 40 % of its time",
+              *of_scores([curves and ahead_in_time(curves) for curves in figure3_of(found)])),
+        Claim("Figure 4", "fall of the score on docs from delta 0 to 1, points, along the straight line through five "
+              "deltas (one seed, a fifth of the steps)", "above 0", [], fall(found)),
     ]
     return rows
 
@@ -611,7 +611,25 @@ def tuning_table(found: dict) -> str:
         after = by_seed(found, (f"{task} {model}",), rank_after)
         if medians:
             rows.append([task, MODELS[model], over(medians, digits=1), over(after)])
+        if medians and model == "mlm":
+            rows.append([task, "MAE-LM minus MLM", in_print(over_seeds(by_seed(found, pair(task), lead))), ""])
     return table(["task", "", "score, by pre-training seed", "rank afterwards"], rows)
+
+
+def hours_table(found: dict) -> str:
+    """Figure 3 in numbers: when has a run MLM's last score, in the time of MLM's run?"""
+    rows = []
+    for seed, curves in enumerate(figure3_of(found)):
+        if curves is None:
+            continue
+        end = curves["mlm"][-1]
+        goal = float("inf") if end["median"] is None else end["median"]
+        for model, name in MODELS.items():
+            hours = finetune.first_hour(curves[model], goal)
+            rows.append([name, str(seed), over([point["median"] for point in curves[model]], digits=1),
+                         over([60 * point["hours"] for point in curves[model]]),
+                         "never" if hours is None else f"{hours / end['hours']:.0%}"])
+    return table(["", "seed", "score on docs", "minutes", "MLM's last score first after, of MLM's time"], rows)
 
 
 def short_table(found: dict) -> str:
@@ -644,15 +662,15 @@ def tables(found: dict) -> str:
         "What layers 0 to L are made of: `identity`, the share of their variance that the tokens alone explain, and "
         "the mean squares that attention and FFN of layers 1 to L write:", anatomy_table(found),
         f"Fine-tuning, medians of {TUNED} seeds, less those that diverged:", tuning_table(found),
+        f"Figure 3, medians of {CURVE_TUNED} seeds of fine-tuning from each checkpoint:", hours_table(found),
         f"Shorter runs, one seed, medians of {SHORT_TUNED} seeds of fine-tuning:", short_table(found)])
 
 
 def word(found: dict, where: str, task: str = "") -> str:
     """The verdict on a claim of the paper in one or two words, for the title of a panel."""
-    for claim in claims(found):
-        if claim.where == where and claim.statement.endswith(task):
-            return re.match("[a-z ]+", verdict(claim.interval).replace("*", ""))[0].removesuffix(" at this scale")
-    return verdict(None)
+    intervals = [claim.interval for claim in claims(found) if claim.where == where and claim.statement.endswith(task)]
+    said = verdict(intervals[0] if intervals else None)
+    return re.match("[a-z ]+", said.replace("*", ""))[0].removesuffix(" at this scale")
 
 
 def draw(found: dict, path: Path) -> None:
@@ -688,6 +706,7 @@ def draw(found: dict, path: Path) -> None:
         layers.set(xlabel="layer: text without [MASK] (o), with (s), [MASK] (^)", ylabel="rank_0.9",
                    title=f"Figure 1: [MASK] adds rank ({word(found, 'Figure 1a')}), rises ({word(found, 'Figure 1b')})")
         layers.xaxis.get_major_locator().set_params(integer=True)
+        before.locator_params(axis="x", nbins=5)
         before.set(xlabel="step", ylabel="rank_0.9 of H^L",
                    title=f"Table 3: MAE-LM has more rank ({word(found, 'Table 3')})")
         after.set(xticklabels=[f"{task}\n{word(found, 'Table 3', f'on {task}')}" for task in tasks],
