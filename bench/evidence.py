@@ -637,8 +637,11 @@ def short_table(found: dict) -> str:
     rows = []
     for name in (*DELTAS, *GROUP):
         if f"short docs {name}" in found:
-            rows.append([name, over([found[f"short docs {name}"]["found"]["median"]], digits=1)])
-    return table(["", "score on docs"], rows)
+            tuned = found[f"short docs {name}"]["found"]
+            loss = found[f"short train {name}"]["found"]["losses"][-1][1]
+            ranks = [tuned["effective_rank"]["before"]["uncentered"], rank_after(tuned)]
+            rows.append([name, f"{loss:.3f}", over([tuned["median"]], digits=1), over(ranks)])
+    return table(["", "validation loss", "score on docs", "rank at the top before, after"], rows)
 
 
 def origin(found: dict) -> str:
@@ -693,13 +696,16 @@ def draw(found: dict, path: Path) -> None:
                 axis.legend(fontsize="small")
         tasks = tasks_of(found)
         downstream.set_yscale("symlog", linthresh=5)  # one encoder can be far ahead
-        downstream.yaxis.set_major_formatter("{x:g}")
         for axis, number in ((after, rank_lead), (downstream, lead)):
             for place, task in enumerate(tasks):
                 ahead = there(by_seed(found, pair(task), number))
                 axis.plot([place] * len(ahead), ahead, "o", color="C2", alpha=0.7)
             axis.axhline(0, color="gray")
             axis.set(xticks=range(len(tasks)), xticklabels=tasks, xlim=(-0.5, max(1, len(tasks)) - 0.5))
+        limits = downstream.get_ylim()
+        downstream.set(yticks=[-50, -20, -10, -5, 0, 5, 10, 20, 50])
+        downstream.yaxis.set_major_formatter("{x:g}")
+        downstream.set_ylim(limits)
         done = [name for name in DELTAS if f"short docs {name}" in found]
         sweep.plot([float(name.split()[-1]) for name in done],
                    [found[f"short docs {name}"]["found"]["median"] for name in done], "o-", color="C0")
