@@ -666,7 +666,8 @@ def tables(found: dict) -> str:
         "the mean squares that attention and FFN of layers 1 to L write:", anatomy_table(found),
         f"Fine-tuning, medians of {TUNED} seeds, less those that diverged:", tuning_table(found),
         f"Figure 3, medians of {CURVE_TUNED} seeds of fine-tuning from each checkpoint:", hours_table(found),
-        f"Shorter runs, one seed, medians of {SHORT_TUNED} seeds of fine-tuning:", short_table(found)])
+        f"Shorter runs, one seed, medians of {SHORT_TUNED} seeds of fine-tuning (delta 0: `mae-lm`, 1: `enc-mask`):",
+        short_table(found)])
 
 
 def word(found: dict, where: str, task: str = "") -> str:

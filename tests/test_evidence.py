@@ -154,6 +154,15 @@ def test_the_record_of_the_project_is_of_the_jobs_as_they_are_today():
     assert done and all(lines[name] == job["command"] for name, job in done.items())
 
 
+def test_the_pages_say_what_the_record_of_the_project_says():
+    done = evidence.recorded(evidence.RECORD)
+    assert evidence.tables(done) in evidence.PAGE.read_text()
+    words = [evidence.word(done, where) for where in ("Figure 1a", "Figure 1b", "Table 3", "Table 1", "Figure 3", "Figure 4")]
+    assert words == ["shown", "shown", "not shown", "undecided", "undecided", "undecided"]
+    readme = " ".join((HERE / "README.md").read_text().split())
+    assert "Figure 1 is shown, Table 3 is not, and Table 1 and Figures 3 and 4 are undecided" in readme
+
+
 # ---- Verdicts -------------------------------------------------------------------------------------------------------
 def test_the_quantiles_are_those_of_students_t():
     for freedom, quantile in enumerate(evidence.T, start=1):
