@@ -338,7 +338,7 @@ def over_seeds(values: list[float | None], ranks: int = 0) -> Interval | None:
 
 
 def verdict(interval: Interval | None) -> str:
-    """shown: all of the interval is above 0; not shown: nothing of it; else undecided, and what would decide."""
+    """shown: all of the interval is above 0; not shown: all of it is below; else undecided, and what would decide."""
     if interval is None:
         return "not measured, or diverged"
     if interval.low > 0:
