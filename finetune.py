@@ -885,23 +885,24 @@ def figure3(hours: dict[str, float], results: list[dict], out: Path) -> None:
     print(f"{out}: figure3.json, figure3.png")
 
 
-def first_hour(points: list[dict], goal: float) -> float | None:
-    """Hours of pre-training at the first of a run's checkpoints that has at least this median; None if none has."""
-    for point in points:
-        if point["median"] is not None and point["median"] >= goal:
-            return point["hours"]
+def share_of_time(run: list[dict], of: list[dict]) -> float | None:
+    """At its first checkpoint that is as good as another run's last one, which share of the other's time has a run
+    taken? Both by hours. None if it never is, or the other's last one diverged. Section 4.2: 40 % of RoBERTa's."""
+    end = of[-1]
+    if end["median"] is None:
+        return None
+    for point in run:
+        if point["median"] is not None and point["median"] >= end["median"]:
+            return point["hours"] / end["hours"]
     return None
 
 
 def time_shares(runs: dict[str, list[dict]]) -> list[dict]:
-    """For each two runs {name: points by hours}: at its first checkpoint that is as good as the other's last one, which
-    share of the other's time has a run taken? None if it never is. Section 4.2: 40 % of RoBERTa's."""
+    """The share of time of each two runs {name: points by hours}."""
     found = []
     for run, of in itertools.permutations(runs, 2):
-        goal = runs[of][-1]
-        hours = first_hour(runs[run], goal["median"])
-        share = None if hours is None else hours / goal["hours"]
-        found.append({"run": run, "of": of, "score": goal["median"], "share": share})
+        share = share_of_time(runs[run], runs[of])
+        found.append({"run": run, "of": of, "score": runs[of][-1]["median"], "share": share})
     return found
 
 

@@ -606,13 +606,14 @@ def anatomy_table(found: dict) -> str:
 def tuning_table(found: dict) -> str:
     """Scores and ranks after fine-tuning."""
     rows = []
-    for task, model in itertools.product(EPOCHS, MODELS):
-        medians = by_seed(found, (f"{task} {model}",), lambda tuned: tuned["median"])
-        after = by_seed(found, (f"{task} {model}",), rank_after)
-        if medians:
-            rows.append([task, MODELS[model], over(medians, digits=1), over(after)])
-        if medians and model == "mlm":
-            rows.append([task, "MAE-LM minus MLM", in_print(over_seeds(by_seed(found, pair(task), lead))), ""])
+    for task in EPOCHS:
+        for model, name in MODELS.items():
+            medians = by_seed(found, (f"{task} {model}",), lambda tuned: tuned["median"])
+            after = by_seed(found, (f"{task} {model}",), rank_after)
+            if medians:
+                rows.append([task, name, over(medians, digits=1), over(after)])
+        if ahead := by_seed(found, pair(task), lead):
+            rows.append([task, "MAE-LM minus MLM", in_print(over_seeds(ahead)), ""])
     return table(["task", "", "score, by pre-training seed", "rank afterwards"], rows)
 
 
@@ -622,13 +623,11 @@ def hours_table(found: dict) -> str:
     for seed, curves in enumerate(figure3_of(found)):
         if curves is None:
             continue
-        end = curves["mlm"][-1]
-        goal = float("inf") if end["median"] is None else end["median"]
         for model, name in MODELS.items():
-            hours = finetune.first_hour(curves[model], goal)
+            share = finetune.share_of_time(curves[model], curves["mlm"])
             rows.append([name, str(seed), over([point["median"] for point in curves[model]], digits=1),
                          over([60 * point["hours"] for point in curves[model]]),
-                         "never" if hours is None else f"{hours / end['hours']:.0%}"])
+                         "never" if share is None else f"{share:.0%}"])
     return table(["", "seed", "score on docs", "minutes", "MLM's last score first after, of MLM's time"], rows)
 
 

@@ -513,9 +513,10 @@ def test_a_signal_ends_it_with_one_line_and_its_code(number, finished, glue, tmp
     assert process.returncode == 128 + number and error == "finetune.py: interrupted; the same command continues\n"
 
 
-@catches("finetune.first_hour", "for point in points:", "for point in reversed(points):")
-@catches("finetune.time_shares", "goal = runs[of][-1]", "goal = runs[run][-1]")
-@catches("finetune.time_shares", '/ goal["hours"]', '/ runs[run][-1]["hours"]')
+@catches("finetune.share_of_time", "for point in run:", "for point in reversed(run):")
+@catches("finetune.share_of_time", "end = of[-1]", "end = run[-1]")
+@catches("finetune.share_of_time", 'if end["median"] is None:', "if False:")
+@catches("finetune.share_of_time", '/ end["hours"]', '/ run[-1]["hours"]')
 def test_figure_3_says_after_which_share_of_its_time_another_run_is_reached(tmp_path, capsys):
     def points(*pairs):
         return [{"hours": hours, "median": median} for hours, median in pairs]
@@ -523,6 +524,7 @@ def test_figure_3_says_after_which_share_of_its_time_another_run_is_reached(tmp_
     found = finetune.time_shares({"mae": points((1, 60), (4, 83), (8, 85), (11, 86)), "mlm": points((2, 50), (10, 83))})
     assert [(share["run"], share["of"], share["score"], share["share"]) for share in found] == [
         ("mae", "mlm", 83, 0.4), ("mlm", "mae", 86, None)]
+    assert finetune.share_of_time(points((1, 60)), points((1, 50), (2, None))) is None
     ranks = {"after": [{"uncentered": 5, "centered": 6}, None, {"uncentered": 8, "centered": 9}]}
     results = [{"task": "mnli", "metric": "accuracy", "median": m, "values": [m, m], "effective_rank": ranks}
                for m in (50.0, 83.0, 83.0, 86.0)]
