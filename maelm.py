@@ -1,9 +1,10 @@
 """MAE-LM: the masked autoencoder for language of Meng et al., "Representation Deficiency in Masked Language
-Modeling", 2024.
+Modeling", ICLR 2024.
 
 A masked language model spends model dimensions on [MASK], a token that no downstream text contains, so the
 representations of real tokens are rank-deficient (section 2). MAE-LM takes the masked positions out of the
-encoder, lets a shallow decoder predict them, and keeps only the encoder (section 3). Figure 2, M = {2, 5}:
+encoder, lets a shallow decoder predict them, and keeps only the encoder (section 3). Figure 2, drawn for
+M = {2, 5}:
 
     x      the   cat   sat   on    the   mat
             |     |           |     |
@@ -15,10 +16,10 @@ encoder, lets a shallow decoder predict them, and keeps only the encoder (sectio
                       sat               mat      predicted at the masked positions only
 
     symbol           name here                               shape
-    x, M             tokens, Corruption.masked               (B, n) int64; (B, n) bool, k True a row
+    x, M             tokens, Corruption.masked               (B, n) int64; (B, n) bool, k are True in each row
     i not in M, x_i  Corruption.kept, .tokens                (B, m) int64, in order: what the encoder reads
     e_x, p_i         token_embedding, position_embedding     (V, d), (n, d)
-    H^l, H-hat^0     h, states; x in MAELM.decode            (B, m, d), (B, n, d)
+    H^l, H-hat^0     states; x in MAELM.decode               (B, m, d), (B, n, d)
     (Here m counts the tokens that the encoder reads, n - k; in section 2 it counts the masks, k here.)
 
     equation                                                 function
@@ -26,7 +27,7 @@ encoder, lets a shallow decoder predict them, and keeps only the encoder (sectio
     3    h_i^0 = e_{x_i} + p_i for i not in M                corrupt, Encoder.forward
     3    h-hat_i^0 = e_[MASK] + p_i or h_i^L + p_i           MAELM.decoder_input, Decoder.forward
     (1)  -log p(x_i | x-hat) over i in M                     Head.forward, MAELM.forward
-    2.2  rank_tau; Eq. (3); epsilon of Theorem 2.2           in rank.py: tau_rank; both_sides
+    2.2  the effective rank, rank_tau                        tau_rank in rank.py
 
 The figure in code (`python -m doctest maelm.py` runs it):
 
@@ -38,7 +39,10 @@ The figure in code (`python -m doctest maelm.py` runs it):
     >>> h.shape, model.decoder_input(h, c).shape, model(x, c).shape
     (torch.Size([1, 4, 8]), torch.Size([1, 6, 8]), torch.Size([]))
 """
+import inspect
 import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,80 +56,81 @@ CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # the first token ids; bytes and me
 # ---- 1. Configuration: section 4.1, Tables 2 and 4 ---------------------------------------------------------
 @dataclass(frozen=True)
 class Config:
-    """What is computed. The defaults are the paper's base setting; raises ValueError naming a bad field."""
-    vocab_size: int = 32768  # 4 special tokens, 256 bytes and the merges in all
-    seq_len: int = 512  # n, tokens in a row
-    encoder_layers: int = 12  # L
+    """What is computed. The defaults are the paper's base setting. ValueError names a field that is wrong."""
+    vocab_size: int = 32768  # 261 or more: 4 special tokens, 256 bytes and the merges
+    seq_len: int = 512  # n, tokens in a row, 2 or more
+    encoder_layers: int = 12  # L, 1 or more
     encoder_dim: int = 768  # d
-    encoder_heads: int = 12  # N; the decoder's heads have the same size d / N
-    dropout: float = 0.1  # in the encoder; the decoder has none (App. C)
+    encoder_heads: int = 12  # N, a divisor of encoder_dim; the decoder's heads have the same size d / N
+    dropout: float = 0.1  # in the encoder, below 1; the decoder has none (App. C)
     norm: str = "post"  # post | pre: LayerNorm after or before each sub-layer
     init_std: float = 0.02  # standard deviation of all initial weights
     position_init: str = "normal"  # normal | sinusoid: where learned absolute positions start
-    decoder_position_std: float = 1.0  # deviation of the decoder's sinusoids; what they are added to has 1
-    mask_rate: float = 0.15  # share of a row that is predicted
-    mask_in_encoder: float = 0.0  # delta of Figure 4: share of masked positions that the encoder reads
-    encoder_fill: str = "mask"  # mask | random: the token that it reads at such a position
-    bert_trick: bool = False  # it reads 80 % [MASK], 10 % random and 10 % unchanged tokens there (footnote 1)
-    decoder_reset: bool = False  # decoder reads e_[MASK], not h_i, at every masked position
-    aligned_positions: bool = True  # encoder positions skip the removed tokens
-    rel_pos_buckets: int = 32  # of the encoder's relative positions; 0 = none
-    rel_pos_max_distance: int = 128  # all distances from here on share a bucket
-    decoder_layers: int = 4  # 0 = none: the encoder predicts, as in standard MLM
-    decoder_dim: int = 0  # 0 = encoder_dim
-    decoder_self: str = "bi"  # bi | uni | none: the decoder's self-attention
-    decoder_cross: bool = False  # attention to the encoder's output
+    decoder_position_std: float = 1.0  # std of the decoder's sinusoids; they are added to states of std 1
+    mask_rate: float = 0.15  # share of a row that is predicted, between 0 and 1
+    mask_in_encoder: float = 0.0  # delta of Figure 4, 0 to 1: share of masks that the encoder reads
+    encoder_fill: str = "mask"  # mask | random: the token that it reads there
+    bert_trick: bool = False  # 80 % [MASK], 10 % random, 10 % true tokens there (footnote 1)
+    decoder_reset: bool = False  # the decoder reads e_[MASK], not h_i, at every masked position
+    aligned_positions: bool = True  # the encoder's positions skip the removed tokens
+    rel_pos_buckets: int = 32  # of the encoder's relative positions: an even number, 4 or more; 0 = none
+    rel_pos_max_distance: int = 128  # above rel_pos_buckets / 4; all distances from here on share a bucket
+    decoder_layers: int = 4  # 0 = none: the encoder predicts, as in standard MLM; needs mask_in_encoder=1
+    decoder_dim: int = 0  # a multiple of d / N; 0 = encoder_dim, as without a decoder
+    decoder_self: str = "bi"  # bi | uni | none: the decoder's self-attention; uni and none need decoder_cross
+    decoder_cross: bool = False  # attention to the encoder's output; needs a decoder
 
     def __post_init__(self):
-        def check(field: str, sound: bool, remedy: str) -> None:
-            check_field(self, field, sound, remedy)
-
-        check("vocab_size", self.vocab_size > 260, "use 261 or more: 4 special tokens, 256 bytes, and merges")
-        check("seq_len", self.seq_len > 1, "use 2 or more")
-        check("encoder_layers", self.encoder_layers > 0, "use 1 or more")
-        check("encoder_dim", self.encoder_dim > 0, "use 1 or more")
-        check("encoder_heads", self.encoder_heads > 0, "use 1 or more")
-        check("encoder_heads", self.encoder_dim % self.encoder_heads == 0,
-              f"use a divisor of encoder_dim={self.encoder_dim}")
-        check("dropout", 0 <= self.dropout < 1, "use 0 <= dropout < 1")
-        check("norm", self.norm in ("post", "pre"), "use post or pre")
-        check("init_std", self.init_std > 0, "use a positive number")
-        check("position_init", self.position_init in ("normal", "sinusoid"), "use normal or sinusoid")
-        check("decoder_position_std", self.decoder_position_std > 0, "use a positive number")
-        check("mask_rate", 0 < self.mask_rate < 1, "use 0 < mask_rate < 1")
-        check("mask_in_encoder", 0 <= self.mask_in_encoder <= 1, "use 0 <= mask_in_encoder <= 1")
-        check("encoder_fill", self.encoder_fill in ("mask", "random"), "use mask or random")
-        check("rel_pos_buckets", self.rel_pos_buckets == 0 or self.rel_pos_buckets >= 4, "use 0 or 4 or more")
-        check("rel_pos_buckets", self.rel_pos_buckets % 2 == 0, "use an even number: half for either side")
-        check("rel_pos_max_distance", self.rel_pos_max_distance > self.rel_pos_buckets // 4,
-              "use more than rel_pos_buckets / 4: so many distances have a bucket of their own")
-        check("decoder_layers", self.decoder_layers >= 0, "use 0 or more")
-        check("decoder_self", self.decoder_self in ("bi", "uni", "none"), "use bi, uni or none")
-        check("decoder_self", self.decoder_self == "bi" or self.decoder_cross,
-              "needs decoder_cross: such a decoder sees the text by cross-attention only")
-        if self.decoder_dim == 0:  # filled in here; a frozen dataclass allows it so only
-            object.__setattr__(self, "decoder_dim", self.encoder_dim)
-        head_dim = self.encoder_dim // self.encoder_heads
-        check("decoder_dim", self.decoder_dim > 0 and self.decoder_dim % head_dim == 0,
-              f"use a multiple of the size of a head, {head_dim}")
-        if self.decoder_layers == 0:
-            check("decoder_layers", self.mask_in_encoder == 1,
-                  "without a decoder the encoder predicts, so it must read every mask: mask_in_encoder=1")
-            check("decoder_dim", self.decoder_dim == self.encoder_dim, "without a decoder, leave it at 0")
-            check("decoder_cross", not self.decoder_cross, "without a decoder, leave it off")
-        if self.bert_trick:
-            check("bert_trick", self.mask_in_encoder > 0 and self.encoder_fill == "mask",
-                  "needs mask_in_encoder > 0 and encoder_fill=mask: it is about [MASK] in the encoder")
+        if self.decoder_dim == 0:
+            object.__setattr__(self, "decoder_dim", self.encoder_dim)  # how a frozen dataclass is assigned to
+        decoder = self.decoder_layers > 0
+        require_positive(self, "encoder_layers", "encoder_dim", "encoder_heads", "init_std")
+        require(
+            self,
+            vocab_size=self.vocab_size > 260,
+            seq_len=self.seq_len > 1,
+            encoder_heads=self.encoder_dim % self.encoder_heads == 0,
+            dropout=0 <= self.dropout < 1,
+            norm=self.norm in ("post", "pre"),
+            position_init=self.position_init in ("normal", "sinusoid"),
+            mask_rate=0 < self.mask_rate < 1,
+            mask_in_encoder=0 <= self.mask_in_encoder <= 1,
+            encoder_fill=self.encoder_fill in ("mask", "random"),
+            bert_trick=self.mask_in_encoder > 0 and self.encoder_fill == "mask" if self.bert_trick else True,
+            rel_pos_buckets=self.rel_pos_buckets % 2 == 0 and self.rel_pos_buckets != 2,
+            rel_pos_max_distance=self.rel_pos_max_distance > self.rel_pos_buckets // 4,
+            decoder_layers=decoder or self.mask_in_encoder == 1,
+            decoder_self=self.decoder_self in (("bi", "uni", "none") if self.decoder_cross else ("bi",)),
+            decoder_cross=decoder or not self.decoder_cross,
+        )
+        if decoder:
+            require(self, decoder_dim=self.decoder_dim % (self.encoder_dim // self.encoder_heads) == 0)
+        else:
+            require(self, decoder_dim=self.decoder_dim == self.encoder_dim)
 
     def masks_per_row(self, n: int) -> int:
         """k, the number of predicted positions in a row of n tokens: 77 of 512 at 15 % (App. C)."""
         return round(self.mask_rate * n)
 
 
-def check_field(config, field: str, sound: bool, remedy: str) -> None:
-    """Raise a ValueError that names the field, its value and the remedy, unless the value is sound."""
-    if not sound:
-        raise ValueError(f"{field}={getattr(config, field)!r}: {remedy}")
+def comments_of(config: type) -> dict[str, str]:
+    """The comment behind each field of a dataclass, by the field's name."""
+    return dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(config), re.MULTILINE))
+
+
+def require(config, **conditions: bool) -> None:
+    """Raise a ValueError for the first field whose condition is False. It quotes the field's comment."""
+    for field, holds in conditions.items():
+        if not holds:
+            comment = comments_of(type(config)).get(field, "")
+            raise ValueError(f"{field}={getattr(config, field)!r} is not possible: {comment}")
+
+
+def require_positive(config, *fields: str) -> None:
+    """Raise a ValueError for the first field that is not above 0."""
+    for field in fields:
+        if not getattr(config, field) > 0:
+            raise ValueError(f"{field}={getattr(config, field)!r}: use a positive number")
 
 
 PRESETS = {  # as differences from the defaults; section 4.1 and Table 4
@@ -136,13 +141,12 @@ PRESETS = {  # as differences from the defaults; section 4.1 and Table 4
                   encoder_layers=6, encoder_dim=384, encoder_heads=6, decoder_layers=2,
                   norm="pre", init_std=0.03, position_init="sinusoid"),
     "base": dict(),
-    "base++": dict(vocab_size=64000,
-                   rel_pos_buckets=64),
+    "base++": dict(vocab_size=64000, rel_pos_buckets=64),
     "large++": dict(vocab_size=64000,
                     encoder_layers=24, encoder_dim=1024, encoder_heads=16,
                     rel_pos_buckets=128, rel_pos_max_distance=256),
 }
-# The same model; train.py trains it for longer, and the decoder finds smaller positions, too (docs/toy.md).
+# The toy, trained for longer: smaller positions are enough for its decoder (docs/results.md).
 PRESETS["laptop"] = PRESETS["toy"] | dict(decoder_position_std=0.25)
 
 ABLATIONS = {  # Table 2, row by row, as differences from MAE-LM; Figure 4 is mask_in_encoder = 0, 0.25 ... 1
@@ -171,84 +175,71 @@ class Corruption(NamedTuple):
     tokens: Tensor  # (B, m) int64, what it reads there
 
 
-class Noise(NamedTuple):
-    """All that is random in a corruption; its rows are independent of each other."""
-    order: Tensor  # (B, n) float32 in [0, 1): where it is smallest is masked
-    u: Tensor  # (B, n) float32 in [0, 1): chooses between the fills of footnote 1
-    real: Tensor  # (B, n) int64: random tokens
+def corrupt(tokens: Tensor, config: Config, generator: torch.Generator,
+            maskable: Tensor | None = None) -> Corruption:
+    """In each row choose exactly k = config.masks_per_row(n) positions uniformly at random, the set M, among
+    the real tokens (id >= NUM_SPECIAL) or, if given, where `maskable` is True; section 3.
 
-
-def draw_noise(B: int, n: int, config: Config, generator: torch.Generator) -> Noise:
-    """The random numbers for B rows of n tokens, on the generator's device. Cheap, so that of many processes
-    each can draw them for the whole batch, and corrupt its own rows."""
-    order, u = torch.rand(2, B, n, generator=generator, device=generator.device)
-    real = torch.randint(NUM_SPECIAL, config.vocab_size, (B, n), generator=generator, device=generator.device)
-    return Noise(order, u, real)
-
-
-def corrupt(tokens: Tensor, config: Config, generator: torch.Generator | None = None,
-            noise: Noise | None = None) -> Corruption:
-    """Draw exactly k = config.masks_per_row(n) masked positions a row, any k of its real tokens (those with
-    id >= NUM_SPECIAL) equally likely, and remove them; section 3. tokens (B, n) int64, on the generator's
-    device. round(mask_in_encoder * k) of the masked positions, any of them equally likely, are not removed:
-    the encoder reads a `fill` there. So each row keeps m = n - k + round(mask_in_encoder * k) positions.
-
-    Pure: `tokens` is not changed, and the same generator state, or the same `noise` drawn before, gives the
-    same result. Random numbers are those of `noise`, or else of draw_noise with this generator: one of the
-    two is given.
-    ValueError if k is 0 or if a row has fewer than k real tokens."""
+    tokens (B, n) int64 and maskable (B, n) bool are on the generator's device. A random
+    round(mask_in_encoder * k) of M stay in the encoder's input, replaced by `fill`; the others are removed.
+    So every row keeps the same number m of positions. Pure: the same arguments and generator state give the
+    same result. ValueError if k is 0 or a row has fewer than k positions to choose from."""
     B, n = tokens.shape
-    if noise is None:
-        noise = draw_noise(B, n, config, generator)
     k = config.masks_per_row(n)
-    special = tokens < NUM_SPECIAL
-    fewest = n - int(special.sum(1).max())
+    if maskable is None:
+        maskable = tokens >= NUM_SPECIAL
+    fewest = int(maskable.sum(1).min())
     if not 0 < k <= fewest:
-        raise ValueError(f"mask_rate={config.mask_rate} masks {k} of {n} tokens a row: use 1 to {fewest}")
+        raise ValueError(f"mask_rate={config.mask_rate} masks {k} of {n} tokens in a row: use 1 to {fewest}")
 
-    # One random number a position: those with the k smallest are the set M. Special tokens get a larger one.
-    order = noise.order.masked_fill(special, 2.0)
+    # One random number for each position: those with the k smallest are M. Others get a number above all.
+    order = torch.rand(B, n, generator=generator, device=tokens.device)
+    order = order.masked_fill(~maskable, 2.0)
     chosen = order.topk(k, largest=False).indices  # (B, k)
-    none = torch.zeros_like(special)
-    masked = none.scatter(1, chosen, True)
+    nowhere = torch.zeros_like(maskable)
+    masked = nowhere.scatter(1, chosen, True)
 
-    # `chosen` is sorted by these numbers, not by position: its first entries are a random part of M.
-    shown = round(config.mask_in_encoder * k)
-    removed = none.scatter(1, chosen[:, shown:], True)
+    # `chosen` is sorted by these random numbers, not by position: its first entries are a random part of M.
+    shown = round(config.mask_in_encoder * k)  # 0 in MAE-LM
+    removed = nowhere.scatter(1, chosen[:, shown:], True)
 
     # Each row loses exactly k - shown positions, so all rows keep equally many. nonzero() lists them row by
     # row, ascending: one long list that can be cut into B rows of equal length.
     kept = (~removed).nonzero()[:, 1].view(B, -1)  # (B, m)
 
-    read = torch.where(masked, fill(tokens, config, noise), tokens)
+    read = torch.where(masked, fill(tokens, config, generator), tokens)
     return Corruption(masked, kept, read.gather(1, kept))
 
 
-def fill(tokens: Tensor, config: Config, noise: Noise) -> Tensor:
-    """What the encoder reads at masked positions that are not removed: [MASK], a random token, or BERT's
-    mixture of both and the true one. tokens (B, n) int64 -> (B, n) int64."""
+def fill(tokens: Tensor, config: Config, generator: torch.Generator) -> Tensor:
+    """What the encoder reads at masked positions that stay: [MASK], a random token, or BERT's mixture of both
+    and the true one. tokens (B, n) int64 -> (B, n) int64."""
     mask = torch.full_like(tokens, MASK)
-    if config.bert_trick:  # 10 % random, 10 % unchanged, 80 % [MASK]; footnote 1
-        return torch.where(noise.u < 0.1, noise.real, torch.where(noise.u < 0.2, tokens, mask))
+    if config.encoder_fill == "mask" and not config.bert_trick:
+        return mask
+    device = tokens.device
+    real = torch.randint(NUM_SPECIAL, config.vocab_size, tokens.shape, generator=generator, device=device)
     if config.encoder_fill == "random":
-        return noise.real
-    return mask
+        return real
+    u = torch.rand(tokens.shape, generator=generator, device=device)
+    return torch.where(u < 0.1, real, torch.where(u < 0.2, tokens, mask))  # 10 %, 10 %, 80 %: footnote 1
 
 
 # ---- 3. Relative positions: section 4.1 (Raffel et al., 2019), App. C --------------------------------------
 def relative_bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
     """T5's bidirectional buckets of distance = key position - query position: int64 of any shape -> int64.
-    The second half are for keys to the right (distance > 0). In each half, the first `exact` = half // 2 are
-    single distances 0, 1, ..., the other r ranges that grow by a constant factor up to max_distance; from
-    there on all share the last one. Range i of 0 ... r - 1 begins at exact * (max_distance / exact) ** (i /
-    r), itself included: where that is a whole number, rounding must not make it more."""
+
+    The upper half of the buckets is for keys to the right (distance > 0). Within a half, the first
+    `exact` = half // 2 buckets hold one distance each: 0, 1, ... The other r buckets cover ranges that grow
+    geometrically up to max_distance: range i = 0 ... r - 1 begins at, and includes,
+    exact * (max_distance / exact) ** (i / r). All larger distances share the last bucket."""
     # Differs from the paper: its code has another formula, with one bucket unused; the text cites T5.
     half = num_buckets // 2
     exact = half // 2  # distances below this have a bucket of their own
     size = distance.abs()
 
-    # From `exact` (share 0) to max_distance (share 1): equal steps on a logarithmic scale. In float64, and
-    # with 1e-9 added, for where a range begins a whole number is due, and rounding must not make it less.
+    # From `exact` (share 0) to max_distance (share 1): equal steps on a logarithmic scale. float64 and
+    # + 1e-9: where the exact value is an integer, rounding must not push it just below.
     share = (size.clamp(min=exact).double() / exact).log() / math.log(max_distance / exact)
     far = exact + ((half - exact) * share + 1e-9).long()
     far = far.clamp(max=half - 1)
@@ -267,12 +258,12 @@ class RelativeBias(nn.Module):
         self.register_buffer("bucket", bucket, persistent=False)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Original positions (B, q) and (B, k) int64 -> (B, heads, q, k) in the dtype of the matrix products:
-        [b, h, i, j] is head h's bias for the distance keys[b, j] - queries[b, i]."""
-        # This is table[bucket[keys - queries]] with the heads in front. Written as a gather from one line of
-        # numbers for each head, because a plain lookup, and turning its result, takes 1.7 times as long.
+        """Original positions (B, q) and (B, k) int64 -> (B, heads, q, k): [b, h, i, j] is head h's bias for
+        the distance keys[b, j] - queries[b, i]."""
+        # This is table[bucket[keys - queries]] with the heads in front. Written as a gather from one row of
+        # numbers for each head: the plain lookup with its transpose costs 10 % of a step of the toy.
         k = keys.shape[1]
-        keys = F.pad(keys, (0, -k % 8))  # GPU kernels want rows of the bias a multiple of 8 numbers apart
+        keys = F.pad(keys, (0, -k % 8))  # fused GPU kernels need rows that are a multiple of 8 numbers apart
         values = self.table(self.bucket).t()  # (heads, 2n - 1), by distance
         smallest = -(len(self.bucket) // 2)  # the distance of the first of them
         index = keys[:, None, :] - queries[:, :, None] - smallest  # (B, q, k)
@@ -280,49 +271,29 @@ class RelativeBias(nn.Module):
         heads = len(values)
         flat = index.view(B, 1, q * padded).expand(-1, heads, -1)
         bias = values.expand(B, -1, -1).gather(2, flat).view(B, heads, q, padded)
-        return bias.to(compute_dtype(bias))[..., :k]  # cast once, for all layers
+        if bias.is_cuda and torch.is_autocast_enabled("cuda"):
+            # Once for all layers (0.15 GB at base), and before the slice, whose copy would close the gaps.
+            bias = bias.to(torch.get_autocast_dtype("cuda"))
+        return bias[..., :k]
 
 
 def causal_bias(queries: Tensor, keys: Tensor) -> Tensor:
     """Positions (B, q) and (B, k) int64 -> (B, 1, q, k): -inf where the key comes after the query, else 0."""
-    return hide(keys[:, None, None, :] > queries[:, None, :, None])
-
-
-def hide(hidden: Tensor) -> Tensor:
-    """A bias that is -inf where `hidden` (bool, any shape) is True, and 0 elsewhere."""
-    return torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, -torch.inf)
-
-
-def attention_bias(rule: RelativeBias | None, queries: Tensor, keys: Tensor, padding: Tensor | None = None):
-    """What is added to the logits, or None: the bias by the `rule`, if any, and -inf at padded keys (B,
-    k)."""
-    bias = rule(queries, keys) if rule is not None else None
-    if padding is None:
-        return bias
-    hidden = hide(padding)[:, None, None, :]  # (B, 1, 1, k)
-    if bias is None:
-        return hidden
-    return bias + hidden.to(bias.dtype)
+    future = keys[:, None, None, :] > queries[:, None, :, None]
+    return torch.zeros(future.shape, device=keys.device).masked_fill(future, -torch.inf)
 
 
 # ---- 4. Transformer layers: section 2.1 --------------------------------------------------------------------
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products with x: autocast's where it is on, else that of x, as the weights."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
-
-
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, p: float = 0.0) -> Tensor:
-    """Softmax(Q K^T / sqrt(d_h) + bias) V with dropout p on the weights, section 2.1. q (B, heads, q, d_h), k
-    and v (B, heads, k, d_h), bias None or broadcastable to (B, heads, q, k), -inf to hide a key
-    -> (B, heads, q, d_h)."""
+    """Softmax(Q K^T / sqrt(d_h) + bias) V with dropout p on the weights; section 2.1. q (B, heads, n_q, d_h),
+    k and v (B, heads, n_k, d_h), bias None or broadcastable to (B, heads, n_q, n_k), -inf to hide a key
+    -> (B, heads, n_q, d_h)."""
     if q.is_cuda:
-        # One fused kernel (not cuDNN's: run.py turns that off). A CPU likes the formula better.
+        # One fused kernel (support/run.py turns cuDNN's off). On a CPU the plain formula is faster.
         bias = bias.to(q.dtype) if bias is not None else None  # the kernel wants one dtype
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
     d_h = q.shape[-1]
-    logits = (q * d_h ** -0.5) @ k.transpose(-2, -1)  # (B, heads, q, k)
+    logits = (q * d_h ** -0.5) @ k.transpose(-2, -1)  # (B, heads, n_q, n_k)
     if bias is not None:
         logits = logits + bias
     weights = logits.float().softmax(dim=-1).to(q.dtype)
@@ -339,9 +310,9 @@ class Attention(nn.Module):
         self.output = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Queries from x (B, q, d), keys (first half of key_value) and values from y (B, k, d) -> (B, q, d).
-        Head h has the h-th block of d / heads features; the bias is as in `attention`, for all heads. Dropout
-        of the weights in training mode only."""
+        """Queries from x (B, n_q, d), keys (first half of key_value) and values from y (B, n_k, d)
+        -> (B, n_q, d). Head h has the h-th block of d / heads features; `bias` is as in `attention`. The
+        weights have dropout in training mode only."""
         def split(z: Tensor) -> Tensor:
             return z.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, length, d_h)
 
@@ -349,20 +320,8 @@ class Attention(nn.Module):
         q = split(self.query(x))
         k, v = self.key_value(y).chunk(2, dim=-1)
         p = self.p if self.training else 0.0
-        z = attention(q, split(k), split(v), bias, p)  # (B, heads, q, d_h)
-        return self.output(z.transpose(1, 2).flatten(2))  # the heads side by side: (B, q, d)
-
-
-class LayerNorm(nn.LayerNorm):
-    """LayerNorm in the dtype of its input, with float32 inside. Autocast would have a GPU return float32, and
-    so move twice the bytes through every residual connection."""
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., d) -> the same shape and dtype."""
-        if not x.is_cuda:  # a CPU has it so, with float32 weights
-            return super().forward(x)
-        with torch.autocast(x.device.type, enabled=False):
-            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        z = attention(q, split(k), split(v), bias, p)  # (B, heads, n_q, d_h)
+        return self.output(z.transpose(1, 2).flatten(2))  # the heads side by side: (B, n_q, d)
 
 
 class Residual(nn.Module):
@@ -370,33 +329,32 @@ class Residual(nn.Module):
     def __init__(self, f: nn.Module, dim: int, norm: str, dropout: float):
         super().__init__()
         self.f = f
-        self.norm = LayerNorm(dim)
+        self.norm = nn.LayerNorm(dim)
         self.p = dropout
         self.pre = norm == "pre"
 
-    def before(self, x: Tensor) -> Tensor:
+    def input(self, x: Tensor) -> Tensor:
         """What f reads of x (B, n, d)."""
         return self.norm(x) if self.pre else x
 
-    def after(self, x: Tensor, fx: Tensor) -> Tensor:
-        """The output of the sub-layer, from its input x (B, n, d) and fx = f(before(x))."""
+    def add(self, x: Tensor, fx: Tensor) -> Tensor:
+        """The output of the sub-layer, from x (B, n, d) and fx = f(input(x))."""
         x = x + F.dropout(fx, self.p, self.training)
-        return x if self.pre else self.norm(x)
+        if self.pre:
+            return x
+        return self.norm(x).to(fx.dtype)  # autocast's LayerNorm returns float32: twice the bytes to move
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        """x (B, n, d), what else f reads -> (B, n, d)."""
+        return self.add(x, self.f(self.input(x), *others))
 
 
-def row_numbers(n: int, at: Tensor) -> Tensor:
-    """Positions at (B, k) int64 of B sequences of n -> their numbers (B * k,) among all B * n rows."""
-    first = n * torch.arange(len(at), device=at.device)[:, None]  # of each sequence
-    return (first + at).flatten()
-
-
-def take(x: Tensor, at: Tensor | None) -> Tensor:
-    """The rows of x (B, n, d) at positions at (B, k) int64 -> (B, k, d); all of x for None."""
+def select(x: Tensor, at: Tensor | None) -> Tensor:
+    """x (B, n, d) at positions at (B, k) int64 -> (B, k, d); all of x for None."""
     if at is None:
         return x
-    B, n, d = x.shape
-    # Whole rows at a time: a gather would look every single number up.
-    return x.reshape(B * n, d).index_select(0, row_numbers(n, at)).view(B, -1, d)
+    row = torch.arange(len(at), device=at.device)[:, None]
+    return x[row, at]
 
 
 class Block(nn.Module):
@@ -415,57 +373,77 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None = None, memory: Tensor | None = None,
                 at: Tensor | None = None) -> Tensor:
-        """x (B, n, d), memory (B, m, d) -> (B, n, d). With `at` (B, k) int64 only these positions are
-        computed, as the last layer may: their queries meet the keys and values of all n, so the result is
-        just those rows."""
-        # All tokens give keys and values; queries, and what is added to them, are at `at` alone.
+        """x (B, n, d), memory (B, m, d) -> (B, n, d), or (B, k, d) of only the positions at (B, k) int64."""
         layer = self.self_attention
         if layer is None:
-            x = take(x, at)
+            x = select(x, at)
         else:
-            keys = layer.before(x)
-            x = layer.after(take(x, at), layer.f(take(keys, at), keys, bias))
-        layer = self.cross_attention
-        if layer is not None:
-            x = layer.after(x, layer.f(layer.before(x), memory))
-        layer = self.ffn
-        return layer.after(x, layer.f(layer.before(x)))
+            # Keys and values are of all positions, queries only of those that are computed.
+            y = layer.input(x)
+            x = layer.add(select(x, at), layer.f(select(y, at), y, bias))
+        if self.cross_attention is not None:
+            x = self.cross_attention(x, memory)
+        return self.ffn(x)
+
+
+class Stack(nn.Module):
+    """Layers 1 to L with one rule for the bias of all: a RelativeBias, causal_bias or None."""
+    def __init__(self, config: Config, dim: int, layers: int, dropout: float, rule: Callable | None,
+                 self_attention=True, cross_attention=False):
+        super().__init__()
+        self.rule = rule
+        self.blocks = nn.ModuleList(Block(config, dim, dropout, self_attention, cross_attention)
+                                    for _ in range(layers))
+        # Post-LN layers end with a LayerNorm; pre-LN layers do not, so one is added after the last layer.
+        self.final_norm = nn.LayerNorm(dim) if config.norm == "pre" else nn.Identity()
+
+    def forward(self, x: Tensor, positions: Tensor, padding: Tensor | None = None,
+                memory: Tensor | None = None, at: Tensor | None = None) -> list[Tensor]:
+        """H^0 = x (B, n, d) at positions (B, n) or (1, n) int64, padding (B, n) bool, True = ignore, memory
+        (B, m, d) for cross-attention -> H^0 ... H^L. With indices at (B, k) int64 the last layer computes
+        only these: H^L is (B, k, d). A step of the toy is then 1.3 times as fast, of base 1.05 times."""
+        states = [x]
+        bias = self.bias(positions, positions, padding)
+        for block in self.blocks[:-1]:
+            states.append(block(states[-1], bias, memory))
+        if at is not None:
+            queries = positions.expand(len(at), -1).gather(1, at)
+            bias = self.bias(queries, positions, padding)
+        states.append(self.final_norm(self.blocks[-1](states[-1], bias, memory, at)))
+        return states
+
+    def bias(self, queries: Tensor, keys: Tensor, padding: Tensor | None) -> Tensor | None:
+        """What attention adds to the logits: the rule's bias, and -inf where a key is padding; None for 0."""
+        bias = self.rule(queries, keys) if self.rule is not None else None
+        if padding is not None:
+            hidden = padding[:, None, None, :]  # (B, 1, 1, k)
+            bias = torch.zeros_like(hidden, dtype=torch.float32) if bias is None else bias
+            bias = bias.masked_fill(hidden, -torch.inf)
+        return bias
 
 
 # ---- 5. Encoder: H^0 of section 3 to H^L -------------------------------------------------------------------
 class Encoder(nn.Module):
-    """The model that is kept. Reads real tokens at their original positions; section 3, App. C."""
+    """The model that is kept. It reads real tokens at their original positions; section 3, App. C."""
     def __init__(self, config: Config):
         super().__init__()
         d = config.encoder_dim
         self.token_embedding = nn.Embedding(config.vocab_size, d)
         self.position_embedding = nn.Embedding(config.seq_len, d)
-        self.norm = LayerNorm(d)
+        self.norm = nn.LayerNorm(d)
         self.p = config.dropout
-        self.bias = RelativeBias(config) if config.rel_pos_buckets > 0 else None
-        self.blocks = nn.ModuleList(Block(config, d, config.dropout) for _ in range(config.encoder_layers))
-        # Post-LN layers end with a LayerNorm; pre-LN layers do not, and need one behind the last.
-        self.final_norm = LayerNorm(d) if config.norm == "pre" else nn.Identity()
+        rule = RelativeBias(config) if config.rel_pos_buckets > 0 else None
+        self.stack = Stack(config, d, config.encoder_layers, config.dropout, rule)
 
     def forward(self, tokens: Tensor, positions: Tensor, padding: Tensor | None = None,
                 all_layers: bool = False, at: Tensor | None = None) -> Tensor | list[Tensor]:
-        """tokens (B, m) int64 at original positions (B, m) or (1, m), padding (B, m) bool, True = ignore ->
-        H^L (B, m, d), of these only the k with indices `at` (B, k) int64 among the m, if given; with
-        all_layers the list H^0 ... H^L, of which `at` shortens the last. H^0 is `norm` of e_x + p_i, with
-        dropout in training mode only, in compute_dtype; H^L is `final_norm` of the last block's output."""
+        """tokens (B, m) int64 at original positions (B, m) or (1, m), padding (B, m) bool, True = ignore
+        -> H^L (B, m, d); with all_layers the list H^0 ... H^L. H^0 is `norm` of e_x + p_i, with dropout in
+        training mode only. With indices at (B, k) int64, H^L is computed only there, as in Stack."""
         h = self.token_embedding(tokens) + self.position_embedding(positions)  # h_i^0 = e_{x_i} + p_i
         # Differs from the paper: its formula has no LayerNorm here; its code, like BERT, has.
         h = F.dropout(self.norm(h), self.p, self.training)
-        states = [h.to(compute_dtype(h))]
-
-        bias = attention_bias(self.bias, positions, positions, padding)
-        for block in self.blocks[:-1]:
-            states.append(block(states[-1], bias))
-        if at is not None:  # the last layer has fewer queries
-            queries = positions.expand(len(at), -1).gather(1, at)
-            bias = attention_bias(self.bias, queries, positions, padding)
-        last = self.blocks[-1](states[-1], bias, at=at)
-        states.append(self.final_norm(last))
+        states = self.stack(h, positions, padding, at=at)
         return states if all_layers else states[-1]
 
 
@@ -479,27 +457,20 @@ class Decoder(nn.Module):
         self.project = nn.Linear(config.encoder_dim, d) if config.encoder_dim != d else nn.Identity()
         # Differs from the paper: it writes one p_i; its code, and ours, learn a table of the decoder's own.
         self.position_embedding = nn.Embedding(config.seq_len, d)
-        self.norm = LayerNorm(d)
-        self.bias = causal_bias if config.decoder_self == "uni" else None
+        self.norm = nn.LayerNorm(d)
         self.cross = config.decoder_cross
+        rule = causal_bias if config.decoder_self == "uni" else None
         self_attention = config.decoder_self != "none"
-        self.blocks = nn.ModuleList(Block(config, d, 0.0, self_attention, self.cross)
-                                    for _ in range(config.decoder_layers))
-        self.final_norm = LayerNorm(d) if config.norm == "pre" else nn.Identity()
+        self.stack = Stack(config, d, config.decoder_layers, 0.0, rule, self_attention, self.cross)
 
-    def forward(self, x: Tensor, memory: Tensor, at: Tensor, padding: Tensor | None = None) -> Tensor:
-        """H-hat^0 (B, n, d) without p_i, memory H^L (B, m, d), at (B, k) int64, padding (B, n) bool, True =
-        ignore -> (B, k, decoder_dim)."""
+    def forward(self, x: Tensor, memory: Tensor, at: Tensor | None = None,
+                padding: Tensor | None = None) -> Tensor:
+        """H-hat^0 (B, n, d) without p_i, memory H^L (B, m, d), padding (B, n) bool, True = ignore
+        -> (B, k, decoder_dim) at positions at (B, k) int64, or (B, n, decoder_dim) for None."""
         positions = torch.arange(x.shape[1], device=x.device)[None]  # (1, n)
         x = self.project(x) + self.position_embedding(positions)  # h-hat_i^0 = e_[MASK] + p_i or h_i^L + p_i
-        x = self.norm(x)
-        x = x.to(compute_dtype(x))
         memory = self.project(memory) if self.cross else None
-        for block in self.blocks[:-1]:
-            x = block(x, attention_bias(self.bias, positions, positions, padding), memory)
-        bias = attention_bias(self.bias, at, positions, padding)
-        x = self.blocks[-1](x, bias, memory, at)  # only what is predicted
-        return self.final_norm(x)
+        return self.stack(self.norm(x), positions, padding, memory, at)[-1]
 
 
 # ---- 7. The model and its loss: Eq. (1) --------------------------------------------------------------------
@@ -509,7 +480,7 @@ class Head(nn.Module):
         super().__init__()
         d = config.encoder_dim
         # Differs from the paper: Eq. (1) has e_x^T h_i alone; its code, like BERT, transforms h_i first.
-        self.transform = nn.Sequential(nn.Linear(config.decoder_dim, d), nn.GELU(), LayerNorm(d))
+        self.transform = nn.Sequential(nn.Linear(config.decoder_dim, d), nn.GELU(), nn.LayerNorm(d))
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, h: Tensor, embeddings: Tensor) -> Tensor:
@@ -528,8 +499,8 @@ class MAELM(nn.Module):
         self.init_parameters()
 
     def init_parameters(self) -> None:
-        """N(0, init_std) for matrices and embeddings, but for positions what position_init says; 0 for
-        biases, 1 for the gains of LayerNorms."""
+        """N(0, init_std) for matrices and embeddings, 0 for biases, 1 for the gains of LayerNorms; positions
+        follow position_init."""
         config = self.config
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:  # matrices and embeddings
@@ -566,15 +537,15 @@ class MAELM(nn.Module):
         return masked.int().topk(self.config.masks_per_row(n)).indices  # of fixed size, unlike nonzero
 
     def encode(self, corruption: Corruption, at: Tensor | None = None) -> Tensor:
-        """The encoder on what is kept -> H^L (B, m, d). Standard MLM, whose encoder itself predicts, computes
-        its last layer at the predicted positions at (B, k) int64 alone -> (B, k, d)."""
+        """The encoder on what is kept -> H^L (B, m, d). Standard MLM, whose encoder itself predicts, needs it
+        only at the predicted positions at (B, k) int64 -> (B, k, d)."""
         masked, kept, tokens = corruption
         m = kept.shape[1]
         positions = torch.arange(m, device=kept.device)[None]  # (1, m): one bias for the whole batch
-        nothing_removed = m == masked.shape[1]  # then `kept` is just that, B times
+        nothing_removed = m == masked.shape[1]  # then `kept` holds the same, B times
         if self.config.aligned_positions and not nothing_removed:
             positions = kept
-        # Without a decoder nothing is removed (Config): positions `at` are indices among the m as well.
+        # Without a decoder nothing is removed, so the positions `at` are indices among the m as well.
         return self.encoder(tokens, positions, at=at if self.decoder is None else None)
 
     def decode(self, h: Tensor, tokens: Tensor, corruption: Corruption, at: Tensor) -> Tensor:
@@ -597,8 +568,8 @@ class MAELM(nn.Module):
         masked, kept, _ = corruption
         B, n = masked.shape
         e_mask = self.encoder.token_embedding.weight[MASK].to(h.dtype)  # (d,)
-        x = e_mask.expand(B * n, -1).index_copy(0, row_numbers(n, kept), h.flatten(0, 1))
-        x = x.view(B, n, -1)
+        row = torch.arange(B, device=h.device)[:, None]
+        x = e_mask.expand(B, n, -1).index_put((row, kept), h)
         if self.config.decoder_reset:  # Table 2: forget what the encoder made of the [MASK]s that it read
             x = torch.where(masked[:, :, None], e_mask, x)
         return x
@@ -609,7 +580,7 @@ class MAELM(nn.Module):
 
 
 def sinusoid_(table: Tensor, std: float) -> None:
-    """Fill position embeddings (n, d) in place with waves of deviation std, like Vaswani et al., 2017."""
+    """Fill position embeddings (n, d) in place with waves of standard deviation std; Vaswani et al., 2017."""
     n, d = table.shape
     rates = 10000 ** -torch.linspace(0, 1, (d + 1) // 2, device=table.device)
     angle = torch.arange(n, device=table.device)[:, None] * rates  # (n, d / 2)

@@ -1,295 +1,258 @@
-"""The evidence of docs/evidence.md: what a laptop can check of the paper's six claims, with seeds and intervals.
+"""The evidence in docs/results.md: what a laptop can check of the paper's claims, with seeds and intervals.
 
-    python bench/evidence.py --data TEXT --glue DIR --hours 3   # pre-train, measure, fine-tune; the same again goes on
-    python bench/evidence.py --data TEXT --glue DIR --report    # ... and tables and a figure of what there is
-    python bench/evidence.py --preset toy --data docs --docs-epochs 5 --learning-rate 8e-4 --seeds 1 \
-        --only train rank docs --out out/day --report
-    python bench/evidence.py --report                           # docs/evidence.md, from the project's own record
+    python bench/evidence.py --lecture                         # a quarter of an hour: out/lecture/evidence.md and .png
+    python bench/evidence.py --data TEXT --glue DIR --hours 3  # pre-train, measure, fine-tune; run it again to continue
+    python bench/evidence.py --out out/evidence --report       # out/evidence/evidence.md and .png, so far
+    python bench/evidence.py --report                          # docs/results.md, from the record of the project
 
-TEXT is what `train.py --data` takes, DIR has the files of GLUE's original releases (`hub`: they come from the Hub;
-without --glue only the `docs` task is fine-tuned). Each job is a command of this project. When one ends, its results
-are added to the record, evidence.json in --out, and it is not run again. After --hours the jobs in progress are told to
-stop, and continue next time. One job for each core, --at-once, makes more of them than one job with many threads. The
-third command is a quarter of an hour for a lecture: its tables and figure are out/day/evidence.md and .png.
+TEXT is what `train.py --data` takes. DIR has the files of GLUE's original releases (`hub`: from the Hub); without
+--glue only the `docs` task is fine-tuned. Each job is a command of this project. When it ends well, its results go into
+the record, evidence.json in --out, and it is not run again. --hours stops the jobs in progress; they continue next
+time. One job for each core (--at-once) is faster than one job with many threads. The tables need requirements-test.txt.
 """
 import argparse
 import itertools
+import math
 import os
-import re
-import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-import finetune  # noqa: E402
-from cpu import commit, cpu_name, table  # noqa: E402
-from files import (  # noqa: E402
-    Parser,
-    UserError,
-    append_line,
-    atomic,
-    claim_folder,
-    clear_errors,
-    read_json,
-    read_lines,
-    write_json,
-)
+from finetune import rank_after  # noqa: E402
 from rank import CENTERINGS, CURVES  # noqa: E402
-from run import checkpoint_path, figure, read_log, step_of  # noqa: E402
+from speed import commit, cpu_name  # noqa: E402
+from support.files import Parser, UserError, alone_in, atomic, clear_errors, read_json, write_json  # noqa: E402
+from support.run import checkpoint_path, figure, read_log  # noqa: E402
 from train import TRAIN_PRESETS, TrainConfig  # noqa: E402
 
 RECORD = HERE / "results" / "evidence.json"
-PAGE = HERE.parent / "docs" / "evidence.md"
+PAGE = HERE.parent / "docs" / "results.md"
 MODELS = {"mae-lm": "MAE-LM", "mlm": "MLM"}
-SEEDS = 3  # of pre-training
-KEPT = 6  # so many checkpoints of a run are measured, evenly spaced, the last one at its end
-EACH = 2  # of these, every second one is fine-tuned for Figure 3
-TUNED = 5  # fine-tuning seeds
-CURVE_TUNED = 2  # those of each checkpoint of Figure 3
-SHORT_TUNED = 3  # those of short runs
-# How all encoders are fine-tuned alike, on docs and the sets of GLUE that a laptop tunes in minutes: chosen on training
-# parts alone, docs/results.md.
-RATE = 4e-4
-EPOCHS = {"docs": 30.0, "cola": 3.0, "mrpc": 3.0, "rte": 3.0, "stsb": 3.0, "sst2": 1.0}  # docs: never read before
-ANATOMY = ("identity", "attention", "ffn")  # of rank.anatomy
+KEPT = 6  # checkpoints of a run whose ranks are measured; every second one is fine-tuned for Figure 3
+TUNED, CURVE_TUNED, SHORT_TUNED = 5, 2, 3  # fine-tuning seeds: of a run, of its checkpoints, of a short run
+# Task -> epochs of fine-tuning; docs/results.md says how these and the learning rate were chosen.
+EPOCHS = {"docs": 30.0, "cola": 3.0, "mrpc": 3.0, "rte": 3.0, "stsb": 3.0, "sst2": 1.0}
+TASKS = list(EPOCHS)
+# Short runs, a fifth of the steps, one seed: the sweep of Figure 4, and rows of Table 2. Name -> flags.
+DELTAS = ("0", "0.25", "0.5", "0.75", "1")
+SHORT = {f"delta {delta}": ["--mask-in-encoder", delta] for delta in DELTAS}
+SHORT |= {name: ["--ablation", name] for name in ("mlm", "enc-mask-dec-resets", "random-replace")}
+LECTURE = {"preset": "toy", "data": "docs", "seeds": 1, "only": ["train", "rank", "docs"], "docs_epochs": 5.0,
+           "learning_rate": 8e-4, "out": Path("out/lecture"), "report": True}
 PAUSE = 1.0  # seconds between looks at the jobs in progress
-# Short runs, a fifth of the steps with one seed: the sweep of Figure 4 and the first group of Table 2, name -> flags.
-DELTAS = {f"delta {delta}": ["--mask-in-encoder", delta] for delta in ("0", "0.25", "0.5", "0.75", "1")}
-GROUP = {name: ["--ablation", name] for name in ("mlm", "enc-mask-dec-resets", "random-replace")}
 
 
-# ---- 1. The jobs ----------------------------------------------------------------------------------------------
+# ---- 1. The jobs --------------------------------------------------------------------------------------------
 class Job(NamedTuple):
     """A command, and how its results are read from the folder that it leaves."""
     name: str
     command: list[str]  # a program and its flags
     folder: Path
     read: Callable[[Path], dict]
-    needs: tuple[str, ...] = ()  # the jobs that must have ended before
-
-    @property
-    def line(self) -> str:
-        """The command, as it is recorded."""
-        return " ".join(self.command)
+    needs: list[str]  # jobs that must have ended before
 
 
 def read_training(folder: Path) -> dict:
-    """The validation losses of a run, and its time: in all, and its median of a step, which neither pauses nor what
-    else the machine did at times have a part in."""
+    """The validation losses of a run, its seconds, and its median seconds per step: without pauses and slow moments."""
     log = read_log(folder)
-    lines = [line for line in log if "loss" in line]
-    start = {"step": 0, "seconds": 0.0}  # the first interval is the only one of a very short run
-    intervals = itertools.pairwise(lines if len(lines) > 1 else [start, *lines])
-    paces = [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in intervals]
+    lines = [{"step": 0, "seconds": 0.0}] + [line for line in log if "loss" in line]
+    paces = [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in itertools.pairwise(lines)]
     losses = [[line["step"], round(line["val_loss"], 4)] for line in log if "val_loss" in line]
-    entropy = next(line["unigram_entropy"] for line in log if "unigram_entropy" in line)
-    return {"losses": losses, "unigram_entropy": round(entropy, 4), "seconds": round(log[-1]["seconds"]),
-            "seconds_per_step": statistics.median(paces)}
+    return {"losses": losses, "seconds": round(log[-1]["seconds"]), "seconds_per_step": statistics.median(paces)}
 
 
 def read_ranks(folder: Path) -> dict:
-    """Step -> by layer rank_0.9 of each curve and centring, and what the layers hold."""
+    """Step -> rank_0.9 by layer, centering and curve."""
     found = {}
-    for name, model in read_json(folder / "rank.json", {"models": dict})["models"].items():
+    for name, model in read_json(folder / "rank.json")["models"].items():
         layers = []
-        for layer, anatomy in zip(model["layers"], model["anatomy"]):
-            ranks = {}
+        for layer in model["layers"]:
+            layers.append({})
             for centering, curves in layer.items():
-                ranks[centering] = {curve: measures["0.9"] for curve, measures in curves.items()}
-            layers.append(ranks | {"anatomy": anatomy})
-        found[step_of(Path(name))] = {"d": model["d"], "n": model["n"], "layers": layers}
-    return {str(step): found[step] for step in sorted(found)}
-
-
-def read_tuning(folder: Path) -> dict:
-    """The values of the fine-tuning seeds and their ranks."""
-    result = read_json(folder / "result.json", {"task": str})
-    return {name: result[name] for name in ("metric", "median", "values", "keep", "setting", "effective_rank")}
-
-
-def read_figure3(folder: Path) -> dict:
-    """The curves of Figure 3: model -> step, score and rank after fine-tuning of its checkpoints."""
-    found = read_json(folder / "figure3.json", {"points": list})
-    curves = {}
-    for point in found["points"]:
-        curves.setdefault(model_of(point["run"]), []).append({
-            "step": step_of(Path(point["checkpoint"])), "median": point["median"], "rank": point["rank"]["uncentered"]})
-    return curves
-
-
-def model_of(folder: str) -> str:
-    """The model of a run's folder, train-MODEL-SEED."""
-    return Path(folder).name.removeprefix("train-").rpartition("-")[0]
-
-
-def jobs(options: argparse.Namespace) -> list[Job]:
-    """All jobs, the most important first."""
-    out, found = options.out, []
-    recipe = TrainConfig(**TRAIN_PRESETS[options.preset])
-    steps = options.steps or recipe.max_steps
-    tasks = list(EPOCHS) if options.glue else ["docs"]
-
-    def setting(task: str) -> list[str]:
-        epochs = options.docs_epochs if task == "docs" else EPOCHS[task]
-        flags = ["--task", task, "--epochs", str(epochs), "--learning-rate", str(options.learning_rate)]
-        return flags if task == "docs" or options.glue == "hub" else [*flags, "--data", options.glue]
-
-    def add(name: str, command: list[str], read: Callable[[Path], dict], *needs: str) -> Path:
-        folder = out / name.replace(" ", "-")
-        found.append(Job(name, [*command, "--out", str(folder)], folder, read, needs))
-        return folder
-
-    def train(name: str, flags: list[str], steps: int) -> Path:
-        command = ["train.py", "--preset", options.preset, "--data", options.data, *flags]
-        if steps != recipe.max_steps:
-            warmup = round(recipe.warmup_steps * steps / recipe.max_steps)
-            command += ["--max-steps", str(steps), "--warmup-steps", str(warmup)]
-        return add(name, command, read_training)
-
-    def tune(name: str, init: Path, task: str, seeds: int, needs: str) -> None:
-        add(name, ["finetune.py", "--init", str(init), *setting(task), "--seeds", str(seeds)], read_tuning, needs)
-
-    runs, checkpoints = {}, {}
-    interval = max(1, steps // KEPT)
-    kept = ["--checkpoint-interval", str(interval), "--keep-checkpoints", "0"]
-    # Both models of a seed before the next seed: whenever this ends, there are pairs to compare.
-    for seed, model in itertools.product(range(options.seeds), MODELS):
-        run = f"{model} {seed}"
-        folder = train(f"train {run}", ["--ablation", model, "--seed", str(seed), *kept], steps)
-        measured = [*range(interval, steps, interval)][:KEPT - 1] + [steps]
-        runs[run], checkpoints[run] = folder, [str(checkpoint_path(folder, step)) for step in measured]
-    for run, paths in checkpoints.items():
-        add(f"rank {run}", ["rank.py", *paths, "--tokens", "300000"], read_ranks, f"train {run}")
-    for task, (run, folder) in itertools.product(tasks, runs.items()):
-        tune(f"{task} {run}", folder, task, TUNED, f"train {run}")
-    for seed in range(options.seeds):
-        both = [f"{model} {seed}" for model in MODELS]
-        paths = [path for run in both for path in checkpoints[run][EACH - 1::EACH]]
-        add(f"figure3 {seed}", ["finetune.py", "--figure3", *paths, *setting("docs"), "--seeds", str(CURVE_TUNED)],
-            read_figure3, *[f"train {run}" for run in both])
-    for name, flags in {**DELTAS, **GROUP}.items():
-        folder = train(f"short train {name}", flags, steps // 5)
-        tune(f"short docs {name}", folder, "docs", SHORT_TUNED, f"short train {name}")
-    if options.only:
-        found = [job for job in found if any(f"{job.name} ".startswith(f"{words} ") for words in options.only)]
+                layers[-1][centering] = {curve: ranks["0.9"] for curve, ranks in curves.items()}
+        step = int(Path(name).stem[5:])  # of step_0001234.pt
+        found[str(step)] = {"d": model["d"], "n": model["n"], "layers": layers}
     return found
 
 
-# ---- 2. Running them --------------------------------------------------------------------------------------------
-class Running(NamedTuple):
-    """A job in progress."""
-    job: Job
-    process: subprocess.Popen
-    start: float
-    commit: str  # when it began
+def read_result(folder: Path) -> dict:
+    """The scores of the fine-tuning seeds, and their ranks."""
+    return read_json(folder / "result.json")
 
 
-def beside(job: Job, suffix: str) -> Path:
-    """A file of the job, next to its folder: .log has what it prints, .jsonl each time that it was started."""
-    return job.folder.with_name(job.folder.name + suffix)
+def read_figure3(folder: Path) -> dict:
+    """Model -> steps and scores of its checkpoints."""
+    curves = {model: [] for model in MODELS}
+    for point in read_json(folder / "figure3.json")["points"]:
+        model = Path(point["run"]).name.removeprefix("train-").rpartition("-")[0]
+        curves[model].append({"step": int(Path(point["checkpoint"]).stem[5:]), "median": point["median"]})
+    return curves
 
 
-def start(job: Job, threads: int) -> Running:
-    """Start a job."""
-    program, *flags = job.command
-    with open(beside(job, ".log"), "a") as log:
-        process = subprocess.Popen([sys.executable, str(HERE.parent / program), *flags], stdout=log, stderr=log,
-                                   env=os.environ | {"OMP_NUM_THREADS": str(threads)})
-    print(f"{time.strftime('%H:%M')}  {job.name}: {job.line}", flush=True)
-    return Running(job, process, time.monotonic(), commit())
+def jobs(options: argparse.Namespace) -> list[Job]:
+    """The jobs that --only chooses, the most important first."""
+    found = []
+    recipe = TrainConfig(**TRAIN_PRESETS[options.preset])
+    steps = options.steps or recipe.max_steps
+    interval = max(1, steps // KEPT)
+    kept = [*range(interval, steps, interval)][:KEPT - 1] + [steps]
+    runs = [f"{model} {seed}" for seed in range(options.seeds) for model in MODELS]  # pair after pair
+
+    def folder_of(name: str) -> Path:
+        return options.out / name.replace(" ", "-")
+
+    def add(name: str, read: Callable, needs: list[str], *command) -> None:
+        if options.only is None or any(f"{name} ".startswith(f"{words} ") for words in options.only):
+            command = [*map(str, command), "--out", str(folder_of(name))]
+            found.append(Job(name, command, folder_of(name), read, needs))
+
+    def train(name: str, steps: int, *flags) -> None:
+        warmup = round(recipe.warmup_steps * steps / recipe.max_steps)
+        add(name, read_training, [], "train.py", "--preset", options.preset, "--data", options.data, *flags,
+            "--max-steps", steps, "--warmup-steps", warmup)
+
+    def tune(name: str, needs: list[str], task: str, seeds: int, *checkpoints: Path) -> None:
+        what = ["--figure3", *checkpoints] if checkpoints else ["--init", folder_of(needs[0])]
+        data = [] if task == "docs" or options.glue == "hub" else ["--data", options.glue]
+        epochs = options.docs_epochs if task == "docs" else EPOCHS[task]
+        add(name, read_figure3 if checkpoints else read_result, needs, "finetune.py", *what, "--task", task, *data,
+            "--epochs", epochs, "--learning-rate", options.learning_rate, "--seeds", seeds)
+
+    def checkpoints_of(run: str) -> list[Path]:
+        return [checkpoint_path(folder_of(f"train {run}"), step) for step in kept]
+
+    for run in runs:
+        model, seed = run.split()
+        train(f"train {run}", steps, "--ablation", model, "--seed", seed, "--checkpoint-interval", interval,
+              "--keep-checkpoints", 0)
+    for run in runs:
+        add(f"rank {run}", read_ranks, [f"train {run}"], "rank.py", *checkpoints_of(run), "--tokens", 300_000)
+    for task, run in itertools.product(EPOCHS if options.glue else ["docs"], runs):
+        tune(f"{task} {run}", [f"train {run}"], task, TUNED)
+    for seed in range(options.seeds):
+        pair = [f"{model} {seed}" for model in MODELS]
+        paths = [path for run in pair for path in checkpoints_of(run)[1::2]]
+        tune(f"figure3 {seed}", [f"train {run}" for run in pair], "docs", CURVE_TUNED, *paths)
+    for name, flags in SHORT.items():
+        train(f"short train {name}", steps // 5, *flags)
+        tune(f"short docs {name}", [f"short train {name}"], "docs", SHORT_TUNED)
+    return found
 
 
+# ---- 2. Running them ----------------------------------------------------------------------------------------
 def recorded(path: Path) -> dict:
-    """The results so far, job -> what it found."""
-    return read_json(path, {"jobs": dict})["jobs"] if path.is_file() else {}
+    """The results so far: job -> command, commit, machine, minutes, and what it found."""
+    return read_json(path)["jobs"] if path.is_file() else {}
 
 
-def close(running: Running, threads: int) -> list[dict]:
-    """Note that a program has ended, well or not. Returns the notes of the job: of each time that it was started."""
-    notes = beside(running.job, ".jsonl")
-    append_line(notes, {"commit": running.commit, "machine": f"{cpu_name()}, {threads} thread(s)",
-                        "minutes": (time.monotonic() - running.start) / 60})
-    return read_lines(notes)
-
-
-def record(running: Running, threads: int, path: Path) -> None:
-    """Add the results of a job that has ended well."""
-    job, notes = running.job, close(running, threads)
-    found = {"command": job.line, "found": job.read(job.folder),
-             "minutes": round(sum(note["minutes"] for note in notes), 1)}
-    for name in ("commit", "machine"):
-        found[name] = ", ".join(dict.fromkeys(note[name] for note in notes))
-    write_json(path, {"jobs": recorded(path) | {job.name: found}})
-
-
-def refuse_others(todo: list[Job], path: Path) -> None:
-    """UserError if a job of this name is recorded that was another command: its result is another experiment's."""
+def run_jobs(todo: list[Job], options: argparse.Namespace, path: Path) -> list[str]:
+    """Run what is not recorded, --at-once at a time, for at most --hours. What a job prints goes into a .log file next
+    to its folder. Returns the jobs that failed. UserError if one is recorded with another command."""
     done = recorded(path)
     for job in todo:
-        if job.name in done and done[job.name]["command"] != job.line:
-            raise UserError(f"{path}: '{job.name}' is recorded as\n  {done[job.name]['command']}\nand would now be\n"
-                            f"  {job.line}\nGive the same flags, or another --record and --out")
-
-
-def next_job(todo: list[Job], running: list[Running], done: dict) -> Job | None:
-    """The first job that can start: not done, not in progress, and what it needs is done."""
-    at_it = [one.job.name for one in running]
-    for job in todo:
-        if job.name not in done and job.name not in at_it and all(need in done for need in job.needs):
-            return job
-    return None
-
-
-def run_jobs(todo: list[Job], options: argparse.Namespace) -> list[str]:
-    """Run what is not recorded, --at-once at a time, for at most --hours. Returns the jobs that failed; this command
-    does not try them again. UserError if the record is another experiment's."""
-    refuse_others(todo, options.record)
-    end = time.monotonic() + 3600 * options.hours
+        before, now = done.get(job.name, {}).get("command"), " ".join(job.command)
+        if before not in (None, now):
+            raise UserError(f"{path}: '{job.name}' was '{before}', not '{now}'; give the same flags, or another --out")
+    waiting = [job for job in todo if job.name not in done]
+    running, failed = [], []  # (job, process, start) of each in progress; names
     threads = max(1, (os.cpu_count() or 1) // options.at_once)
-    running, failed = [], []
+    about = {"commit": commit(), "machine": f"{cpu_name()}, {threads} thread(s)"}
+    end = time.monotonic() + 3600 * options.hours
     try:
         while time.monotonic() < end:
-            while len(running) < options.at_once and (job := next_job(todo, running, recorded(options.record))):
-                running.append(start(job, threads))
+            ready = [job for job in waiting if done.keys() >= set(job.needs)]
+            for job in ready[:options.at_once - len(running)]:
+                waiting.remove(job)
+                print(f"{time.strftime('%H:%M')}  {job.name}: {' '.join(job.command)}", flush=True)
+                program, *flags = job.command
+                with open(f"{job.folder}.log", "a") as log:
+                    process = subprocess.Popen([sys.executable, str(HERE.parent / program), *flags], stdout=log,
+                                               stderr=log, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
+                running.append((job, process, time.monotonic()))
             if not running:
                 return failed
             time.sleep(PAUSE)
-            for one in [one for one in running if one.process.poll() is not None]:
+            for one in [one for one in running if one[1].poll() is not None]:
                 running.remove(one)
-                if one.process.returncode == 0:
-                    record(one, threads, options.record)
+                job, process, start = one
+                if process.returncode == 0:
+                    done[job.name] = {"command": " ".join(job.command), **about, "found": job.read(job.folder),
+                                      "minutes": round((time.monotonic() - start) / 60, 1)}
+                    write_json(path, {"jobs": done})
                 else:
-                    close(one, threads)
-                    todo.remove(one.job)
-                    failed.append(one.job.name)
-                    log = beside(one.job, ".log")
-                    said = log.read_text(encoding="utf-8", errors="replace").splitlines() or ["nothing"]
-                    print(f"{one.job.name} failed: {said[-1]}\n  all that it said: {log}", flush=True)
+                    failed.append(job.name)
+                    print(f"{job.name} failed: see the end of {job.folder}.log", flush=True)
         print("the time is up: the same command continues")
         return failed
-    finally:  # also after Ctrl-C: every program of this project saves what it has
-        for one in running:
-            one.process.send_signal(signal.SIGTERM)
-        for one in running:
-            one.process.wait()
-            close(one, threads)
+    finally:  # also after Ctrl-C. Every program saves what it has.
+        for _, process, _ in running:
+            process.terminate()
+        for _, process, _ in running:
+            process.wait()
 
 
-# ---- 3. The six claims ------------------------------------------------------------------------------------------
-ROUNDING = (1 / 12) ** 0.5  # standard deviation of what rounding a rank to a whole number has changed
-# 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom. The last one serves all beyond.
-T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
-MOST = 100  # seeds that anybody would train
+# ---- 3. What is recorded, as numbers ------------------------------------------------------------------------
+WITH, WITHOUT, MASKS = range(3)  # as in CURVES
+
+
+class Numbers(NamedTuple):
+    """What is recorded, NaN for what is not. Models are MAE-LM and MLM, seeds those of pre-training."""
+    ranks: np.ndarray  # (model, seed, centering, curve, checkpoint, layer): rank_0.9
+    scores: np.ndarray  # (task, model, seed): medians over fine-tuning seeds
+    after: np.ndarray  # (task, model, seed, centering): medians of rank_0.9 of H^L after fine-tuning
+    curves: np.ndarray  # (model, seed, checkpoint, 2): Figure 3, minutes of training and scores
+    short: np.ndarray  # (run,): scores on docs of the short runs
+    tasks: list[int]  # those that all seeds of both models have scores of
+
+
+def rank_array(checkpoints: dict) -> np.ndarray:
+    """The ranks of a run: (centering, curve, checkpoint, layer)."""
+    rows = []
+    for by, curve, step in itertools.product(CENTERINGS, CURVES, sorted(checkpoints, key=int)):
+        rows.append([layer[by][curve] for layer in checkpoints[step]["layers"]])
+    return np.array(rows, float).reshape(2, 3, len(checkpoints), -1)
+
+
+def ranks_after(tuned: dict) -> list[float | None]:
+    """The medians over seeds of rank_0.9 of H^L after fine-tuning, by centering."""
+    return [rank_after(tuned["effective_rank"], by) if tuned else None for by in CENTERINGS]
+
+
+def numbers_of(found: dict) -> Numbers:
+    """The numbers of a record."""
+    results = defaultdict(dict, {name: job["found"] for name, job in found.items()})
+    seeds = len([name for name in found if name.startswith("train mlm ")])  # the last of each pair
+    runs = [f"{model} {seed}" for model in MODELS for seed in range(seeds)]
+    tuned = [results[f"{task} {run}"] for task in EPOCHS for run in runs]
+    scores = np.array([one.get("median") for one in tuned], float)  # None becomes NaN
+    after = np.array([ranks_after(one) for one in tuned], float)
+    short = np.array([results[f"short docs {name}"].get("median") for name in SHORT], float)
+    ranks = {run: rank_array(results[f"rank {run}"]) for run in runs if results[f"rank {run}"]}
+    shape = next((one.shape for one in ranks.values()), (2, 3, KEPT, 2))
+    ranks = np.array([ranks.get(run, np.full(shape, math.nan)) for run in runs])
+    curves = np.full((2, seeds, KEPT // 2, 2), math.nan)
+    for (m, model), seed in itertools.product(enumerate(MODELS), range(seeds)):
+        for c, point in enumerate(results[f"figure3 {seed}"].get(model, [])):
+            pace = results[f"train {model} {seed}"]["seconds_per_step"]
+            curves[m, seed, c] = point["step"] * pace / 60, point["median"]
+    scores, after = scores.reshape(-1, 2, seeds), after.reshape(-1, 2, seeds, 2)
+    tasks = [t for t, values in enumerate(scores) if seeds and np.isfinite(values).all()]
+    return Numbers(ranks.reshape(2, seeds, *shape), scores, after, curves, short, tasks)
+
+
+# ---- 4. Intervals, verdicts, claims -------------------------------------------------------------------------
+NOTHING = np.array([])
+ROUNDING = (1 / 12) ** 0.5  # standard deviation of the error of a rank, which is a whole number
 
 
 class Interval(NamedTuple):
@@ -297,486 +260,229 @@ class Interval(NamedTuple):
     mean: float
     low: float
     high: float
-    decided: int | None = None  # by so many seeds if mean and spread stay as they are; None: by no number up to MOST
+
+    def __str__(self) -> str:
+        ends = "one seed" if math.isinf(self.high) else f"{self.low:.1f} to {self.high:.1f}"
+        return "-" if math.isnan(self.mean) else f"{self.mean:.1f} ({ends})"
+
+
+def interval_of(values: np.ndarray, ranks: int = 0) -> Interval:
+    """The interval, by Student's t, of the mean of numbers by seed, each a sum of `ranks` ranks: these are rounded, so
+    three equal ones are not certain. Endless for one seed; NaN for none."""
+    from scipy.stats import t
+    values = values[np.isfinite(values)]
+    n = len(values)
+    mean, half = values.mean() if n else math.nan, math.inf
+    if n > 1:
+        half = t.ppf(0.975, n - 1) * max(values.std(ddof=1), ranks ** 0.5 * ROUNDING) / n ** 0.5
+    return Interval(mean, mean - half, mean + half)
+
+
+def verdict(interval: Interval) -> str:
+    """The verdict on a number that is above 0 if the claim holds."""
+    if math.isnan(interval.mean):
+        return "not measured"
+    if interval.low > 0:
+        return "shown"
+    return "reversed" if interval.high < 0 else "undecided"
 
 
 class Claim(NamedTuple):
     """A statement as a number that is above 0 if it holds."""
-    where: str
+    where: str  # in the paper, or "ours"
     statement: str
-    paper: str  # its number, or OURS
-    seeds: list[float | None]  # the number for each pre-training seed; None: not measured, or all diverged
-    interval: Interval | None  # None: not measured yet
-    centered: Interval | None = None  # the same of centred ranks
+    paper: str  # its number
+    seeds: np.ndarray  # the number for each pre-training seed
+    interval: Interval
+    centered: Interval  # the same with centered ranks
 
 
-OURS = "ours, no claim of the paper"
+def claims(numbers: Numbers) -> list[Claim]:
+    """The paper's claims, and three comparisons of ours."""
+    from scipy.stats import linregress, t
+    found = []
 
+    def add(where: str, statement: str, paper: str, values: np.ndarray, ranks: int = 0,
+            interval: Interval | None = None) -> None:
+        """values (seed,), or (seed, centering) of sums of `ranks` ranks."""
+        plain, centered = values.T if ranks else (values, NOTHING)
+        interval = interval or interval_of(plain, ranks)
+        found.append(Claim(where, statement, paper, plain, interval, interval_of(centered, ranks)))
 
-def interval_of(mean: float, spread: float, n: int, freedom: Callable[[int], int]) -> Interval:
-    """The interval of a mean by Student's t: spread, the standard deviation of one of n seeds; freedom, n -> degrees of
-    freedom."""
-    def half(n: int) -> float:
-        if freedom(n) == 0:
-            return float("inf")
-        return T[min(freedom(n), len(T)) - 1] * spread / n ** 0.5
-
-    decided = next((more for more in range(n, MOST + 1) if half(more) < abs(mean)), None)
-    return Interval(mean, mean - half(n), mean + half(n), decided)
-
-
-def over_seeds(values: list[float | None], ranks: int = 0) -> Interval | None:
-    """The interval of numbers by pre-training seed, each made of so many `ranks`; endless for one seed. Ranks are
-    rounded, so that three equal ones are not certain."""
-    measured = there(values)
-    if not measured:
-        return None
-    spread = 0.0
-    if len(measured) > 1:
-        spread = max(statistics.stdev(measured), ranks ** 0.5 * ROUNDING)
-    return interval_of(statistics.mean(measured), spread, len(measured), lambda n: n - 1)
-
-
-def verdict(interval: Interval | None) -> str:
-    """shown: all of the interval is above 0; not shown: all of it is below; else undecided, and what would decide."""
-    if interval is None:
-        return "not measured, or diverged"
-    if interval.low > 0:
-        return "**shown**"
-    if interval.high < 0:
-        return "**not shown**: it is the other way round"
-    if interval.high == float("inf"):
-        return "**undecided** at this scale: one seed has no interval"
-    seeds = f"more than {MOST}" if interval.decided is None else f"at least {interval.decided}"
-    return f"**undecided** at this scale: {seeds} seeds would decide, if mean and spread stay"
-
-
-def seeds_of(found: dict) -> range:
-    """The pre-training seeds of a record, from 0."""
-    seeds = [int(job.split()[-1]) for job in found if job.startswith("train ")]
-    return range(max(seeds, default=-1) + 1)
-
-
-def by_seed(found: dict, names: tuple[str, ...], number: Callable[..., object]) -> list:
-    """number(result of names[0], ...) for each seed, None where one is missing, up to the last seed that has them."""
-    values = []
-    for seed in seeds_of(found):
-        results = [found.get(f"{name} {seed}") for name in names]
-        missing = None in results
-        values.append(None if missing else number(*[result["found"] for result in results]))
-    while values and values[-1] is None:
-        values.pop()
-    return values
-
-
-def there(values: list) -> list:
-    """The values of the seeds that have one."""
-    return [value for value in values if value is not None]
-
-
-def last(ranks: dict) -> list[dict]:
-    """The layers of a run's last checkpoint."""
-    return ranks[max(ranks, key=int)]["layers"]
-
-
-def rank_at(ranks: dict, layer: int, centering: str, curve: str = "without_mask") -> int:
-    """rank_0.9 of a layer of a run's last checkpoint: 0 the embeddings, -1 the top."""
-    return last(ranks)[layer][centering][curve]
-
-
-def rise(ranks: dict, centering: str) -> int:
-    """Rank_0.9 of [MASK] alone at the top, minus that at the embeddings."""
-    return rank_at(ranks, -1, centering, "mask_only") - rank_at(ranks, 0, centering, "mask_only")
-
-
-def masks_add(ranks: dict, centering: str) -> int:
-    """Rank_0.9 of the top for text with [MASK], minus that without."""
-    return rank_at(ranks, -1, centering, "with_mask") - rank_at(ranks, -1, centering)
-
-
-def rank_after(tuned: dict, centering: str = "uncentered") -> float:
-    """The median over seeds of rank_0.9 of H^L after fine-tuning."""
-    return finetune.rank_after(tuned["effective_rank"], centering)
-
-
-def pair(task: str) -> tuple[str, ...]:
-    """The jobs of a task, but for their seeds."""
-    return tuple(f"{task} {model}" for model in MODELS)
-
-
-def lead(mae: dict, mlm: dict) -> float | None:
-    """Score of MAE-LM minus MLM; None if all fine-tuning seeds of one diverged."""
-    if mae["median"] is None or mlm["median"] is None:
-        return None
-    return mae["median"] - mlm["median"]
-
-
-def rank_lead(mae: dict, mlm: dict, centering: str = "uncentered") -> float:
-    """Rank of MAE-LM minus MLM after fine-tuning."""
-    return rank_after(mae, centering) - rank_after(mlm, centering)
-
-
-def tasks_of(found: dict) -> list[str]:
-    """The tasks that all pre-training seeds have scores of: means over tasks are of the same tasks for each seed."""
-    trained = by_seed(found, pair("train"), lambda mae, mlm: 0.0)
-    tasks = []
-    for task in EPOCHS:
-        ahead = by_seed(found, pair(task), lead)
-        if ahead and [value is None for value in ahead] == [value is None for value in trained]:
-            tasks.append(task)
-    return tasks
-
-
-def gains(found: dict) -> list[float | None]:
-    """Score of MAE-LM minus MLM, the mean over tasks, of each pre-training seed."""
-    by_task = [by_seed(found, pair(task), lead) for task in tasks_of(found)]
-    return [None if None in ahead else statistics.mean(ahead) for ahead in zip(*by_task)]
-
-
-def timed(curves: dict, mae: dict, mlm: dict) -> dict:
-    """The curves of Figure 3 with hours of pre-training: steps at the median pace of their runs."""
-    found = {}
-    for model, run in zip(MODELS, (mae, mlm)):
-        found[model] = [point | {"hours": point["step"] * run["seconds_per_step"] / 3600} for point in curves[model]]
+    last = numbers.ranks[..., -1, :]  # (model, seed, centering, curve, layer)
+    top = last[..., -1]
+    masks_add = top[..., WITH] - top[..., WITHOUT]  # (model, seed, centering)
+    rise = top[..., MASKS] - last[..., MASKS, 0]
+    mae, mlm = last[..., WITHOUT, :]  # (seed, centering, layer)
+    add("Figure 1a", "MLM, top layer: rank of text with `[MASK]`, minus without", "above 0", masks_add[1], 2)
+    add("ours", "that, minus MAE-LM's, whose encoder never reads `[MASK]`", "", masks_add[1] - masks_add[0], 4)
+    add("Figure 1b", "MLM: rank of `[MASK]`, at the top minus at the embeddings", "above 0", rise[1], 2)
+    add("ours", "that, minus MAE-LM's", "", rise[1] - rise[0], 4)
+    add("Table 3", "top layer: rank of text without `[MASK]`, MAE-LM minus MLM", "491 - 462 = 29 of 768",
+        mae[..., -1] - mlm[..., -1], 2)
+    add("ours", "that of the layer below the top, added after the first runs", "", mae[..., -2] - mlm[..., -2], 2)
+    names = [TASKS[task] for task in numbers.tasks]
+    for name, (ours, theirs) in zip(names, numbers.after[numbers.tasks]):
+        add(f"Table 3, {name}", f"rank of the top layer after fine-tuning on {name}, MAE-LM minus MLM",
+            "MNLI 62, SQuAD 157 of 768", ours - theirs, 2)
+    gaps = numbers.scores[:, 0] - numbers.scores[:, 1]  # (task, seed)
+    add("Table 1", f"score at equal steps, MAE-LM minus MLM, mean over {', '.join(names)}", "GLUE 86.1 - 85.2 = 0.9",
+        gaps[numbers.tasks].mean(0) if numbers.tasks else NOTHING)
+    # Between two checkpoints MAE-LM is on the line between them.
+    in_time = [np.interp(mlm[-1, 0], *mae.T) - mlm[-1, 1] for mae, mlm in zip(*numbers.curves)]
+    add("Figure 3", "score on docs at the minute at which MLM ends, MAE-LM minus MLM: above 0 if MAE-LM has MLM's last "
+        "score sooner", "after 40 % of MLM's time", np.array(in_time))
+    line = linregress([float(delta) for delta in DELTAS], numbers.short[:len(DELTAS)])
+    half = t.ppf(0.975, len(DELTAS) - 2) * line.stderr
+    add("Figure 4", "fall of the score on docs from delta 0 to 1, along a straight line through five deltas (one seed, "
+        "a fifth of the steps)", "above 0", NOTHING, 0, Interval(-line.slope, -line.slope - half, -line.slope + half))
     return found
 
 
-def figure3_of(found: dict) -> list[dict | None]:
-    """The curves of Figure 3 by seed."""
-    return by_seed(found, ("figure3", *pair("train")), timed)
+# ---- 5. The page --------------------------------------------------------------------------------------------
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def ahead_in_time(curves: dict) -> float | None:
-    """Score of MAE-LM minus MLM at the hour at which MLM ends: above 0 if MAE-LM has MLM's last score sooner than MLM
-    itself. Between two of its checkpoints MAE-LM is on the line between them."""
-    mae = [point for point in curves["mae-lm"] if point["median"] is not None]
-    end = curves["mlm"][-1]
-    if not mae or end["median"] is None:
-        return None
-    ours = np.interp(end["hours"], [point["hours"] for point in mae], [point["median"] for point in mae])
-    return float(ours) - end["median"]
-
-
-def fall(found: dict) -> Interval | None:
-    """How much the score falls from delta 0 to 1, by the line through Figure 4's points, with its 95 % interval."""
-    names = [f"short docs {name}" for name in DELTAS]
-    if not all(name in found for name in names):
-        return None
-    x = [float(name.split()[-1]) for name in names]
-    y = [found[name]["found"]["median"] for name in names]
-    if None in y:
-        return None
-    slope, intercept = statistics.linear_regression(x, y)
-    squares = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y))
-    width = sum((a - statistics.mean(x)) ** 2 for a in x)
-    error = (squares / (len(x) - 2) / width) ** 0.5  # of the slope
-    return interval_of(-slope, error, 1, lambda seeds: seeds * len(x) - 2)
-
-
-def of_ranks(found: dict, names: tuple[str, ...], ranks: int, number: Callable[..., float]) -> tuple:
-    """The last fields of a claim that is number(*results of names, centering), made of so many `ranks`."""
-    def values(centering: str) -> list[float | None]:
-        return by_seed(found, names, lambda *results: number(*results, centering))
-
-    uncentered = values("uncentered")
-    return uncentered, over_seeds(uncentered, ranks), over_seeds(values("centered"), ranks)
-
-
-def of_scores(values: list[float | None]) -> tuple:
-    """The last fields of a claim about numbers that are not rounded."""
-    return values, over_seeds(values)
-
-
-def claims(found: dict) -> list[Claim]:
-    """The paper's claims, and three comparisons of ours, on what is recorded."""
-    mlm, both = ("rank mlm",), pair("rank")
-    rows = [
-        Claim("Figure 1a", "MLM, top layer: rank of text with `[MASK]`, minus without", "above 0",
-              *of_ranks(found, mlm, 2, masks_add)),
-        Claim("", "the same, minus MAE-LM's, whose encoder never reads `[MASK]` in training", OURS,
-              *of_ranks(found, both, 4, lambda mae, mlm, by: masks_add(mlm, by) - masks_add(mae, by))),
-        Claim("Figure 1b", "MLM: rank of `[MASK]` alone, at the top minus at the embeddings", "above 0",
-              *of_ranks(found, mlm, 2, rise)),
-        Claim("", "the same, minus MAE-LM's", OURS,
-              *of_ranks(found, both, 4, lambda mae, mlm, by: rise(mlm, by) - rise(mae, by))),
-        Claim("Table 3", "rank without `[MASK]` at the top, MAE-LM minus MLM", "491 - 462 = 29, of 768",
-              *of_ranks(found, both, 2, lambda mae, mlm, by: rank_at(mae, -1, by) - rank_at(mlm, -1, by))),
-        Claim("", "the same one layer below the top, added after the first runs", OURS,
-              *of_ranks(found, both, 2, lambda mae, mlm, by: rank_at(mae, -2, by) - rank_at(mlm, -2, by))),
-    ]
-    tasks = tasks_of(found)
-    for task in tasks:
-        rows.append(Claim("Table 3", f"that of the top after fine-tuning on {task}", "MNLI 62, SQuAD 157, of 768",
-                          *of_ranks(found, pair(task), 2, rank_lead)))
-    rows += [
-        Claim("Table 1", f"score of MAE-LM minus MLM at equal steps, mean over {', '.join(tasks) or 'tasks'}, points",
-              "GLUE 86.1 - 85.2 = 0.9", *of_scores(gains(found))),
-        Claim("Figure 3", "score of MAE-LM on docs at the hour at which MLM ends, minus MLM's, points", "MAE-LM has "
-              "MLM's last score after 40 % of its time",
-              *of_scores([curves and ahead_in_time(curves) for curves in figure3_of(found)])),
-        Claim("Figure 4", "fall of the score on docs from delta 0 to 1, points, along the straight line through five "
-              "deltas (one seed, a fifth of the steps)", "above 0", [], fall(found)),
-    ]
-    return rows
-
-
-# ---- 4. The page ------------------------------------------------------------------------------------------------
-def in_print(interval: Interval | None) -> str:
-    """A mean with its interval, for print."""
-    if interval is None:
-        return "-"
-    ends = "one seed" if interval.high == float("inf") else f"{interval.low:.1f} to {interval.high:.1f}"
-    return f"{interval.mean:.1f} ({ends})"
-
-
-def over(values: list[float | None], digits: int = 0) -> str:
-    """The values of seeds, or of layers, for print; - where there is none."""
-    return ", ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
-
-
-def verdicts(found: dict) -> str:
-    """The table of claims."""
-    head = ["", "the number that is above 0 if it holds", "paper", "here: mean (95 % interval)", "of centred ranks",
-            "by seed", "verdict"]
-    rows = []
-    for claim in claims(found):
-        said = "-" if claim.paper == OURS else verdict(claim.interval)
-        rows.append([claim.where, claim.statement, claim.paper, in_print(claim.interval), in_print(claim.centered),
-                     over(claim.seeds, digits=1), said])
-    return table(head, rows)
-
-
-def training_table(found: dict) -> str:
-    """The last validation loss of each run, and its minutes, over all commands that went on with it; and how much
-    longer a step of MAE-LM takes."""
-    rows = []
-    for model, name in MODELS.items():
-        losses = by_seed(found, (f"train {model}",), lambda run: run["losses"][-1][1])
-        minutes = by_seed(found, (f"train {model}",), lambda run: run["seconds"] / 60)
-        rows.append([name, over(losses, digits=3), over(minutes)])
-    pace = by_seed(found, pair("train"), lambda mae, mlm: mae["seconds_per_step"] / mlm["seconds_per_step"])
-    rows.append(["a step of MAE-LM / of MLM", "", over(pace, digits=2)])
-    return table(["", "validation loss, by seed", "minutes"], rows)
-
-
-def rank_table(found: dict) -> str:
-    """Figure 1 in numbers: rank_0.9 by layer of the last checkpoints."""
-    rows = []
-    for model, centering, curve in itertools.product(MODELS, CENTERINGS, CURVES):
-        row = [MODELS[model], centering, curve]
-        for run in by_seed(found, (f"rank {model}",), last):
-            row.append(over([layer[centering][curve] for layer in run or []]))
-        rows.append(row)
-    return table(["", "", "", *[f"seed {seed}" for seed in seeds_of(found)]], rows)
-
-
-def tops_over_time(ranks: dict) -> dict[int, int]:
-    """Step -> rank_0.9 of H^L without [MASK], at each checkpoint of a run."""
-    return {int(step): ranks[step]["layers"][-1]["uncentered"]["without_mask"] for step in ranks}
-
-
-def time_table(found: dict) -> str:
-    """Table 3 over training time: rank_0.9 of H^L, before fine-tuning and after it on docs from each checkpoint."""
-    rows, steps = [], set()
-    for model, name in MODELS.items():
-        before = there(by_seed(found, (f"rank {model}",), tops_over_time))
-        after = [{point["step"]: point["rank"] for point in curves[model] if point["rank"] is not None}
-                 for curves in there(figure3_of(found))]
-        for when, runs in (("before", before), ("after", after)):
-            steps = steps.union(*runs)
-            rows.append((name, when, runs))
-    steps = sorted(steps)
-    cells = []
-    for name, when, runs in rows:
-        cells.append([name, when, *[over([run[step] for run in runs if step in run]) for step in steps]])
-    return table(["", "fine-tuning", *[f"{step:,}" for step in steps]], cells)
-
-
-def anatomy_table(found: dict) -> str:
-    """What the layers of the last checkpoints are made of."""
-    rows = []
-    for model, what in itertools.product(MODELS, ANATOMY):
-        row = [MODELS[model], what]
-        for run in by_seed(found, (f"rank {model}",), last):
-            row.append(over(there([layer["anatomy"][what] for layer in run or []]), digits=2))
-        rows.append(row)
-    return table(["", "", *[f"seed {seed}" for seed in seeds_of(found)]], rows)
-
-
-def tuning_table(found: dict) -> str:
-    """Scores and ranks after fine-tuning."""
-    rows = []
-    for task in EPOCHS:
-        for model, name in MODELS.items():
-            medians = by_seed(found, (f"{task} {model}",), lambda tuned: tuned["median"])
-            after = by_seed(found, (f"{task} {model}",), rank_after)
-            if medians:
-                rows.append([task, name, over(medians, digits=1), over(after)])
-        if ahead := by_seed(found, pair(task), lead):
-            rows.append([task, "MAE-LM minus MLM", in_print(over_seeds(ahead)), ""])
-    return table(["task", "", "score, by pre-training seed", "rank afterwards"], rows)
-
-
-def hours_table(found: dict) -> str:
-    """Figure 3 in numbers: when has a run MLM's last score, in the time of MLM's run?"""
-    rows = []
-    for seed, curves in enumerate(figure3_of(found)):
-        if curves is None:
-            continue
-        for model, name in MODELS.items():
-            share = finetune.share_of_time(curves[model], curves["mlm"])
-            rows.append([name, str(seed), over([point["median"] for point in curves[model]], digits=1),
-                         over([60 * point["hours"] for point in curves[model]]),
-                         "never" if share is None else f"{share:.0%}"])
-    return table(["", "seed", "score on docs", "minutes", "MLM's last score first after, of MLM's time"], rows)
-
-
-def short_table(found: dict) -> str:
-    """Figure 4 and the first group of Table 2."""
-    rows = []
-    for name in (*DELTAS, *GROUP):
-        if f"short docs {name}" in found:
-            tuned = found[f"short docs {name}"]["found"]
-            loss = found[f"short train {name}"]["found"]["losses"][-1][1]
-            ranks = [tuned["effective_rank"]["before"]["uncentered"], rank_after(tuned)]
-            rows.append([name, f"{loss:.3f}", over([tuned["median"]], digits=1), over(ranks)])
-    return table(["", "validation loss", "score on docs", "rank at the top before, after"], rows)
-
-
-def origin(found: dict) -> str:
-    """Where the numbers come from. The seconds of a run are from its log: older records have the minutes of the last
-    command alone that went on with it."""
-    machines = sorted({job["machine"] for job in found.values()})
-    commits = sorted({one for job in found.values() for one in job["commit"].split(", ")})
-    seconds = [job["found"].get("seconds", 60 * job["minutes"]) for job in found.values()]
-    return (f"{len(found)} jobs, {sum(seconds) / 3600:.0f} hours one after another, on {', '.join(machines)}; "
-            f"commits {', '.join(commits)}.")
+def in_print(values: np.ndarray, digits: int = 0) -> str:
+    """Numbers for print; - for what is not measured."""
+    return ", ".join("-" if math.isnan(value) else f"{value:.{digits}f}" for value in values)
 
 
 def tables(found: dict) -> str:
-    """All tables of the page, in Markdown."""
+    """All tables of the page, in Markdown: verdicts, origin, Figure 1, fine-tuning, short runs."""
+    numbers = numbers_of(found)
+    verdicts, ranks, tuned = [], [], []
+    for claim in claims(numbers):
+        said = "" if claim.where == "ours" else f"**{verdict(claim.interval)}**"
+        verdicts.append([claim.where, claim.statement, claim.paper, claim.interval, claim.centered,
+                         in_print(claim.seeds, digits=1), said])
+    last = np.moveaxis(numbers.ranks[..., -1, :], 1, 3)  # (model, centering, curve, seed, layer)
+    for names, rows in zip(itertools.product(MODELS.values(), CENTERINGS, CURVES), last.reshape(12, *last.shape[3:])):
+        ranks.append([*names, *map(in_print, rows)])
+    for task, scores, after in zip(EPOCHS, numbers.scores, numbers.after):
+        if not np.isfinite(scores).any():
+            continue
+        for name, values, tops in zip(MODELS.values(), scores, after[..., 0]):
+            tuned.append([task, name, in_print(values, digits=1), in_print(tops)])
+        tuned.append([task, "MAE-LM minus MLM", interval_of(scores[0] - scores[1]), ""])
+    short = [[name, in_print([score], digits=1)] for name, score in zip(SHORT, numbers.short) if np.isfinite(score)]
+    machines = ", ".join(sorted({job["machine"] for job in found.values()}))
+    commits = ", ".join(sorted({one for job in found.values() for one in job["commit"].split(", ")}))
+    seconds = sum(job["found"].get("seconds", 60 * job["minutes"]) for job in found.values())
     return "\n\n".join([
-        verdicts(found),
-        origin(found),
-        "Pre-training:", training_table(found),
-        "Figure 1, rank_0.9 at layers 0 to L of the last checkpoint:", rank_table(found),
-        "Table 3 over time, rank_0.9 of H^L at each step, by seed:", time_table(found),
-        "What layers 0 to L are made of: `identity`, the share of their variance that the tokens alone explain, and "
-        "the mean squares that attention and FFN of layers 1 to L write:", anatomy_table(found),
-        f"Fine-tuning, medians of {TUNED} seeds, less those that diverged:", tuning_table(found),
-        f"Figure 3, medians of {CURVE_TUNED} seeds of fine-tuning from each checkpoint:", hours_table(found),
-        f"Shorter runs, one seed, medians of {SHORT_TUNED} seeds of fine-tuning (delta 0: `mae-lm`, 1: `enc-mask`):",
-        short_table(found)])
+        table(["", "the number that is above 0 if it holds", "paper", "here: mean (95 % interval)",
+               "with centered ranks", "by seed", "verdict"], verdicts),
+        f"{len(found)} jobs, {seconds / 3600:.1f} hours one after another, on {machines}; commits {commits}.",
+        "Figure 1, rank_0.9 at layers 0 to L of the last checkpoint:",
+        table(["", "", "", *[f"seed {seed}" for seed in range(last.shape[3])]], ranks),
+        f"Fine-tuning, medians of {TUNED} seeds without those that diverged:",
+        table(["task", "", "score, by pre-training seed", "rank_0.9 of H^L afterwards"], tuned),
+        f"Short runs, one seed, medians of {SHORT_TUNED} fine-tuning seeds (delta 0 is `mae-lm`, 1 is `enc-mask`):",
+        table(["", "score on docs"], short)])
 
 
-def word(found: dict, where: str, task: str = "") -> str:
-    """The verdict on a claim of the paper in one or two words, for the title of a panel."""
-    intervals = [claim.interval for claim in claims(found) if claim.where == where and claim.statement.endswith(task)]
-    said = verdict(intervals[0] if intervals else None)
-    return re.match("[a-z ]+", said.replace("*", ""))[0].removesuffix(" at this scale")
+LINES = {WITH: ("o-", "text with [MASK]"), WITHOUT: ("s--", "text without [MASK]"), MASKS: ("^:", "[MASK] vectors")}
 
 
-def draw(found: dict, path: Path) -> None:
-    """The page of figures, a panel for each claim: Figure 1, Table 3 over time and after fine-tuning on each task,
-    Table 1, Figures 3 and 4."""
-    with figure(path, panels=3, rows=2) as (_, ((layers, before, after), (downstream, times, sweep))):
-        for number, (model, name) in enumerate(MODELS.items()):
-            style = {"color": f"C{number}", "alpha": 0.7}
-            for ranks in there(by_seed(found, (f"rank {model}",), lambda ranks: ranks)):
-                for curve, line in (("without_mask", "o-"), ("with_mask", "s--"), ("mask_only", "^:")):
-                    if model == "mlm" or curve == "without_mask":  # MAE-LM never reads [MASK]
-                        layers.plot([layer["uncentered"][curve] for layer in last(ranks)], line, **style)
-                tops = tops_over_time(ranks)
-                before.plot(list(tops), list(tops.values()), "o-", **style)
-            for curves in there(figure3_of(found)):
-                hours, medians = [[point[name] for point in curves[model]] for name in ("hours", "median")]
-                times.plot(hours, medians, "o-", **style)
+def draw(numbers: Numbers, path: Path) -> None:
+    """The figure, a panel for each question. Lines are as in rank.png."""
+    from matplotlib.ticker import FixedLocator
+    answer = {claim.where: verdict(claim.interval) for claim in claims(numbers)}
+    with figure(path, panels=3, rows=2) as (_, ((layers, before, after), (scores, times, sweep))):
+        for m, name in enumerate(MODELS.values()):
+            style = {"color": f"C{m}", "alpha": 0.6, "markersize": 4}
+            ranks = numbers.ranks[m, :, 0]  # (seed, curve, checkpoint, layer)
+            for curve, (line, _) in LINES.items():
+                layers.plot(ranks[:, curve, -1].T, line, **style)
+            before.plot(range(1, KEPT + 1), ranks[:, WITHOUT, :, -1].T, "s--", **style)
+            times.plot(*numbers.curves[m].T, "o-", **style)
             for axis in (layers, before, times):
                 axis.plot([], [], color=style["color"], label=name)
-                axis.legend(fontsize="small")
-        tasks = tasks_of(found)
-        downstream.set_yscale("symlog", linthresh=5)  # one encoder can be far ahead
-        for axis, number in ((after, rank_lead), (downstream, lead)):
-            for place, task in enumerate(tasks):
-                ahead = there(by_seed(found, pair(task), number))
-                axis.plot([place] * len(ahead), ahead, "o", color="C2", alpha=0.7)
+        for line, label in LINES.values():
+            layers.plot([], [], line, color="gray", markersize=4, label=label)
+        for axis in (layers, before, times):
+            axis.legend(fontsize="small")
+        scores.set_yscale("symlog", linthresh=5)  # one encoder can be far ahead
+        for axis, values in ((after, numbers.after[..., 0]), (scores, numbers.scores)):
+            axis.plot((values[:, 0] - values[:, 1])[numbers.tasks], "o", color="C2", alpha=0.7)
             axis.axhline(0, color="gray")
-            axis.set(xticks=range(len(tasks)), xticklabels=tasks, xlim=(-0.5, max(1, len(tasks)) - 0.5))
-        limits = downstream.get_ylim()
-        downstream.set(yticks=[-50, -20, -10, -5, 0, 5, 10, 20, 50])
-        downstream.yaxis.set_major_formatter("{x:g}")
-        downstream.set_ylim(limits)
-        done = [name for name in DELTAS if f"short docs {name}" in found]
-        sweep.plot([float(name.split()[-1]) for name in done],
-                   [found[f"short docs {name}"]["found"]["median"] for name in done], "o-", color="C0")
-        layers.set(xlabel="layer: text without [MASK] (o), with (s), [MASK] (^)", ylabel="rank_0.9",
-                   title=f"Figure 1: [MASK] adds rank ({word(found, 'Figure 1a')}), rises ({word(found, 'Figure 1b')})")
+            axis.margins(x=0.1)
+        scores.yaxis.set_major_locator(FixedLocator([-50, -10, -5, 0, 5, 10, 50]))
+        scores.yaxis.set_major_formatter("{x:g}")
+        names = [TASKS[task] for task in numbers.tasks]
+        scores.set_xticks(range(len(names)), names)
+        after.set_xticks(range(len(names)), [f"{name}\n{answer[f'Table 3, {name}']}" for name in names], fontsize=8)
+        sweep.plot([float(delta) for delta in DELTAS], numbers.short[:len(DELTAS)], "o-")
         layers.xaxis.get_major_locator().set_params(integer=True)
-        before.locator_params(axis="x", nbins=5)
-        before.set(xlabel="step", ylabel="rank_0.9 of H^L",
-                   title=f"Table 3: MAE-LM has more rank ({word(found, 'Table 3')})")
-        after.set(xticklabels=[f"{task}\n{word(found, 'Table 3', f'on {task}')}" for task in tasks],
-                  ylabel="rank_0.9 of MAE-LM minus MLM", title="... after fine-tuning")
-        after.tick_params(axis="x", labelsize="small")
-        downstream.set(ylabel="score of MAE-LM minus MLM, points",
-                       title=f"Table 1: MAE-LM scores higher ({word(found, 'Table 1')})")
-        times.set(xlabel="hours of pre-training", ylabel="score on docs",
-                  title=f"Figure 3: MAE-LM is there sooner ({word(found, 'Figure 3')})")
+        layers.set(xlabel="layer (0 = embeddings)", ylabel="rank_0.9",
+                   title=f"Figure 1: does [MASK] take up rank? a {answer['Figure 1a']}, b {answer['Figure 1b']}")
+        before.set(xlabel="checkpoint, evenly spaced", ylabel="rank_0.9 of H^L, text without [MASK]",
+                   title=f"Table 3: has MAE-LM the higher rank? {answer['Table 3']}")
+        after.set(ylabel="rank_0.9, MAE-LM minus MLM", title="Table 3: and after fine-tuning?")
+        scores.set(ylabel="score, MAE-LM minus MLM (symlog: linear to 5)",
+                   title=f"Table 1: does MAE-LM score higher? {answer['Table 1']}")
+        times.set(xlabel="minutes of training (steps x median pace)", ylabel="score on docs",
+                  title=f"Figure 3: is MAE-LM there sooner? {answer['Figure 3']}")
         sweep.set(xlabel="delta: share of [MASK] that the encoder reads", ylabel="score on docs",
-                  title=f"Figure 4: [MASK] costs score ({word(found, 'Figure 4')})")
+                  title=f"Figure 4: does [MASK] hurt? {answer['Figure 4']} (one seed)")
 
 
 def report(path: Path) -> None:
-    """Put the tables of a record between the marks of docs/evidence.md and draw its figure; of another record than the
-    project's, write both beside it."""
+    """Put the tables of the project's record between the marks of docs/results.md and draw docs/evidence.png; those of
+    another record into files next to it. UserError if there is no record, or no marks."""
     found = recorded(path)
     if not found:
-        raise UserError(f"{path}: nothing is recorded yet; give --data")
-    page, text = path.with_suffix(".md"), "<!-- tables -->\n\n<!-- end of tables -->\n"
-    if path.resolve() == RECORD.resolve():
+        raise UserError(f"{path}: nothing is recorded yet; give --data or --lecture")
+    page, text = path.with_suffix(".md"), "<!-- tables --><!-- end of tables -->\n"
+    if path == RECORD:
         page, text = PAGE, PAGE.read_text(encoding="utf-8")
-    marks = re.compile("(<!-- tables -->\n).*(\n<!-- end of tables -->)", re.DOTALL)
-    content = f"![a panel for each claim of the paper]({page.stem}.png)\n\n{tables(found)}"
+    picture = page.with_name("evidence.png")
+    before, start, rest = text.partition("<!-- tables -->")
+    _, end, after = rest.partition("<!-- end of tables -->")
+    if not end:
+        raise UserError(f"{page}: lacks <!-- tables --> and <!-- end of tables -->, between which the tables go")
+    content = f"\n![a panel for each question]({picture.name})\n\n{tables(found)}\n"
     with atomic(page) as temporary:
-        temporary.write_text(marks.sub(lambda match: match[1] + content + match[2], text), encoding="utf-8")
-    draw(found, page.with_suffix(".png"))
-    print(f"{len(found)} jobs recorded: {page}, {page.with_suffix('.png')}")
+        temporary.write_text(before + start + content + end + after, encoding="utf-8")
+    draw(numbers_of(found), picture)
+    print(f"{len(found)} jobs recorded: {page}, {picture}")
 
 
+# ---- 6. Command line ----------------------------------------------------------------------------------------
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(prog="bench/evidence.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="text for pre-training")
-    parser.add_argument("--glue", help="folder of GLUE's files, or hub")
-    parser.add_argument("--hours", type=float, default=1000.0, help="end after so many [when all is done]")
-    parser.add_argument("--at-once", type=int, default=1, help="jobs at a time: one for each core [%(default)s]")
-    parser.add_argument("--preset", default="laptop", choices=TRAIN_PRESETS, help="of all runs [%(default)s]")
-    parser.add_argument("--steps", type=int, help="of the main runs, instead of the preset's")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="of pre-training: 0, 1, ... [so many: %(default)s]")
-    parser.add_argument("--only", nargs="+", metavar="JOB", help="jobs of these first words: rank docs 'train mlm'")
-    parser.add_argument("--learning-rate", type=float, default=RATE,
-                        help="of fine-tuning, for all encoders and tasks alike [%(default)s]")
-    parser.add_argument("--docs-epochs", type=float, default=EPOCHS["docs"],
-                        help="of fine-tuning on docs: 5 are enough if docs was the text of pre-training [%(default)s]")
-    parser.add_argument("--out", type=Path, default=Path("out/evidence"), help="for the runs [%(default)s]")
-    parser.add_argument("--record", type=Path, help="where results are kept [evidence.json in --out; without --data "
-                        "the project's own]")
-    parser.add_argument("--report", action="store_true", help="make the tables and the figure from the record")
+    parser = Parser("bench/evidence.py", __doc__)
+    add = parser.add_argument
+    add("--data", help="text for pre-training")
+    add("--glue", help="folder of GLUE's files, or hub")
+    add("--hours", type=float, default=1000.0, help="end after so many [when all is done]")
+    add("--at-once", type=int, default=1, help="jobs at a time: one for each core [1]")
+    add("--preset", default="laptop", choices=TRAIN_PRESETS, help="of all runs [laptop]")
+    add("--steps", type=int, help="of the main runs [the preset's]")
+    add("--seeds", type=int, default=3, help="how many of pre-training [3]")
+    add("--only", nargs="+", metavar="JOB", help="jobs that begin with these words: rank docs 'train mlm'")
+    add("--learning-rate", type=float, default=4e-4, help="of fine-tuning [4e-4]")
+    add("--docs-epochs", type=float, default=EPOCHS["docs"], help="of fine-tuning on docs [%(default)s]")
+    add("--out", type=Path, help="for the runs and the record [out/evidence]")
+    add("--report", action="store_true", help="make the tables and the figure from the record")
+    add("--lecture", action="store_true", help="a quarter of an hour: toy, docs, one seed, and --report")
     options = parser.parse_args(argv)
+    if options.lecture:
+        parser.set_defaults(**LECTURE)
+        options = parser.parse_args(argv)
     if not options.data and not options.report:
-        parser.error("give --data TEXT, or --report")
-    for flag in ("at_once", "seeds"):
-        if getattr(options, flag) < 1:
-            parser.error(f"--{flag.replace('_', '-')} {getattr(options, flag)}: use 1 or more")
-    if not options.record:
-        options.record = options.out / "evidence.json" if options.data else RECORD
+        parser.error("give --lecture, --data TEXT, or --report")
+    options.out = options.out or (Path("out/evidence") if options.data else RECORD.parent)
+    path = options.out / "evidence.json"
     failed = []
     with clear_errors("bench/evidence.py"):
         if options.data:
-            options.out.mkdir(parents=True, exist_ok=True)
-            with claim_folder(options.record.parent, "evidence"):
-                failed = run_jobs(jobs(options), options)
+            with alone_in(options.out):
+                failed = run_jobs(jobs(options), options, path)
         if options.report:
-            report(options.record)
+            report(path)
     if failed:
         sys.exit(1)
 

@@ -1,15 +1,14 @@
 """MAE-LM (Meng et al., 2024) for the library `transformers`: what AutoModel and its like load from a folder that
 
-    python convert.py export out/toy DIR
+    python -m support.convert export out/toy DIR
 
-has written. This file goes into that folder beside the weights, together with maelm.py, which computes everything:
-here are only the interface and the heads. Load it with `trust_remote_code=True`.
+has written. The folder holds a copy of this file and of maelm.py, which computes everything: here are only the
+interface and the heads. Load it with `trust_remote_code=True`.
 """
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import (BaseModelOutput, MaskedLMOutput, QuestionAnsweringModelOutput,
-                                           SequenceClassifierOutput, TokenClassifierOutput)
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
 from transformers.utils import can_return_tuple
 
 from .maelm import MASK, Config, Decoder, Encoder, Head, RelativeBias
@@ -29,7 +28,7 @@ class MAELMModel(PreTrainedModel):
 
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
-        # The dropout of transformers' name may have been changed, as AutoModel.from_pretrained allows.
+        # AutoModel.from_pretrained allows to change the dropout, under transformers' name.
         self.shape = Config(**config.maelm | {"dropout": config.hidden_dropout_prob})
         self.encoder = Encoder(self.shape)
         self.post_init()
@@ -40,13 +39,13 @@ class MAELMModel(PreTrainedModel):
         if isinstance(module, RelativeBias):
             # transformers makes models without memory before it loads them, which loses what this holds.
             module.bucket.copy_(RelativeBias(self.shape).bucket)
-        elif isinstance(module, Head):
-            nn.init.zeros_(module.bias)
 
     def get_input_embeddings(self) -> nn.Embedding:
+        """The embeddings e_x."""
         return self.encoder.token_embedding
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace the embeddings e_x."""
         self.encoder.token_embedding = value
 
     @can_return_tuple
@@ -69,7 +68,7 @@ class MAELMModel(PreTrainedModel):
 
 
 class MAELMForMaskedLM(MAELMModel):
-    """Encoder, decoder and head: fills in [MASK]. In pre-training an MAE-LM's encoder does not read [MASK]. Here it is
+    """Encoder, decoder and head: predicts [MASK]. In pre-training an MAE-LM's encoder does not read [MASK]. Here it is
     hidden as a key instead of removed, which is the same for all other tokens, and keeps rows equally long."""
 
     def __init__(self, config: MAELMConfig):
@@ -84,49 +83,32 @@ class MAELMForMaskedLM(MAELMModel):
         """As MAELMModel; labels (B, n) int64, -100 where there is no loss -> logits (B, n, V)."""
         masked = input_ids == MASK
         real = torch.ones_like(masked) if attention_mask is None else attention_mask != 0
-        seen = real  # by the encoder; the decoder sees [MASK], too
-        if not self.reads_mask:
-            seen = real & ~masked
-            if not self.shape.aligned_positions:  # they do not skip what is removed
-                options["position_ids"] = ((~masked).cumsum(1) - 1).clamp(min=0)
+        reads_mask = self.shape.mask_in_encoder > 0.5  # as pre-training shows a single [MASK] to the encoder
+        seen = real if reads_mask else real & ~masked  # by the encoder; the decoder sees [MASK], too
+        if not reads_mask and not self.shape.aligned_positions:  # positions do not skip what is removed
+            options["position_ids"] = ((~masked).cumsum(1) - 1).clamp(min=0)
         out = super().forward(input_ids, seen, return_dict=True, **options)
-        z = self.decode(out.last_hidden_state, masked, ~real)
-        logits = self.head(z, self.encoder.token_embedding.weight)
+        z = h = out.last_hidden_state  # (B, n, d)
+        embeddings = self.encoder.token_embedding.weight
+        if self.decoder is not None:
+            if not reads_mask or self.shape.decoder_reset:  # e_[MASK] where [MASK] is removed, or to be forgotten
+                h = torch.where(masked[:, :, None], embeddings[MASK], h)
+            z = self.decoder(h, h, padding=~real)  # (B, n, decoder_dim)
+        logits = self.head(z, embeddings)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.shape.vocab_size)
         return MaskedLMOutput(loss, logits, out.hidden_states)
 
-    @property
-    def reads_mask(self) -> bool:
-        """Whether pre-training would have shown a single [MASK] to the encoder."""
-        return self.shape.mask_in_encoder > 0.5
 
-    def decode(self, h: Tensor, masked: Tensor, padding: Tensor) -> Tensor:
-        """H^L (B, n, d) -> what the head reads, (B, n, decoder_dim). The decoder finds e_[MASK] where [MASK] was
-        removed, or is to be forgotten."""
-        if self.decoder is None:
-            return h
-        if not self.reads_mask or self.shape.decoder_reset:
-            e_mask = self.encoder.token_embedding.weight[MASK].to(h.dtype)  # (d,)
-            h = torch.where(masked[:, :, None], e_mask, h)
-        # Unlike pre-training, which asks for the masked positions alone, transformers wants logits everywhere.
-        everywhere = torch.arange(h.shape[1], device=h.device).expand(len(h), -1)
-        return self.decoder(h, h, everywhere, padding)
-
-
-class MAELMClassifier(MAELMModel):
-    """What the two classifiers below have in common: a linear layer, with dropout."""
+class MAELMForSequenceClassification(MAELMModel):
+    """A class for a text, or a number if num_labels is 1: a linear layer on H^L at [CLS]."""
 
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
         self.dropout = nn.Dropout(self.shape.dropout)
         self.classifier = nn.Linear(self.shape.encoder_dim, config.num_labels)
         self.post_init()
-
-
-class MAELMForSequenceClassification(MAELMClassifier):
-    """A class for a text, or a number if num_labels is 1: a linear layer on H^L at [CLS]."""
 
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
@@ -138,34 +120,3 @@ class MAELMForSequenceClassification(MAELMClassifier):
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(loss, logits, out.hidden_states)
-
-
-class MAELMForTokenClassification(MAELMClassifier):
-    """A class for each token: a linear layer on its H^L."""
-
-    @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
-                **options) -> TokenClassifierOutput:
-        """As MAELMModel; labels (B, n) int64, -100 where there is no loss -> logits (B, n, num_labels)."""
-        out = super().forward(input_ids, attention_mask, return_dict=True, **options)
-        logits = self.classifier(self.dropout(out.last_hidden_state))
-        loss = self.loss_function(logits, labels, config=self.config) if labels is not None else None
-        return TokenClassifierOutput(loss, logits, out.hidden_states)
-
-
-class MAELMForQuestionAnswering(MAELMModel):
-    """The first and the last token of an answer: a linear layer on H^L."""
-
-    def __init__(self, config: MAELMConfig):
-        super().__init__(config)
-        self.span = nn.Linear(self.shape.encoder_dim, 2)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, start_positions: Tensor | None = None,
-                end_positions: Tensor | None = None, **options) -> QuestionAnsweringModelOutput:
-        """As MAELMModel; start_positions, end_positions (B,) int64 -> start_logits, end_logits (B, n)."""
-        out = super().forward(input_ids, attention_mask, return_dict=True, **options)
-        start, end = self.span(out.last_hidden_state).unbind(-1)
-        loss = self.loss_function(start, end, start_positions, end_positions)  # None without both
-        return QuestionAnsweringModelOutput(loss, start, end, out.hidden_states)

@@ -1,0 +1,260 @@
+"""To Hugging Face and back.
+
+    python -m support.convert export out/toy DIR [--format auto|mpnet|roberta|maelm]  # a folder for transformers
+    python -m support.convert import hf:roberta-base out/roberta                      # a run folder, for --init
+
+A post-LN encoder without relative positions is a RoBERTa, with 32 buckets up to distance 128 an MPNet. With all others
+modeling_maelm.py and maelm.py go into the folder. `import` reads a RoBERTa or MPNet with a byte-level BPE.
+"""
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import tokenizers
+import torch
+from torch import Tensor, nn
+
+from maelm import CLS, MAELM, PAD, SEP, Config
+from support.files import Parser, UserError, clear_errors, refuse_other_files, write_json
+from support.hub import transformers_library
+from support.run import load_encoder, load_model, save_checkpoint
+from support.tokenizer import Tokenizer
+
+OFFSET = 2  # RoBERTa and MPNet count positions from after their padding id, 1
+EPS = nn.LayerNorm(1).eps  # of all our LayerNorms
+CLASSES = {"roberta": "Roberta", "mpnet": "MPNet", "maelm": "MAELM"}
+
+# ---- 1. Weights: our names and theirs -----------------------------------------------------------------------
+ROBERTA_NAMES = {  # applied one after the other
+    "encoder.token_embedding": "embeddings.word_embeddings",
+    "encoder.position_embedding": "embeddings.position_embeddings",
+    "encoder.norm": "embeddings.LayerNorm",
+    "encoder.stack.blocks": "encoder.layer",
+    "self_attention.f.output": "attention.output.dense", "self_attention.f": "attention.self",
+    "self_attention.norm": "attention.output.LayerNorm",
+    "ffn.f.0": "intermediate.dense", "ffn.f.2": "output.dense", "ffn.norm": "output.LayerNorm",
+    "head.transform.0": "lm_head.dense", "head.transform.2": "lm_head.layer_norm", "head.bias": "lm_head.bias",
+}
+MPNET_NAMES = ROBERTA_NAMES | {
+    "encoder.stack.rule.table": "encoder.relative_attention_bias",
+    "self.query": "attn.q", "self.key": "attn.k", "self.value": "attn.v",
+    "attention.output.dense": "attention.attn.o", "attention.output.LayerNorm": "attention.LayerNorm",
+}
+NAMES = {"roberta": ROBERTA_NAMES, "mpnet": MPNET_NAMES}
+
+
+def their_names(ours: str, kind: str) -> list[str]:
+    """What a model of this kind calls our weight `ours`: one name, or two for the matrix of keys and values."""
+    found = []
+    for part in ("key", "value") if "key_value" in ours else ("",):
+        name = ours.replace("key_value", part)
+        for old, new in NAMES[kind].items():
+            name = name.replace(old, new)
+        found.append(f"{kind}.{name}" if ours.startswith("encoder.") else name)
+    return found
+
+
+def to_theirs(weights: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """Our weights under the names of a kind."""
+    found = {}
+    for ours, weight in weights.items():
+        names = their_names(ours, kind)
+        found.update(zip(names, weight.chunk(len(names))))  # the first half of our matrix are the keys
+    positions = f"{kind}.embeddings.position_embeddings.weight"
+    found[positions] = nn.functional.pad(found[positions], (0, 0, OFFSET, 0))  # rows of zeros before the first one
+    if kind == "roberta":
+        found["roberta.embeddings.token_type_embeddings.weight"] = torch.zeros(1, found[positions].shape[1])
+    return found
+
+
+def to_ours(weights: dict[str, Tensor], kind: str, names: list[str], order: Tensor) -> dict[str, Tensor]:
+    """The weights of a kind under our `names`, with the rows of its vocabulary in the order (V,) int64."""
+    found = {}
+    for name in names:
+        found[name] = torch.cat([weights[part] for part in their_names(name, kind)])
+    positions = found["encoder.position_embedding.weight"][OFFSET:]
+    if kind == "roberta":  # all tokens are in its one segment
+        positions = positions + weights["roberta.embeddings.token_type_embeddings.weight"]
+    found["encoder.position_embedding.weight"] = positions
+    for name in ("encoder.token_embedding.weight", "head.bias"):
+        found[name] = found[name][order]
+    return found
+
+
+# ---- 2. Export ----------------------------------------------------------------------------------------------
+def choose_format(config: Config, wanted: str) -> str:
+    """The format for an encoder of this configuration. UserError if the `wanted` one computes something else."""
+    exact = "maelm"
+    if config.norm == "post" and config.rel_pos_buckets == 0:
+        exact = "roberta"
+    elif config.norm == "post" and (config.rel_pos_buckets, config.rel_pos_max_distance) == (32, 128):
+        exact = "mpnet"
+    if wanted not in ("auto", "maelm", exact):
+        raise UserError(f"--format {wanted}: computes something else than this encoder; use --format {exact}")
+    return exact if wanted == "auto" else wanted
+
+
+def hub_config(config: Config, kind: str, head: bool) -> dict:
+    """config.json of an export. Under "maelm" it has our own fields, in every format."""
+    found = {
+        "model_type": kind, "vocab_size": config.vocab_size, "hidden_size": config.encoder_dim,
+        "num_hidden_layers": config.encoder_layers, "num_attention_heads": config.encoder_heads,
+        "intermediate_size": 4 * config.encoder_dim, "layer_norm_eps": EPS, "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.dropout, "pad_token_id": PAD, "maelm": asdict(config),
+        "max_position_embeddings": config.seq_len + (0 if kind == "maelm" else OFFSET),
+        "type_vocab_size": 1,  # one segment, whose embedding is 0
+        "architectures": [CLASSES[kind] + ("ForMaskedLM" if head else "Model")],
+    }
+    if kind == "maelm":
+        code = "modeling_maelm.MAELM"  # our file, and how the names of its classes begin
+        found["auto_map"] = {"AutoConfig": code + "Config", "AutoModel": code + "Model",
+                             "AutoModelForSequenceClassification": code + "ForSequenceClassification"}
+        if head:
+            found["auto_map"]["AutoModelForMaskedLM"] = code + "ForMaskedLM"
+    return found
+
+
+def save_tokenizer(tokenizer: Tokenizer, seq_len: int, out: Path) -> None:
+    """Write a tokenizer of transformers: [CLS] and [SEP] around a text; [MASK] takes the space before it along."""
+    model = tokenizer.model
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)])
+    model.add_special_tokens([tokenizers.AddedToken("[MASK]", lstrip=True, special=True)])
+    model.save(str(out / "tokenizer.json"))
+    write_json(out / "tokenizer_config.json", {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": seq_len, "cls_token": "[CLS]",
+        "pad_token": "[PAD]", "sep_token": "[SEP]", "mask_token": "[MASK]",
+        "model_input_names": ["input_ids", "attention_mask"]})
+
+
+CARD = """---
+library_name: transformers
+---
+# {name}
+
+A text encoder pre-trained by [MAE-LM](https://arxiv.org/abs/2302.02060) or a variant of it.
+
+```python
+from transformers import AutoModel, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
+model = AutoModel.from_pretrained("{name}"{trust})
+```
+"""
+
+
+def export(source: Path, out: Path, wanted: str) -> None:
+    """Write a run folder, a checkpoint or finetune.py's encoder as a folder for transformers."""
+    transformers_library()
+    refuse_other_files(out)
+    if source.name == "encoder.pt" or (source / "encoder.pt").is_file():
+        encoder, tokenizer, config = load_encoder(source)
+        weights, head = nn.ModuleDict({"encoder": encoder}).state_dict(), False
+    else:
+        model, tokenizer = load_model(source)
+        config, weights, head = model.config, model.state_dict(), True
+    kind = choose_format(config, wanted)
+    # A format without decoder cannot predict [MASK], nor can a model that reads more than a text with [MASK].
+    if kind != "maelm" and config.decoder_layers > 0 or config.decoder_cross or config.encoder_fill == "random":
+        head = False
+    if not head:
+        weights = {name: weight for name, weight in weights.items() if name.startswith("encoder.")}
+    if kind != "maelm":
+        weights = to_theirs(weights, kind)
+
+    write_json(out / "config.json", hub_config(config, kind, head))
+    save_tokenizer(tokenizer, config.seq_len, out)
+    import safetensors.torch  # comes with transformers; its save_file makes a file that only the owner can read
+    (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
+    if kind == "maelm":
+        for file in ("support/modeling_maelm.py", "maelm.py"):
+            shutil.copy(Path(__file__).parents[1] / file, out)
+    card = CARD.format(name=out.resolve().name, trust=", trust_remote_code=True" if kind == "maelm" else "")
+    (out / "README.md").write_text(card, encoding="utf-8")
+    print(f"{out}: {kind}, " + ("with the head for [MASK]" if head else "the encoder alone"))
+
+
+# ---- 3. Import ----------------------------------------------------------------------------------------------
+GPT2_PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # inside of ByteLevel
+TEXTS = ["The cat's 12,345 naïve cafés sat;\n\n  don't they?  ", "ΟΔΟΣ 漢字 🙂\tİı ﬁ½ (x_1 != 3.14e-5)", ""]
+
+
+def read_config(name: str, theirs) -> Config:
+    """The configuration of a RoBERTa or MPNet as one of ours. UserError names what ours cannot express."""
+    wanted = {"hidden_act": "gelu", "layer_norm_eps": EPS, "intermediate_size": 4 * theirs.hidden_size,
+              "pad_token_id": PAD, "type_vocab_size": 1, "relative_attention_num_buckets": 32,
+              "position_embedding_type": "absolute", "tie_word_embeddings": True}
+    for field, value in wanted.items():
+        if getattr(theirs, field, value) != value:
+            raise UserError(f"{name}: has {field}={getattr(theirs, field)!r}, and maelm can only do {value!r}")
+    return Config(vocab_size=theirs.vocab_size, seq_len=theirs.max_position_embeddings - OFFSET,
+                  encoder_layers=theirs.num_hidden_layers, encoder_dim=theirs.hidden_size,
+                  encoder_heads=theirs.num_attention_heads, dropout=theirs.hidden_dropout_prob,
+                  init_std=theirs.initializer_range, rel_pos_buckets=32 if theirs.model_type == "mpnet" else 0,
+                  mask_in_encoder=1.0, decoder_layers=0)  # a standard MLM
+
+
+def read_tokenizer(name: str, theirs, size: int) -> tuple[Tokenizer, Tensor]:
+    """A byte-level BPE as one of ours that cuts text into the same pieces, and their ids (size,) int64 in our order:
+    specials, bytes, merges, then rows that none of these uses. UserError if it reads text in a way that ours cannot."""
+    found = json.loads(theirs.backend_tokenizer.to_str()) if theirs.is_fast else {"model": {}}
+    if found["model"].get("type") != "BPE" or "ByteLevel" not in str(found["pre_tokenizer"]):
+        raise UserError(f"{name}: its tokenizer is no byte-level BPE")
+    merges = [tuple(pair) for pair in found["model"]["merges"]]
+    split = found["pre_tokenizer"].get("pretokenizers", [{}])[0]  # of an export of ours
+    pieces = split.get("pattern", {}).get("Regex", GPT2_PIECES)
+    ours = Tokenizer.of_merges(merges, found["normalizer"] == {"type": "Lowercase"}, pieces)
+    # Both have the 256 bytes and the merges under the same names, in the letters of GPT-2.
+    order = [theirs.cls_token_id, theirs.pad_token_id, theirs.sep_token_id, theirs.mask_token_id]
+    order += theirs.convert_tokens_to_ids([ours.model.id_to_token(i) for i in range(len(order), len(ours))])
+    order += sorted(set(range(size)) - set(order))
+    if sorted(order) != list(range(size)):
+        raise UserError(f"{name}: its tokenizer does not fit its {size:,} embeddings")
+    # What else a tokenizer may do, such as to put a space before the text, shows in what it reads.
+    for text in TEXTS:
+        if theirs(text, add_special_tokens=False)["input_ids"] != [order[i] for i in ours.encode(text)]:
+            raise UserError(f"{name}: its tokenizer reads {text!r} in a way that ours cannot")
+    return ours, torch.tensor(order)
+
+
+def import_model(name: str, out: Path) -> None:
+    """Write a RoBERTa or MPNet of transformers as a run folder at step 0. UserError if maelm cannot compute it."""
+    transformers = transformers_library()
+    refuse_other_files(out)
+    path = name.removeprefix("hf:")
+    kind = transformers.PretrainedConfig.get_config_dict(path)[0].get("model_type")
+    if kind not in NAMES:
+        raise UserError(f"{name}: model_type={kind!r} in its config.json; import takes {' or '.join(NAMES)}")
+    config = read_config(name, transformers.AutoConfig.from_pretrained(path))
+    tokenizer, order = read_tokenizer(name, transformers.AutoTokenizer.from_pretrained(path), config.vocab_size)
+    theirs, loading = transformers.AutoModelForMaskedLM.from_pretrained(path, output_loading_info=True)
+    missing = [key for key in loading["missing_keys"] if not key.startswith("lm_head")]
+    if missing:
+        raise UserError(f"{name}: it lacks weights of the encoder, such as {missing[0]}")
+    model = MAELM(config)
+    model.load_state_dict(to_ours(theirs.float().state_dict(), kind, list(model.state_dict()), order))
+    tokenizer.save(out)
+    write_json(out / "config.json", {"model": asdict(config), "train": {"init": name}})
+    save_checkpoint(out, 0, model, [], 0.0, 0)
+    print(f"{out}: {name}" + (", with a new head for [MASK]" if loading["missing_keys"] else ""))
+
+
+# ---- 4. Command line ----------------------------------------------------------------------------------------
+def main(argv: list[str] | None = None) -> None:
+    """The two commands."""
+    parser = Parser("support.convert", __doc__)
+    add = parser.add_argument
+    add("command", choices=["export", "import"])
+    add("source", help="export: a run folder, a checkpoint or an encoder.pt; import: hf:NAME or a folder")
+    add("out", type=Path, help="the folder to write")
+    add("--format", default="auto", choices=["auto", *CLASSES], help="of an export [auto: RoBERTa or MPNet if exact]")
+    options = parser.parse_args(argv)
+    with clear_errors("support.convert"):
+        if options.command == "export":
+            export(Path(options.source), options.out, options.format)
+        else:
+            import_model(options.source, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Command lines and files: errors in one line, atomic writes, JSON, a folder for one process at a time."""
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+
+class UserError(Exception):
+    """Something that the user can put right. The message names the file or field, its value and the fix."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a bad command line with one line and exit code 2."""
+
+    def __init__(self, prog: str, description: str):
+        super().__init__(prog=prog, description=description, allow_abbrev=False, conflict_handler="resolve",
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.register("type", Path, path_of)
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def parse_args(self, argv: list[str] | None = None) -> argparse.Namespace:
+        options, unknown = self.parse_known_args(argv)
+        if unknown:
+            valid = sorted(flag for flag in self._option_string_actions if not flag.startswith("--no-"))
+            self.error(f"unknown flag {unknown[0]}; the flags are {' '.join(valid)}")
+        for name, value in vars(options).items():
+            if value == "":
+                self.error(f"--{name}: the value is empty")
+        return options
+
+
+def path_of(name: str) -> Path | str:
+    """The path of an argument; "" stays, which as a path would be the current folder."""
+    return Path(name) if name else name
+
+
+def end_by_signal(number: int, frame: object) -> None:
+    """Signal handler for SIGTERM."""
+    sys.exit(128 + number)
+
+
+@contextmanager
+def clear_errors(program: str) -> Iterator[None]:
+    """Turn what the user can put right, and Ctrl-C, into one line on stderr and an exit code: 2, or 130."""
+    before = signal.signal(signal.SIGTERM, end_by_signal)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; the same command continues", file=sys.stderr)
+        sys.exit(130)
+    except (UserError, OSError) as error:
+        line = str(error).replace("\n", " ")
+        print(f"{program}: {line}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, then fsync and rename it to `path`: a reader finds a whole file or none."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())  # or a power cut could leave the new name without its content
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write JSON, atomically."""
+    with atomic(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict:
+    """The content of a JSON file. UserError if it is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}); restore it from a copy") from error
+
+
+def short_hash(content: str | bytes) -> str:
+    """A hash of 16 letters."""
+    if isinstance(content, str):
+        content = content.encode(errors="surrogatepass")
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def file_hash(path: Path) -> str:
+    """A hash of a file, in 16 letters."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make a folder and be the only process at work in it. UserError if another process is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", timeout=0):  # the system frees it when the process ends, however it does
+            yield
+    except Timeout:
+        raise UserError(f"{folder}: another process is at work there; wait for it, or choose another --out") from None
+
+
+def same_settings(folder: Path, there: dict, here: dict) -> None:
+    """UserError that lists the fields of `here` that differ in `there`, the settings a folder was made with."""
+    differs = []
+    for name, value in here.items():
+        if there.get(name) != value:
+            differs.append(f"{name}={there.get(name)!r} there, {value!r} here")
+    if differs:
+        raise UserError(f"{folder} was made with other settings: {'; '.join(differs)}; choose another --out")
+
+
+def refuse_other_files(folder: Path) -> None:
+    """UserError if a folder holds files although it is to be new."""
+    if any(path for path in folder.glob("*") if not path.name.startswith(".")):
+        raise UserError(f"{folder}: not empty; choose another folder")

@@ -1,0 +1,79 @@
+"""What a model expects at [MASK]: --fill-mask, and the examples at the end of a run."""
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maelm import CLS, MAELM, MASK, SEP, Corruption, corrupt
+from support.data import Rows
+from support.files import UserError
+from support.tokenizer import Tokenizer
+
+SHOWN = 6  # examples at the end of a run
+
+
+@torch.no_grad()
+def predict(model: MAELM, tokens: Tensor, masked: Tensor, top: int = 3) -> tuple[Tensor, Tensor]:
+    """Mask exactly the positions masked (1, n) bool of tokens (1, n) int64 -> the `top` best tokens at each of the k
+    and their probabilities, (k, top). MAE-LM needs its decoder for this: its encoder alone predicts nothing."""
+    at = masked.nonzero()[:, 1][None]  # (1, k)
+    exactly = replace(model.config, mask_rate=at.shape[1] / tokens.shape[1], bert_trick=False)
+    corruption = corrupt(tokens, exactly, torch.Generator().manual_seed(0), maskable=masked)
+    tokens, at, *fields = [x.to(model.head.bias.device) for x in (tokens, at, *corruption)]
+    corruption = Corruption(*fields)
+    # The three calls of MAELM.forward, on a batch of one row.
+    h = model.encode(corruption, at)
+    z = model.decode(h, tokens, corruption, at)
+    best = model.logits(z)[0].float().softmax(-1).topk(top)
+    return best.indices.cpu(), best.values.cpu()
+
+
+def fill_mask(model: MAELM, tokenizer: Tokenizer, text: str) -> str:
+    """Three words with their probabilities for each [MASK] of a text, a line each. UserError without [MASK]."""
+    text = text.encode(errors="replace").decode()  # a terminal can send half a character
+    # A word has its space before it, so [MASK] stands for both.
+    ids = tokenizer.encode(text.replace(" [MASK]", "[MASK]"), special=True).tolist()
+    tokens = torch.tensor([[CLS, *ids, SEP]])
+    count, longest = ids.count(MASK), model.config.seq_len - 2
+    if count == 0 or len(ids) > longest:
+        raise UserError(f"--fill-mask: needs [MASK] and at most {longest} tokens; got {count} masks, {len(ids)} tokens")
+    lines = []
+    for number, guess in enumerate(zip(*predict(model, tokens, tokens == MASK)), start=1):
+        lines.append(f"[MASK] {number}: {describe(tokenizer, *guess)}")
+    return "\n".join(lines)
+
+
+def describe(tokenizer: Tokenizer, ids: Tensor, probabilities: Tensor) -> str:
+    """Words with probabilities, such as `the 0.61  a 0.20  its 0.03`."""
+    return "  ".join(f"{word(tokenizer, int(i))} {p:.2f}" for i, p in zip(ids, probabilities))
+
+
+def word(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a token without the space before it, or quoted if nothing else is left."""
+    text = tokenizer.decode([token])
+    return text.strip() or repr(text)
+
+
+def begins_word(text: str) -> bool:
+    """Whether the text of a token is a space and letters."""
+    return text.startswith(" ") and text[1:].isalpha()
+
+
+def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
+    """What the model expects in place of a word in each of SHOWN validation rows. The word is chosen before the
+    model is asked: in the middle of the row, the first token of letters that is followed by another word."""
+    model.eval()
+    lines = ["held-out text: the word in [brackets] was masked; below it are the model's three best guesses"]
+    chosen = np.linspace(0, len(rows) - 1, SHOWN).astype(np.int64)
+    for row in torch.from_numpy(rows[chosen]):
+        texts = [tokenizer.decode([i]) for i in row]
+        for at in range(len(row) // 2, len(row) - 1):
+            if begins_word(texts[at]) and begins_word(texts[at + 1]):
+                masked = torch.arange(len(row))[None] == at
+                ids, probabilities = predict(model, row[None], masked)
+                before, after = "".join(texts[at - 7:at]), "".join(texts[at + 1:at + 8])
+                lines.append(f"  ...{before} [{texts[at].strip()}]{after} ...".replace("\n", " "))
+                lines.append(f"      {describe(tokenizer, ids[0], probabilities[0])}")
+                break
+    return "\n".join(lines)

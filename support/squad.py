@@ -1,0 +1,183 @@
+"""SQuAD 2.0: windows over a context, answers as spans of tokens, EM and F1."""
+import re
+import string
+from collections import Counter
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maelm import CLS, SEP
+from support.tasks import Encoded, Question
+from support.tokenizer import Tokenizer
+
+
+# ---- 1. Contexts as tokens ----------------------------------------------------------------------------------
+def spans_of(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Text -> ids, and for each token its first and last + 1 character, without the space before a word, all (length,)
+    int64. A token that holds a part of a character gets all of it."""
+    ids = tokenizer.encode(text).astype(np.int64)
+    # Bytes are followed back through lower-casing, which may change their number: U+0130 becomes two letters.
+    seen = [c.lower() for c in text] if tokenizer.uncased else text
+    owner = np.repeat(np.arange(len(text)), [len(c.encode()) for c in seen])  # the character of each byte
+    size = np.array([len(token) for token in tokenizer.tiktoken.decode_tokens_bytes(ids.tolist())], np.int64)
+    end = size.cumsum()  # the byte after each token
+    starts, ends = owner[end - size], owner[end - 1] + 1
+    space = np.array([c.isspace() for c in text] + [False])
+    return ids, np.minimum(starts + space[starts], ends), ends
+
+
+def answer_tokens(q: Question, starts: np.ndarray, ends: np.ndarray) -> tuple[int, int]:
+    """First and last token of the first answer, by the tokens' characters (length,); (0, 0) without an answer."""
+    if not q.answers:
+        return 0, 0
+    start, text = q.answers[0]
+    first = start + len(text) - len(text.lstrip())  # white space around it does not count
+    last = first + len(text.strip())
+    a = int(np.searchsorted(ends, first, side="right"))  # the first token that ends after character `first`
+    b = int(np.searchsorted(starts, last)) - 1  # the last one that starts before character `last`
+    return a, b
+
+
+# ---- 2. Inputs, head, loss and score ------------------------------------------------------------------------
+class Spans:
+    """Questions as inputs `[CLS] question [SEP] window of the context [SEP]`; an answer outside the window is at
+    [CLS]. `tune` is a TuneConfig."""
+    metric = "f1"
+
+    def __init__(self, tokenizer: Tokenizer, dim: int, n: int, tune):
+        self.tokenizer, self.dim, self.n, self.tune = tokenizer, dim, n, tune
+        self.contexts = {}  # context -> its tokens, their first and their last + 1 characters
+
+    def context(self, q: Question) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """spans_of the context of a question, which many questions share."""
+        if q.context not in self.contexts:
+            self.contexts[q.context] = spans_of(self.tokenizer, q.context)
+        return self.contexts[q.context]
+
+    def encode(self, questions: list[Question]) -> Encoded:
+        """All windows of at most n tokens of all questions. They start every doc_stride tokens, or half a window."""
+        rows, targets, windows = [], [], []
+        cut = far = 0
+        for number, q in enumerate(questions):
+            context, starts, ends = self.context(q)
+            first, last = answer_tokens(q, starts, ends)
+            query = self.tokenizer.encode(q.question).astype(np.int64)
+            longest = min(self.tune.max_query, self.n // 2)
+            cut += len(query) > longest
+            query = np.concatenate([[CLS], query[:longest], [SEP]])
+            room = self.n - len(query) - 1  # for a window
+            stride = min(self.tune.doc_stride, max(1, room // 2))
+            inside = False
+            # The last window is the one that reaches the end of the context.
+            for offset in range(0, max(0, len(context) - room) + stride, stride):
+                rows.append(np.concatenate([query, context[offset:offset + room], [SEP]]).astype(np.int64))
+                windows.append((number, offset))
+                target = 0, 0
+                if q.answers and offset <= first and last < offset + room:
+                    inside = True
+                    shift = len(query) - offset  # from a place in the context to that in the input
+                    target = first + shift, last + shift
+                targets.append((*target, len(query)))
+            far += bool(q.answers) and not inside
+        remarks = [f"{len(rows):,} windows of {self.n} tokens"]
+        if cut:
+            remarks.append(f"{cut:,} questions are cut off")
+        if far:
+            remarks.append(f"{far:,} answers are longer than every window")
+        return Encoded(rows, torch.tensor(targets), questions, windows, remarks)
+
+    def head(self) -> nn.Module:
+        """A new head: H^L -> logits of the first and the last token of the answer, (B, m, 2). Weights as BERT."""
+        head = nn.Linear(self.dim, 2)
+        nn.init.normal_(head.weight, std=0.02)
+        nn.init.zeros_(head.bias)
+        return head
+
+    def in_passage(self, logits: Tensor, targets: Tensor, padding: Tensor) -> Tensor:
+        """Logits (B, m, 2), -inf except at [CLS] and in the window; targets (B, 3) int64, padding (B, m) bool."""
+        position = torch.arange(logits.shape[1], device=logits.device)
+        length = (~padding).sum(1, keepdim=True) - 1  # without the last [SEP]
+        allowed = (position >= targets[:, 2:]) & (position < length) | (position == 0)  # (B, m)
+        return logits.masked_fill(~allowed[:, :, None], -torch.inf)
+
+    def loss(self, logits: Tensor, targets: Tensor, padding: Tensor) -> Tensor:
+        """Mean of the cross-entropies of the first and the last token, in nats."""
+        return F.cross_entropy(self.in_passage(logits, targets, padding), targets[:, :2])
+
+    def decode(self, logits: Tensor, targets: Tensor, padding: Tensor) -> Tensor:
+        """Logits (B, m, 2) -> (B, 4): the score of no answer; score, first and last token of the best span of at most
+        max_answer tokens."""
+        starts, ends = self.in_passage(logits, targets, padding).unbind(2)  # (B, m) each
+        null = starts[:, 0] + ends[:, 0]
+        longest = self.tune.max_answer
+        starts = starts.index_fill(1, torch.tensor(0, device=starts.device), -torch.inf)  # [CLS] is not an answer
+        ends = F.pad(ends, (0, longest - 1), value=-torch.inf).unfold(1, longest, 1)  # (B, m, longest)
+        score, at = (starts[:, :, None] + ends).flatten(1).max(1)  # over m * longest spans
+        first = at // longest
+        return torch.stack([null, score, first, first + at % longest], dim=1)
+
+    def score(self, outputs: np.ndarray, encoded: Encoded) -> tuple[dict[str, float], dict]:
+        """Outputs of all windows (N, 4) -> EM and F1 in percent, and the files that the official evaluation reads."""
+        questions = encoded.examples
+        null = np.full(len(questions), np.inf)
+        best = np.full(len(questions), -np.inf)
+        answers = [""] * len(questions)
+        for (number, offset), row, target in zip(encoded.windows, outputs, encoded.targets.tolist()):
+            null[number] = min(null[number], row[0])
+            if row[1] > best[number]:
+                best[number] = row[1]
+                q, shift = questions[number], offset - target[2]  # to tokens of the context
+                _, begin, end = self.context(q)
+                answers[number] = q.context[begin[int(row[2]) + shift]:end[int(row[3]) + shift]]
+        odds, threshold = null - best, self.tune.null_threshold
+        files = {"predictions.json": {}, "null_odds.json": {}}
+        for q, answer, odd in zip(questions, answers, odds.tolist()):
+            files["predictions.json"][q.id] = "" if odd > threshold else answer
+            files["null_odds.json"][q.id] = odd
+        return squad_metrics(questions, answers, odds, threshold), files
+
+
+# ---- 3. EM and F1 -------------------------------------------------------------------------------------------
+def normalize(answer: str) -> str:
+    """SQuAD's normal form of an answer: lower case, without punctuation, articles and superfluous white space."""
+    kept = "".join(c for c in answer.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def exact_match(predicted: str, true: str) -> float:
+    """1 if two answers have the same normal form, else 0."""
+    return float(normalize(predicted) == normalize(true))
+
+
+def token_f1(predicted: str, true: str) -> float:
+    """Harmonic mean of precision and recall of the words of two answers; if one is empty, whether both are."""
+    p, t = normalize(predicted).split(), normalize(true).split()
+    if not p or not t:
+        return float(p == t)
+    common = sum((Counter(p) & Counter(t)).values())  # words, as often as in both
+    return 2 * common / (len(p) + len(t))
+
+
+def squad_metrics(questions: list[Question], answers: list[str], null: np.ndarray,
+                  threshold: float) -> dict[str, float]:
+    """EM and F1 in percent, as the official evaluation has them: with no answer where `null` (N,) is above a fixed
+    threshold, and above the best one of each. Without an acceptable true answer the empty one is true."""
+    found = {}
+    answerable = np.array([bool(q.answers) for q in questions])
+    empty = np.array([not answer for answer in answers])
+    order = np.argsort(null, kind="stable")
+    for name, score in (("exact", exact_match), ("f1", token_f1)):
+        scores = np.zeros(len(questions))
+        for i, (q, answer) in enumerate(zip(questions, answers)):
+            true = [text for _, text in q.answers if normalize(text)] or [""]  # acceptable answers
+            scores[i] = max(score(answer, text) for text in true)
+        found[name] = 100 * float(np.where(null > threshold, ~answerable, scores).mean())
+        # Start without an answer to any question; then answer them in the order of `null`: where is the sum highest?
+        gain = np.where(answerable, scores, np.where(empty, 0.0, -1.0))
+        total = (~answerable).sum() + np.concatenate([[0.0], np.cumsum(gain[order])])
+        best = int(total.argmax())
+        found[f"best_{name}_threshold"] = float(null[order[best - 1]]) if best else 0.0
+        found[f"best_{name}"] = 100 * float(total[best] / len(scores))
+    return found

@@ -1,0 +1,113 @@
+"""A byte-level BPE: learned and stored by `tokenizers`, run by `tiktoken`."""
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import tokenizers
+
+from maelm import NUM_SPECIAL
+from support.files import UserError, atomic
+
+SPECIALS = ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]  # ids 0 to 3, as in maelm.py
+PIECES = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"  # no merge crosses the border of a piece
+
+
+def byte_letters() -> dict[int, str]:
+    """The byte-level alphabet of GPT-2 (Radford et al., 2019): a printable letter for each of the 256 bytes."""
+    others = [b for b in range(256) if chr(b) == " " or not chr(b).isprintable()]
+    printable = {b: chr(b) for b in range(256) if b not in others}
+    return printable | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+class Tokenizer:
+    """Ids in the order: special tokens, the 256 bytes, the merges."""
+
+    def __init__(self, model: tokenizers.Tokenizer):
+        self.model = model
+        self.uncased = model.normalizer is not None
+        byte = {letter: b for b, letter in byte_letters().items()}
+        ranks = {}  # the bytes of each token -> its id, which is also the order of the merges
+        for token, i in model.get_vocab().items():
+            if token not in SPECIALS:
+                ranks[bytes(byte[letter] for letter in token)] = i
+        splitter = json.loads(model.to_str())["pre_tokenizer"]["pretokenizers"][0]
+        self.tiktoken = tiktoken.Encoding("maelm", pat_str=splitter["pattern"]["Regex"], mergeable_ranks=ranks,
+                                          special_tokens={name: i for i, name in enumerate(SPECIALS)})
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int, uncased: bool) -> "Tokenizer":
+        """Learn merges until `vocab_size` ids are used, special tokens and bytes included (fewer if the text has no
+        more pairs)."""
+        learner = tokenizers.Tokenizer(tokenizers.models.BPE())
+        set_splitting(learner, uncased)
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - NUM_SPECIAL, show_progress=False,
+                                                 initial_alphabet=list(byte_letters().values()))
+        # tokenizers needs a hundred times the memory of each text.
+        learner.train_from_iterator(split_long(texts, 1 << 16), trainer)
+        merges = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
+        return cls.of_merges(merges, uncased)  # the learner numbers its tokens otherwise
+
+    @classmethod
+    def of_merges(cls, merges: list[tuple[str, str]], uncased: bool, pieces: str = PIECES) -> "Tokenizer":
+        """The tokenizer with these merges, in the letters of `byte_letters`, and ids in our order."""
+        tokens = SPECIALS + [byte_letters()[b] for b in range(256)] + [a + b for a, b in merges]
+        distinct = dict.fromkeys(tokens)  # two merges can make the same token
+        vocabulary = {token: i for i, token in enumerate(distinct)}
+        model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
+        set_splitting(model, uncased, pieces)
+        model.add_special_tokens(SPECIALS)
+        return cls(model)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read `folder`/tokenizer.json. UserError if there is none."""
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; every run folder has one")
+        return cls(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
+
+    def save(self, folder: Path) -> None:
+        """Write `folder`/tokenizer.json, atomically."""
+        with atomic(Path(folder) / "tokenizer.json") as temporary:
+            temporary.write_text(self.model.to_str(), encoding="utf-8")
+
+    def __len__(self) -> int:
+        return self.tiktoken.n_vocab
+
+    def encode(self, text: str, special: bool = False) -> np.ndarray:
+        """Token ids (length,) uint32. With `special`, `[MASK]` and its like are tokens; otherwise plain text."""
+        if self.uncased:
+            text = lower(text)
+        if not special:
+            return self.tiktoken.encode_to_numpy(text, disallowed_special=())
+        for name in SPECIALS:  # which are in upper case
+            text = text.replace(name.lower(), name)
+        return self.tiktoken.encode_to_numpy(text, allowed_special="all")
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids. Bytes that are not UTF-8 become U+FFFD, ids that no token has become nothing."""
+        return self.tiktoken.decode([int(i) for i in ids if i < len(self)])
+
+
+def lower(text: str) -> str:
+    """Lower case letter by letter, as in `tokenizers`: Python writes a sigma at the end of a word in another way."""
+    return text.replace("\N{GREEK CAPITAL LETTER SIGMA}", "\N{GREEK SMALL LETTER SIGMA}").lower()
+
+
+def set_splitting(model: tokenizers.Tokenizer, uncased: bool, pieces: str = PIECES) -> None:
+    """Give a `tokenizers` model the lower-casing and the splitting that `Tokenizer.encode` has."""
+    if uncased:
+        model.normalizer = tokenizers.normalizers.Lowercase()
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        tokenizers.pre_tokenizers.Split(tokenizers.Regex(pieces), "isolated"),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    model.decoder = tokenizers.decoders.ByteLevel()
+
+
+def split_long(texts: Iterable[str], longest: int) -> Iterator[str]:
+    """Texts in pieces of at most `longest` characters."""
+    for text in texts:
+        for start in range(0, len(text), longest):
+            yield text[start:start + longest]

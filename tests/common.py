@@ -1,0 +1,91 @@
+"""What the tests share: a little language, short runs, and how a command fails."""
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+import train
+from support.run import checkpoints, read_log
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# ---- A little language ----------------------------------------------------------------------------------------------
+SUBJECTS = "the cat", "a dog", "my friend", "Anna"
+VERBS = "sees", "likes", "finds", "has"
+OBJECTS = "a tree", "some bread"
+
+
+def sentence(i):
+    """The i-th sentence of a language of few words in few patterns."""
+    subject = SUBJECTS[i % 4]
+    verb = VERBS[i // 4 % 4]
+    thing = OBJECTS[i // 16 % 2]
+    when = "today" if i % 3 else "at last"
+    return f"{subject} {verb} {thing} {when}, number {i}."
+
+
+def little_documents(count=400):
+    """Documents of two sentences."""
+    return [f"{sentence(i)} {sentence(7 * i)}" for i in range(count)]
+
+
+def write_corpus(path, count=400):
+    """Write a text file of `count` documents; returns its path."""
+    path.write_text("\n\n".join(little_documents(count)))
+    return path
+
+
+# ---- Short runs -----------------------------------------------------------------------------------------------------
+QUICK = """--vocab-size 320 --seq-len 24 --encoder-layers 2 --encoder-dim 32 --encoder-heads 2 --dropout 0.1
+           --precision fp32 --device cpu --batch-size 8 --micro-batch-size 4 --max-steps 6 --warmup-steps 2
+           --val-share 0.1 --log-interval 1 --eval-interval 3 --eval-rows 16 --checkpoint-interval 3
+           --keep-checkpoints 0""".split()
+
+
+def arguments(text, out, *flags):
+    """The command line of a short run on a text, whose tokens are kept next to it."""
+    folders = ["--data", str(text), "--out", str(out), "--cache", str(text.parent / "cache")]
+    return [*folders, *QUICK, *map(str, flags)]
+
+
+def short_run(text, out, *flags):
+    """Run train.py for 6 steps of a tiny model; returns the run folder."""
+    train.main(arguments(text, out, *flags))
+    return out
+
+
+def last_checkpoint(out):
+    """What the newest checkpoint of a run folder holds."""
+    return torch.load(checkpoints(out)[-1], weights_only=True)
+
+
+def same(out, other):
+    """Whether two runs end with bitwise the same weights and optimizer states."""
+    numbers = []
+    for folder in (out, other):
+        state = last_checkpoint(folder)
+        leaves = tree_leaves((state["model"], state["optimizers"]))
+        numbers.append([x.tolist() if isinstance(x, torch.Tensor) else x for x in leaves])
+    return numbers[0] == numbers[1]
+
+
+def losses(out):
+    """Step and training loss of each line of a run's log."""
+    return [(line["step"], line["loss"]) for line in read_log(out) if "loss" in line]
+
+
+def contents(folder):
+    """The files of a folder with their bytes, but not those with a dot in front."""
+    files = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    return {path.name: path.read_bytes() for path in files}
+
+
+def fails(command, capsys):
+    """Run a command that ends with exit code 2 and one line on stderr; returns that line."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        command()
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and len(error.splitlines()) == 1, error
+    return error.strip()

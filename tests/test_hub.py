@@ -1,0 +1,260 @@
+"""Conversion to and from Hugging Face: both sides compute the same, and what cannot be converted is refused."""
+import json
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from conftest import generator, logits_at, model_and_batch
+from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP, corrupt
+from support import convert
+from support.files import UserError, write_json
+from support.hub import open_hub
+from support.run import load_model, run_settings, save_checkpoint, write_tensors
+from support.tokenizer import Tokenizer
+from tests.common import contents, fails, little_documents
+
+N, V = 160, 320  # longer than the last bucket of relative positions
+SAME_IDS = torch.arange(V)
+MLM = dict(mask_in_encoder=1.0, decoder_layers=0)
+TRUST = dict(trust_remote_code=True)
+ODD_TEXTS = ["", " ", "\n\n\t  x  ", "The cat's 12,345 naïve cafés", "ΟΔΟΣ 漢字 🙂 İı ﬁ½", "\x00\u200b\u0301e", "</a> <x>"]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """The module transformers, which copies the code of a folder into a cache of these tests."""
+    import transformers
+    cache = str(tmp_path_factory.mktemp("modules"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
+        patch.syspath_prepend(cache)
+        yield transformers
+
+
+def little_tokenizer(uncased=False):
+    """A tokenizer of the little language."""
+    return Tokenizer.train(little_documents(50), V, uncased)
+
+
+def write_run(folder, uncased=False, **fields):
+    """Write a run folder with random weights; returns its model."""
+    shape = dict(vocab_size=V, seq_len=N, norm="pre") | fields
+    model, _, _ = model_and_batch(**shape)
+    save_checkpoint(folder, 7, model, [], 0.0, 0)
+    little_tokenizer(uncased).save(folder)
+    return model
+
+
+def exported(folder, **fields):
+    """Write a run folder and export it; returns its model and the folder of the export."""
+    model = write_run(folder / "run", **fields)
+    convert.main(["export", str(folder / "run"), str(folder / "hub")])
+    return model, folder / "hub"
+
+
+def write_hub_model(folder, kind="roberta", seq_len=24, **settings):
+    """Write a random RoBERTa or MPNet whose byte-level BPE has other ids than ours; returns model and tokenizer."""
+    import transformers
+    learned = json.loads(little_tokenizer().model.to_str())["model"]
+    merges = [tuple(pair) for pair in learned["merges"]]
+    shuffled = sorted(token for token, i in learned["vocab"].items() if i >= NUM_SPECIAL)
+    names = ["<s>", "<pad>", "</s>", "<unk>", *shuffled, "madeupword0000", "<mask>"]
+    ids = {name: i for i, name in enumerate(names)}
+    tokenizer = transformers.RobertaTokenizer(vocab=ids, merges=merges, model_max_length=seq_len)
+    tokenizer.save_pretrained(folder)
+    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, type_vocab_size=1,
+                 vocab_size=len(names), max_position_embeddings=seq_len + 2, layer_norm_eps=1e-5)
+    config = transformers.AutoConfig.for_model(kind, **shape | settings)
+    model = transformers.AutoModelForMaskedLM.from_config(config).eval()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return model, tokenizer
+
+
+def texts(every=7):
+    """Padded texts (3, N) int64 with [MASK] at 5 and at every so many after it, and where they are real (3, N) bool."""
+    tokens = torch.randint(NUM_SPECIAL, V, (3, N), generator=generator(3))
+    tokens[:, 0] = CLS
+    tokens[:, 5::every] = MASK
+    real = torch.arange(N) < torch.tensor([[N], [N // 2], [8]])
+    return torch.where(real, tokens, PAD), real
+
+
+def assert_close(found, wanted):
+    """Equal up to 1e-5 of the largest number."""
+    assert found.shape == wanted.shape
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@torch.no_grad()
+def assert_same(model, encoder, with_head=None, order=SAME_IDS):
+    """All hidden states of padded texts and, with a head, the logits at [MASK] are equal. Our token i is their order[i]."""
+    # A model with mask_in_encoder=0.5 reads some of several masks and none of one.
+    tokens, real = texts(every=N if model.config.mask_in_encoder == 0.5 else 7)
+    inputs = dict(input_ids=order[tokens], attention_mask=real.long())
+    wanted = model.encoder(tokens, torch.arange(N)[None], ~real, all_layers=True)
+    found = encoder(**inputs, output_hidden_states=True).hidden_states
+    for a, b in zip(found, wanted, strict=True):
+        assert_close(a[real], b[real])
+    if with_head is None:
+        return
+    logits = with_head(**inputs).logits[:, :, order]
+    for row, length in enumerate(real.sum(1)):  # ours text by text, without padding and without removed tokens
+        text = tokens[row:row + 1, :length]
+        masked = text == MASK
+        at = masked.nonzero()[:, 1][None]
+        all_of_them = replace(model.config, mask_rate=at.shape[1] / text.shape[1])
+        corruption = corrupt(text, all_of_them, generator(0), maskable=masked)
+        assert_close(logits[row, at[0]], logits_at(model, text, corruption, at)[0])
+
+
+# ---- Export ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind, has_head, fields", [
+    ("maelm", True, dict()),
+    ("maelm", True, dict(mask_in_encoder=0.5, aligned_positions=False)),
+    ("maelm", True, dict(mask_in_encoder=1.0, decoder_reset=True, decoder_dim=16)),
+    ("maelm", False, dict(decoder_self="uni", decoder_cross=True)),
+    ("maelm", True, dict(norm="post", rel_pos_buckets=64, **MLM)),
+    ("mpnet", False, dict(norm="post")),
+    ("mpnet", True, dict(norm="post", **MLM)),
+    ("roberta", True, dict(norm="post", rel_pos_buckets=0, **MLM)),
+])
+def test_an_export_computes_what_our_model_does(kind, has_head, fields, hub, tmp_path):
+    model, folder = exported(tmp_path, **fields)
+    settings = json.loads((folder / "config.json").read_text())
+    assert settings["model_type"] == kind
+    assert (folder / "maelm.py").exists() == (kind == "maelm")
+    assert settings["architectures"][0].endswith("ForMaskedLM") == has_head
+    with_head = None
+    if has_head:
+        with_head = hub.AutoModelForMaskedLM.from_pretrained(folder, **TRUST)
+    elif kind == "maelm":
+        assert "AutoModelForMaskedLM" not in settings["auto_map"]
+    assert_same(model, hub.AutoModel.from_pretrained(folder, **TRUST), with_head)
+
+
+@pytest.mark.parametrize("uncased", [False, True])
+def test_an_exported_tokenizer_gives_our_ids(uncased, hub, tmp_path):
+    _, folder = exported(tmp_path, uncased=uncased)
+    ours = Tokenizer.load(tmp_path / "run")
+    theirs = hub.AutoTokenizer.from_pretrained(folder, **TRUST)
+    for text in [*ODD_TEXTS, *little_documents(20)]:
+        assert theirs(text)["input_ids"] == [CLS, *ours.encode(text), SEP], text
+    assert theirs("a", "b")["input_ids"] == [CLS, *ours.encode("a"), SEP, *ours.encode("b"), SEP]
+    assert theirs("the [MASK] sat")["input_ids"] == [CLS, *ours.encode("the"), MASK, *ours.encode(" sat"), SEP]
+    batch = theirs(["the cat " * N, "a"], truncation=True, padding=True)
+    assert batch.keys() == {"input_ids", "attention_mask"}
+    assert batch["input_ids"][1] == [CLS, *ours.encode("a"), SEP] + [PAD] * (N - 3)
+
+
+def test_the_encoder_of_finetune_is_exported_alone(hub, tmp_path):
+    model = write_run(tmp_path / "run", norm="post", **MLM)
+    state = {"config": asdict(model.config), "encoder": model.encoder.state_dict()}
+    write_tensors(tmp_path / "run/encoder.pt", state)
+    for source, kind in (("run", "maelm"), ("run/encoder.pt", "mpnet")):
+        convert.main(["export", str(tmp_path / source), str(tmp_path / kind), "--format", kind])
+        theirs = hub.AutoModel.from_pretrained(tmp_path / kind, **TRUST)
+        assert_same(model, theirs)
+        assert theirs.config.architectures == [convert.CLASSES[kind] + "Model"]
+
+
+def test_sequence_classification_learns(hub, tmp_path):
+    _, folder = exported(tmp_path)
+    model = hub.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, **TRUST)
+    tokens, real = texts()
+    batch = dict(input_ids=tokens, attention_mask=real.long(), labels=torch.tensor([0, 1, 2]))
+    before = model(**batch).loss
+    before.backward()
+    assert model.encoder.token_embedding.weight.grad.abs().sum() > 0
+    torch.optim.SGD(model.parameters(), lr=1e-2).step()
+    assert model(**batch).loss < before
+
+
+def test_a_text_that_is_too_long_is_refused(hub, tmp_path):
+    _, folder = exported(tmp_path)
+    model = hub.AutoModel.from_pretrained(folder, dtype=torch.bfloat16, **TRUST)
+    assert model(torch.full((1, N), 9)).last_hidden_state.isfinite().all()
+    with pytest.raises(ValueError, match="161 tokens, but this model reads at most 160"):
+        model(torch.full((1, N + 1), 9))
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["run", "run"], "not empty"),
+    (["run", "hub", "--format", "roberta"], "use --format maelm"),
+    (["missing", "hub"], "not a run folder"),
+])
+def test_what_cannot_be_exported_is_refused(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run")
+    before = contents(tmp_path / "run")
+    assert message in fails(lambda: convert.main(["export", *arguments]), capsys)
+    assert contents(tmp_path / "run") == before
+    assert not (tmp_path / "hub").exists()
+
+
+def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for command in ("export", "import"):
+        error = fails(lambda: convert.main([command, "run", str(tmp_path / "hub")]), capsys)
+        assert "pip install transformers" in error
+
+
+# ---- Import ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["roberta", "mpnet"])
+def test_an_imported_model_computes_the_same(kind, hub, tmp_path):
+    theirs, their_tokenizer = write_hub_model(tmp_path / "hub", kind, seq_len=N)
+    convert.main(["import", f"hf:{tmp_path / 'hub'}", str(tmp_path / "run")])
+    assert run_settings(tmp_path / "run") == {"init": f"hf:{tmp_path / 'hub'}"}
+    model, tokenizer = load_model(tmp_path / "run")
+    _, order = convert.read_tokenizer("hub", their_tokenizer, model.config.vocab_size)
+    for text in ODD_TEXTS:
+        ids = torch.tensor([CLS, *tokenizer.encode(text).tolist(), SEP])
+        assert their_tokenizer(text)["input_ids"] == order[ids].tolist(), text
+    assert_same(model, theirs.base_model, theirs, order)
+
+
+@pytest.mark.parametrize("kind", ["roberta", "mpnet"])
+def test_export_of_an_import_gives_equal_files_again(kind, hub, tmp_path):
+    write_hub_model(tmp_path / "hub0", kind)
+    for turn in (0, 1):
+        convert.main(["import", str(tmp_path / f"hub{turn}"), str(tmp_path / f"run{turn}")])
+        convert.main(["export", str(tmp_path / f"run{turn}"), str(tmp_path / f"hub{turn + 1}")])
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "hub1" / name).read_bytes() == (tmp_path / "hub2" / name).read_bytes(), name
+
+
+def test_a_head_that_is_missing_is_new(hub, tmp_path, capsys):
+    model, _ = write_hub_model(tmp_path / "hub")
+    model.roberta.save_pretrained(tmp_path / "hub")
+    convert.main(["import", str(tmp_path / "hub"), str(tmp_path / "run")])
+    assert "with a new head" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file, fields, message", [
+    ("config.json", dict(model_type="bert"), "model_type='bert' in its config.json; import takes roberta or mpnet"),
+    ("config.json", dict(layer_norm_eps=1e-12), "has layer_norm_eps=1e-12, and maelm can only do 1e-05"),
+    ("config.json", dict(hidden_act="relu"), "has hidden_act='relu'"),
+    ("config.json", dict(intermediate_size=64), "has intermediate_size=64, and maelm can only do 128"),
+    ("config.json", dict(num_hidden_layers=3), "it lacks weights of the encoder, such as roberta.encoder.layer.2"),
+    ("tokenizer_config.json", dict(add_prefix_space=True), "its tokenizer reads"),
+])
+def test_what_cannot_be_imported_is_refused(file, fields, message, hub, tmp_path, capsys):
+    write_hub_model(tmp_path / "hub")
+    found = json.loads((tmp_path / "hub" / file).read_text())
+    write_json(tmp_path / "hub" / file, found | fields)
+    error = fails(lambda: convert.main(["import", str(tmp_path / "hub"), str(tmp_path / "run")]), capsys)
+    assert message in error and not (tmp_path / "run").exists()
+
+
+def test_open_hub_gives_encoder_tokenizer_and_longest_text(hub, tmp_path):
+    theirs, their_tokenizer = write_hub_model(tmp_path)
+    model, tokenizer, longest = open_hub(f"hf:{tmp_path}")
+    ids = torch.tensor([their_tokenizer("the cat sees a tree")["input_ids"]])
+    assert longest == 24 and tokenizer.mask_token_id == their_tokenizer.mask_token_id
+    assert torch.equal(model(ids).last_hidden_state, theirs.base_model(ids).last_hidden_state)
+    with pytest.raises(UserError, match="cannot load it"):
+        open_hub(f"hf:{tmp_path / 'missing'}")
