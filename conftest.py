@@ -5,15 +5,16 @@ import sys
 import types
 from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
+# Before torch, and also for the processes that tests start: one thread, no GPU, no network.
+os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
-import maelm
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+import maelm  # noqa: E402
 
 torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
-
 HERE = Path(__file__).resolve().parent
 
 

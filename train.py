@@ -13,7 +13,6 @@ of a batch. A run that was stopped and continued equals one that was not.
 import argparse
 import json
 import math
-import os
 import shutil
 import sys
 import time
@@ -164,22 +163,16 @@ def parse(argv: list[str] | None) -> tuple[Config, TrainConfig, argparse.Namespa
     """Command line -> what is computed, how it is trained, and the rest."""
     parser = Parser("train.py", __doc__)
     add = parser.add_argument
-    at_hand = int(os.environ.get("WORLD_SIZE", "0")) or max(1, torch.cuda.device_count())
     add("--preset", default="toy", choices=PRESETS, help="section 4.1 and Table 4 [toy]")
     add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm; with --init, what that run is]")
     add("--out", type=Path, help="run folder [out/PRESET, or out/PRESET-ABLATION; with --init, its name for PRESET]")
     add("--resume", action="store_true", help="fail if there is no run to continue")
     add("--prepare", action="store_true", help="only tokenize --data, into --cache")
     add("--estimate", action="store_true", help="only print parameters, FLOPs and time")
-    add("--devices", type=int, default=at_hand, help="for --estimate: how many [%(default)s at hand]")
-    add("--peak", type=float, default=312.0, help="for --estimate: TFLOP/s of a device [312, an A100]")
-    add("--mfu", type=float, default=0.5, help="for --estimate: the share of it in use [%(default)s]")
     add("--fill-mask", metavar="TEXT", help="only predict each [MASK] of TEXT with the model of --init")
     add_flags(parser, Config)
     add_flags(parser, TrainConfig)
     options = parser.parse_args(argv)
-    if not min(options.devices, options.peak, options.mfu) > 0:
-        parser.error("--devices, --peak, --mfu: use positive numbers")
     flags, recipe = given_flags(options, Config), given_flags(options, TrainConfig)
     name, options.start = options.preset, None
     try:
@@ -409,8 +402,8 @@ def open_run(config: Config, train: TrainConfig, options: argparse.Namespace, fo
     torch.manual_seed(train.seed)
     model = MAELM(config)
     if place.first:  # the others wait in join
-        settings = {"model": asdict(config), "train": asdict(train), "corpus": folder.name,
-                    "tokenizer": file_hash(folder / "tokenizer.json"), "init_weights": None}
+        settings = {"corpus": folder.name, "tokenizer": file_hash(folder / "tokenizer.json"), "init_weights": None,
+                    **asdict(config), **asdict(train)}
         if options.start is not None:
             file = Path(train.init) if train.init.endswith(".pt") else checkpoints(Path(train.init))[-1]
             settings["init_weights"] = file_hash(file)
@@ -440,7 +433,7 @@ def claim(out: Path, settings: dict, resume: bool) -> None:
     """Write config.json to a new run folder, or compare it: UserError if the folder is of another run."""
     path = out / "config.json"
     if path.is_file():
-        same_settings(out, unchanging(read_json(path)), unchanging(settings))
+        same_settings(out, read_json(path), {name: settings[name] for name in settings if name not in MAY_CHANGE})
     elif resume:
         raise UserError(f"--resume: {out} holds no run to continue")
     else:
@@ -448,12 +441,6 @@ def claim(out: Path, settings: dict, resume: bool) -> None:
     for stale in out.glob(".*.tmp"):  # of a process that was killed while it wrote
         stale.unlink()
     write_json(path, settings)
-
-
-def unchanging(settings: dict) -> dict:
-    """The fields of config.json, side by side, that stay when a run is continued."""
-    every = settings | settings.get("model", {}) | settings.get("train", {})
-    return {name: value for name, value in every.items() if name not in {"model", "train"} | MAY_CHANGE}
 
 
 def pretrain(run: Run) -> int:
@@ -507,8 +494,7 @@ def main(argv: list[str] | None = None) -> None:
             print(fill_mask(model, tokenizer, options.fill_mask))
             return
         if options.estimate:
-            size = micro_batch(train, options.devices)
-            print(estimate(config, train, size, options.devices, options.peak, options.mfu))
+            print(estimate(config, train))
             return
         place = choose_place(train.precision, train.device, small=config.encoder_dim < 256)
         micro_batch(train, place.world)

@@ -12,7 +12,6 @@ import ast
 import contextlib
 import functools
 import itertools
-import json
 import os
 import re
 import signal
@@ -257,15 +256,6 @@ def grade_all(submission: Path, only: list[str], seconds: float) -> dict[str, tu
     return results
 
 
-def gradescope(results: dict[str, tuple]) -> str:
-    """Gradescope's results.json."""
-    tests = []
-    for name, (_, messages, _) in results.items():
-        for test, message in messages.items():
-            tests.append({"name": f"{name}, {test}", "score": int(not message), "max_score": 1, "output": message})
-    return json.dumps({"score": sum(test["score"] for test in tests), "tests": tests}, indent=1)
-
-
 def table(results: dict[str, tuple], verbose: bool) -> str:
     """A line for each task, and the total."""
     lines, score, total = [], 0, 0
@@ -291,7 +281,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--only", nargs="+", metavar="TASK", choices=TASKS, default=[], help="grade only these tasks")
     add("--time-limit", type=float, metavar="SECONDS", default=60, help="for each task [60]")
     add("--verbose", action="store_true", help="show what pytest prints of tasks without full marks")
-    add("--json", action="store_true", help="print Gradescope's results.json")
     options = parser.parse_args(argv)
     with clear_errors("test_maelm.py"):
         if options.handout:
@@ -300,6 +289,6 @@ def main(argv: list[str] | None = None) -> int:
             print(without(options.blank), end="")
         else:
             results = grade_all(options.grade, options.only, options.time_limit)
-            print(gradescope(results) if options.json else table(results, options.verbose))
+            print(table(results, options.verbose))
             return int(any(status != "full marks" for status, _, _ in results.values()))
     return 0

@@ -108,8 +108,7 @@ def hub_config(config: Config, kind: str, head: bool) -> dict:
     }
     if kind == "maelm":
         code = "modeling_maelm.MAELM"  # our file, and how the names of its classes begin
-        found["auto_map"] = {"AutoConfig": code + "Config", "AutoModel": code + "Model",
-                             "AutoModelForSequenceClassification": code + "ForSequenceClassification"}
+        found["auto_map"] = {"AutoConfig": code + "Config", "AutoModel": code + "Model"}
         if head:
             found["auto_map"]["AutoModelForMaskedLM"] = code + "ForMaskedLM"
     return found
@@ -234,7 +233,7 @@ def import_model(name: str, out: Path) -> None:
     model = MAELM(config)
     model.load_state_dict(to_ours(theirs.float().state_dict(), kind, list(model.state_dict()), order))
     tokenizer.save(out)
-    write_json(out / "config.json", {"model": asdict(config), "train": {"init": name}})
+    write_json(out / "config.json", asdict(config) | {"init": name})
     save_checkpoint(out, 0, model, [], 0.0, 0)
     print(f"{out}: {name}" + (", with a new head for [MASK]" if loading["missing_keys"] else ""))
 

@@ -19,24 +19,22 @@ def flops(config: Config) -> int:
     return counter.get_total_flops()
 
 
-def estimate(config: Config, train, size: int, devices: int, peak: float, mfu: float) -> str:
-    """A table of what a run by a TrainConfig takes on `devices` devices of `peak` TFLOP/s each, of which the share
-    `mfu` is used, with micro-batches of `size` rows."""
+PEAK = 312e12  # FLOP/s of an A100 in bf16
+
+
+def estimate(config: Config, train) -> str:
+    """A table of what a run by a TrainConfig takes, on A100s at half of their peak."""
     with torch.device("meta"):
         model = MAELM(config)
     parameters = sum(p.numel() for p in model.parameters())
     encoder = sum(p.numel() for p in model.encoder.parameters())
-    row = flops(config)
-    step = row * train.batch_size
-    tokens = train.batch_size * config.seq_len
-    minutes = step * train.last_step / (devices * peak * 1e12 * mfu) / 60
+    row, rows = flops(config), train.batch_size * train.last_step
+    hours = row * rows / (PEAK / 2) / 3600
     lines = {
         "parameters": f"{parameters:,}, of which {encoder:,} are the encoder's",
         "FLOPs per token": f"{row / config.seq_len / 1e9:.3g} G",
-        "step": f"{train.batch_size:,} sequences, {tokens:,} tokens, {step / 1e15:.3g} PFLOP",
-        "accumulation": f"{train.batch_size // size // devices} micro-batches of {size} on each of {devices} devices",
-        "run": f"{train.last_step:,} steps, {tokens * train.last_step / 1e9:,.3g} G tokens, "
-               f"{step * train.last_step / 1e18:.3g} EFLOP",
-        "time": f"{minutes:,.3g} minutes or {minutes / 60:,.3g} hours at {mfu:.0%} of {peak:g} TFLOP/s each",
+        "step": f"{train.batch_size * config.seq_len:,} tokens, {row * train.batch_size / 1e15:.3g} PFLOP",
+        "run": f"{rows * config.seq_len / 1e9:,.3g} G tokens, {row * rows / 1e18:.3g} EFLOP",
+        "time": ", ".join(f"{hours / n:,.3g} hours on {n}" for n in (1, 8, 64)) + " A100s at half of their peak",
     }
     return "\n".join(f"{name:<20}{text}" for name, text in lines.items())

@@ -143,7 +143,8 @@ def parts(source: str) -> list[Part]:
 def files_in(name: str) -> list[Path]:
     """The files that a path or a pattern such as texts/*.txt names, and all in its folders but hidden ones."""
     found = []
-    for path in sorted(map(Path, glob.glob(str(Path(name).expanduser())) if name else [])):
+    given = Path(name).expanduser()
+    for path in [given] if name and given.exists() else sorted(map(Path, glob.glob(str(given)))):
         inside = sorted(path.rglob("*")) if path.is_dir() else [path]
         for file in inside:
             hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
@@ -181,20 +182,17 @@ def documents(part: Part) -> Iterator[str]:
         texts = (text for _, text in read_docs())
     else:
         options = {"sample_by": "paragraph"} if part.loader == "text" else {}
-        texts = texts_of(load(part.loader, part.files, part.name, **options), part.name)
+        texts = (text_of(record, part.name) for record in load(part.loader, part.files, part.name, **options))
     for text in split_long(texts, LONGEST):
-        if not text.isspace():
+        if text.strip():
             yield text.strip()
 
 
-def texts_of(records: Iterable[dict], name: str) -> Iterator[str]:
-    """The field `text` of records; null ones are left out. UserError if there is no such field."""
-    for record in records:
-        text = record.get("text", "")
-        if "text" not in record or not isinstance(text, str | None):
-            raise UserError(f"{name}: its records need a field `text` that holds text; found: {', '.join(record)}")
-        if text:
-            yield text
+def text_of(record: dict, name: str) -> str:
+    """The field `text` of a record, "" for null. UserError if there is no such field."""
+    if not isinstance(record.get("text", 0), str | None):
+        raise UserError(f"{name}: its records need a field `text` that holds text; found: {', '.join(record)}")
+    return record["text"] or ""
 
 
 def file_states(files: Iterable[Path]) -> str:

@@ -8,7 +8,7 @@ interface and the heads. Load it with `trust_remote_code=True`.
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
 from .maelm import MASK, Config, Decoder, Encoder, Head, RelativeBias
@@ -99,24 +99,3 @@ class MAELMForMaskedLM(MAELMModel):
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.shape.vocab_size)
         return MaskedLMOutput(loss, logits, out.hidden_states)
-
-
-class MAELMForSequenceClassification(MAELMModel):
-    """A class for a text, or a number if num_labels is 1: a linear layer on H^L at [CLS]."""
-
-    def __init__(self, config: MAELMConfig):
-        super().__init__(config)
-        self.dropout = nn.Dropout(self.shape.dropout)
-        self.classifier = nn.Linear(self.shape.encoder_dim, config.num_labels)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
-                **options) -> SequenceClassifierOutput:
-        """As MAELMModel; labels (B,) -> logits (B, num_labels)."""
-        out = super().forward(input_ids, attention_mask, return_dict=True, **options)
-        logits = self.classifier(self.dropout(out.last_hidden_state[:, 0]))  # of (B, d)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutput(loss, logits, out.hidden_states)

@@ -314,9 +314,9 @@ def draw_loss(out: Path) -> None:
 
 
 def run_settings(folder: Path) -> dict:
-    """The TrainConfig in config.json of a run folder as a dict; {} if it has none."""
+    """What config.json of a run folder holds; {} if there is none."""
     path = folder / "config.json"
-    return read_json(path).get("train", {}) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 @contextmanager

@@ -1,16 +1,8 @@
-"""Fixtures of the tests: a corpus, a finished run; threads, network and figures are off."""
-import os
+"""Fixtures of the tests: a corpus and a finished run; short runs draw no figures."""
+import pytest
 
-os.environ["OMP_NUM_THREADS"] = "1"  # also of processes that tests start
-os.environ["HF_HUB_OFFLINE"] = "1"
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
-import train  # noqa: E402
-from tests.common import short_run, write_corpus  # noqa: E402
-
-torch.set_num_threads(1)
+import train
+from tests.common import short_run, write_corpus
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,4 @@
 """Claims about course/assign.py: what students get, and what their solutions are worth."""
-import json
 import re
 
 from course.assign import HERE, TASKS, alone, blank, find, hand_out, main, read, replaced, source, claims_of, write
@@ -105,8 +104,5 @@ def test_what_goes_wrong_in_a_task_costs_that_task_only(tmp_path, capsys):
 def test_an_endless_loop_ends(tmp_path, capsys):
     text = solved()["maelm.py"].replace("raise NotImplementedError", "while True: print('x' * 1000)")
     write(tmp_path / "student.py", text)
-    main(["--grade", str(tmp_path / "student.py"), "--only", "corrupt", "--time-limit", "1", "--json"])
-    report = json.loads(capsys.readouterr().out)
-    assert report["score"] == 0
-    assert [test["max_score"] for test in report["tests"]] == [1] * 9
-    assert report["tests"][0]["output"].startswith("no report: ")
+    main(["--grade", str(tmp_path / "student.py"), "--only", "corrupt", "--time-limit", "1"])
+    assert capsys.readouterr().out.startswith("corrupt 0/9 no report: ")

@@ -45,19 +45,19 @@ def test_windows_cover_the_context_and_hold_the_answers(finished):
     kind = Spans(Tokenizer.load(finished), 32, 24, finetune.TuneConfig(max_query=6, doc_stride=4, max_answer=12))
     encoded = kind.encode([*WORDS, tasks.Question("none", "what?", CONTEXT, ())])
     context, _, _ = kind.context(WORDS[0])
-    starts = encoded.targets[:, 2].tolist()
     covered = set()
-    for row, start, (number, offset) in zip(encoded.ids, starts, encoded.windows):
+    for row, (_, last, start), (number, offset) in zip(encoded.ids, encoded.targets.tolist(), encoded.windows):
         window = row[start:-1]
-        assert len(row) <= 24 and row[0] == CLS and row[start - 1] == row[-1] == SEP
+        assert last < len(row) - 1 < 24 and row[0] == CLS and row[start - 1] == row[-1] == SEP
         assert np.array_equal(window, context[offset:offset + len(window)])
         covered.update((number, offset + i) for i in range(len(window)))
     assert len(covered) == len(encoded.examples) * len(context)
     # A model that is certain of the targets finds every answer, and at [CLS] that there is none.
-    tokens, padding, targets = finetune.collate(encoded, np.arange(len(starts)), ONE.device)
+    tokens, padding, targets = finetune.collate(encoded, np.arange(len(encoded.ids)), ONE.device)
     logits = 10.0 * torch.nn.functional.one_hot(targets[:, :2], tokens.shape[1]).mT
+    logits[:, 1:4] = 20  # the question holds no answer
     metrics, files = kind.score(kind.decode(logits, targets, padding).numpy(), encoded)
-    assert metrics["exact"] == metrics["f1"] == metrics["best_f1"] == 100
+    assert metrics["exact"] == metrics["f1"] == 100
     assert files["predictions.json"] == {q.id: q.answers[0][1] for q in WORDS} | {"none": ""}
 
 
@@ -74,8 +74,10 @@ def test_inputs_have_the_longer_text_cut(finished):
     short, long = "the cat", "a dog sees a tree today, number 3, at last, number 4, my friend"
     a, b = [start.tokenizer.encode(text).tolist() for text in (short, long)]
     cut = b[:21 - len(a)]
-    rows = {(short, None): [CLS, *a, SEP], (short, long): [CLS, *a, SEP, *cut, SEP],
-            (long, short): [CLS, *cut, SEP, *a, SEP], (long, long): [CLS, *b[:11], SEP, *b[:10], SEP]}
+    rows = {(short, None): [CLS, *a, SEP],
+            (short, long): [CLS, *a, SEP, *cut, SEP],
+            (long, short): [CLS, *cut, SEP, *a, SEP],
+            (long, long): [CLS, *b[:11], SEP, *b[:10], SEP]}
     kind = finetune.Sentences("rte", [], start, 24)
     encoded = kind.encode([tasks.Example(*pair, "entailment") for pair in rows])
     assert [ids.tolist() for ids in encoded.ids] == list(rows.values())
@@ -132,7 +134,8 @@ def test_a_result_can_be_read_and_continued(finished, text, tmp_path):
 
 
 def test_random_weights_are_drawn_by_the_seed(finished):
-    trained, fresh = finetune.Pretrained(str(finished), 0.1), finetune.Pretrained(f"random:{finished}", 0.1)
+    trained = finetune.Pretrained(str(finished), 0.1)
+    fresh = finetune.Pretrained(f"random:{finished}", 0.1)
     first, second, again = [fresh.new_encoder(seed).token_embedding.weight for seed in (1, 2, 1)]
     assert torch.equal(first, again) and not torch.equal(first, second)
     assert not torch.equal(first, trained.new_encoder(1).token_embedding.weight)
@@ -164,7 +167,8 @@ def test_a_sweep_that_was_cut_continues(finished, tmp_path, capsys, monkeypatch)
     flags = "--sweep --warmup-share 0.06 --batch-size 4".split()  # leaves four rates
     whole = tune(finished, "cola", tmp_path, *flags)
     assert seeds == [0, 0, 0, 0, 1, 2] and whole["setting"]["learning_rate"] == 4e-5
-    assert whole["values"] == [0.0, None] and whole["median"] == 0.0
+    assert whole["values"] == [0.0, None]
+    assert whole["median"] == 0.0
     (tmp_path / "out" / "result.json").unlink()
     for path in sorted(tmp_path.glob("out/runs/*.json"))[1:4]:
         path.unlink()
@@ -200,7 +204,8 @@ def test_figure_3_has_its_points_in_order(finished, tmp_path, monkeypatch):
     finetune.main([*command, "--figure3", last, first])
     points = read_json(tmp_path / "out" / "figure3.json")["points"]
     assert [point["checkpoint"] for point in points] == [first, last]
-    assert points[0]["hours"] < points[1]["hours"] and (tmp_path / "out" / "figure3.png").is_file()
+    assert points[0]["hours"] < points[1]["hours"]
+    assert (tmp_path / "out" / "figure3.png").is_file()
 
 
 @pytest.mark.parametrize("flags, message", [
