@@ -116,9 +116,8 @@ def claims_of(name: str) -> list[str]:
     """The tests of a task, as pytest names them."""
     found = []
     for file in TESTS:
-        for node in ast.parse(read(HERE / file)).body:
-            if task_of(node) == name:
-                found.append(f"{file}::{node.name}")
+        tests = [node for node in ast.parse(read(HERE / file)).body if task_of(node) == name]
+        found += [f"{file}::{test.name}" for test in tests]
     return found
 
 
@@ -192,8 +191,8 @@ def set_limits() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, 16 << 20))
 
 
-def run_pytest(tests: list[str], folder: Path, seconds: float) -> tuple[dict[str, str], str]:
-    """Run tests in a process of their own -> {test: what went wrong, or ""}, empty if they did not run to their end,
+def run_pytest(tests: list[str], folder: Path, seconds: float) -> tuple[dict[str, bool], str]:
+    """Run tests in a process of their own -> whether each failed, by its name (none if they did not run to their end),
     and what pytest printed. All that the process started is killed."""
     with tempfile.TemporaryDirectory() as outside:
         report, output = Path(outside, "report.xml"), Path(outside, "output.txt")
@@ -209,86 +208,74 @@ def run_pytest(tests: list[str], folder: Path, seconds: float) -> tuple[dict[str
         if resource:
             with contextlib.suppress(OSError):  # it started nothing that goes on
                 os.killpg(process.pid, signal.SIGKILL)
-        messages = {}
+        failed = {}
         with contextlib.suppress(OSError, ElementTree.ParseError):  # no report
             for case in ElementTree.parse(report).iter("testcase"):
-                messages[case.get("name")] = "".join(part.get("message") or part.tag for part in case)
-        return messages, output.read_text(encoding="utf-8", errors="replace")[-10_000:]
+                failed[case.get("name")] = len(case) > 0
+        return failed, output.read_text(encoding="utf-8", errors="replace")[-10_000:]
 
 
-def grade(name: str, path: Path, folder: Path, seconds: float) -> tuple[str, dict[str, str], str]:
-    """Grade the task `name` in the file `path` of a student; `folder` has a copy of the project -> (status, {test: what
-    went wrong, or ""}, what pytest printed)."""
-    file, tests = TASKS[name][0], claims_of(name)
-    status, found, printed = "", {}, ""
+def grade(name: str, path: Path, folder: Path, seconds: float) -> tuple[int, str, str]:
+    """Grade the task `name` in the file `path` of a student; `folder` has a copy of the project -> points, status, and
+    what pytest printed."""
+    file, claims = TASKS[name][0], claims_of(name)
     try:
         ours, text = read(HERE / file), read(path)
         if find(text, name) is None or source(text, name) == blank(ours, name):
-            status = "not attempted"
+            return 0, "not attempted", ""
         text = alone(text, name, ours)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        status = f"cannot be read: {error}"
-    if not status:
-        write(folder / file, text)
-        found, printed = run_pytest([*tests, "test_must_fail.py"], folder, seconds)
-        write(folder / file, ours)
-        if not found.get("test_must_fail"):
-            status = f"no report: it cannot be imported, takes over {seconds:g} s, ends Python, or changes pytest"
-    messages = {test: status or found.get(test.partition("::")[2], "did not run") for test in tests}
-    wrong = [test for test in tests if messages[test]]
-    if not status:
-        status = f"failed: {wrong[0].rpartition('::')[2]}" if wrong else "full marks"
-    return status, messages, printed
+        return 0, f"cannot be read: {error}", ""
+    write(folder / "test_must_fail.py", MUST_FAIL)
+    write(folder / file, text)
+    failed, printed = run_pytest([*claims, "test_must_fail.py"], folder, seconds)
+    write(folder / file, ours)
+    if not failed.get("test_must_fail"):
+        return 0, f"no report: it cannot be imported, takes over {seconds:g} s, ends Python, or changes pytest", printed
+    wrong = [test.partition("::")[2] for test in claims if failed.get(test.partition("::")[2], True)]
+    return len(claims) - len(wrong), f"failed: {wrong[0]}" if wrong else "full marks", printed
 
 
-def grade_all(submission: Path, only: list[str], seconds: float) -> dict[str, tuple]:
-    """{task: what `grade` returns} for a folder, or for a single maelm.py. UserError if it does not exist."""
+def grade_all(submission: Path, only: list[str], seconds: float, verbose: bool) -> bool:
+    """Grade a folder, or a single maelm.py, and print a line for each task. Returns whether it gets full marks.
+    UserError if it does not exist."""
     if not submission.exists():
         raise UserError(f"{submission}: no such file or folder")
-    handed_in = [name for name in TASKS if submission.is_dir() or TASKS[name][0] == "maelm.py"]
-    results = {}
+    score = total = 0
     with tempfile.TemporaryDirectory() as folder:
         copy_project(Path(folder))
-        write(Path(folder, "test_must_fail.py"), MUST_FAIL)
-        for name in only or handed_in:
-            path = submission / TASKS[name][0] if submission.is_dir() else submission
-            results[name] = grade(name, path, Path(folder), seconds)
-    return results
-
-
-def table(results: dict[str, tuple], verbose: bool) -> str:
-    """A line for each task, and the total."""
-    lines, score, total = [], 0, 0
-    for name, (status, messages, printed) in results.items():
-        points = list(messages.values()).count("")
-        lines.append(f"{name} {points}/{len(messages)} {status}")
-        if verbose and status != "full marks":
-            lines.append(printed)
-        score += points
-        total += len(messages)
-    return "\n".join([*lines, f"total {score}/{total}"])
+        for name in only or TASKS:
+            file = TASKS[name][0]
+            if submission.is_dir() or file == "maelm.py":
+                path = submission / file if submission.is_dir() else submission
+                points, status, printed = grade(name, path, Path(folder), seconds)
+                print(f"{name} {points}/{len(claims_of(name))} {status}", flush=True)
+                if verbose and status != "full marks":
+                    print(printed)
+                score += points
+                total += len(claims_of(name))
+    print(f"total {score}/{total}")
+    return score == total
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code: 0, or 1 for less than full marks."""
     parser = Parser("test_maelm.py", __doc__)
     what = parser.add_mutually_exclusive_group(required=True)
-    add = parser.add_argument
     what.add_argument("--blank", nargs="+", metavar="TASK", choices=[*TASKS, "all"],
                       help="print the file of these functions without them; all: maelm.py")
     what.add_argument("--handout", type=Path, metavar="DIR", help="make a folder for students")
     what.add_argument("--grade", type=Path, metavar="PATH", help="grade a folder or a maelm.py")
-    add("--only", nargs="+", metavar="TASK", choices=TASKS, default=[], help="grade only these tasks")
-    add("--time-limit", type=float, metavar="SECONDS", default=60, help="for each task [60]")
-    add("--verbose", action="store_true", help="show what pytest prints of tasks without full marks")
+    parser.add_argument("--only", nargs="+", metavar="TASK", choices=TASKS, default=[], help="grade only these tasks")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", default=60, help="for each task [60]")
+    parser.add_argument("--verbose", action="store_true", help="show what pytest prints of tasks without full marks")
     options = parser.parse_args(argv)
+    full_marks = True
     with clear_errors("test_maelm.py"):
         if options.handout:
             hand_out(options.handout)
         elif options.blank:
             print(without(options.blank), end="")
         else:
-            results = grade_all(options.grade, options.only, options.time_limit)
-            print(table(results, options.verbose))
-            return int(any(status != "full marks" for status, _, _ in results.values()))
-    return 0
+            full_marks = grade_all(options.grade, options.only, options.time_limit, options.verbose)
+    return int(not full_marks)
