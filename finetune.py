@@ -5,14 +5,11 @@
     python finetune.py --init out/base --task glue --data DIR   # all eight tasks and their average, from local files
     python finetune.py --figure3 out/base/step_*.pt --task mnli # Figure 3: metric against pre-training time
 
-The decoder is dropped and the encoder fine-tuned on text without [MASK]: section 4.1, Appendices B and D. --init is
-a run folder, a checkpoint, a folder that this program wrote, or random:FOLDER (a fresh encoder of that shape). --data
-is a folder with the files of the original releases; without it they come from the Hugging Face Hub. --task custom reads
-train and dev files (.csv, .jsonl, .parquet) with columns text[,text2],label from --data.
-
-The dev part is evaluated each half epoch, at most 20 times. The best checkpoint of a run counts, as in the recipe that
-the paper refers to. It is chosen on the part that it is reported on, so its value is a little too good; --keep last
-takes the last one. The same command again does the runs that are missing; torchrun's processes share those of a sweep.
+--init is a run folder, a checkpoint, or a folder that this program wrote. --task custom reads train and dev files
+(.csv, .jsonl, .parquet) with columns text[,text2],label from --data. The dev part is evaluated each half epoch, at most
+20 times, and the best checkpoint of a run counts, as in the recipe that the paper refers to. It is chosen on the part
+that it is reported on, so its value is a little too good; result.json has the last one's, too. The same command again
+does the runs that are missing; torchrun's processes share those of a sweep.
 """
 import argparse
 import itertools
@@ -37,7 +34,7 @@ from support.data import VAL_SHARE, rows_of_step, seed_of
 from support.files import (Parser, UserError, alone_in, clear_errors, read_json, refuse_other_files, same_settings,
                            short_hash, write_json)
 from support.run import (Place, add_flags, choose_place, figure, given_flags, learning_rate_factor, load_encoder,
-                         name_want_of_memory, read_tensors, run_settings, write_tensors)
+                         read_tensors, run_settings, write_tensors)
 from support.squad import Spans
 from support.tasks import DEFAULTS, GLUE, METRICS, SWEPT, TASKS, Encoded, Example, grid, locate, read_task
 
@@ -50,7 +47,7 @@ class TuneConfig:
     learning_rate: float = 0.0  # peak; 0 = 3e-5 * (768 / d)^2, inside Table 5 for base and large
     batch_size: int = 32  # examples per optimizer step
     warmup_share: float = 0.06  # of all steps, below 1: linear warm-up, then linear decay to 0
-    seq_len: int = 512  # longest input in tokens, 8 or more, or the encoder's own limit
+    seq_len: int = 512  # longest input in tokens, or the encoder's own limit
     dropout: float = 0.1  # in encoder and head, below 1
     weight_decay: float = 0.01  # of all parameters
     precision: str = "auto"  # auto | fp32 | bf16: of training; evaluation is in fp32
@@ -58,22 +55,14 @@ class TuneConfig:
     doc_stride: int = 128  # SQuAD: tokens between the starts of windows, at most half a window
     max_answer: int = 30  # SQuAD: longest answer in tokens
     null_threshold: float = 0.0  # SQuAD: no answer if score of null - score of the best answer is above
-    keep: str = "best"  # best | last: the checkpoint of a run that counts
-    max_train: int = 0  # training examples to use; 0 = all
-    max_dev: int = 0  # examples for evaluation; 0 = all
 
     def __post_init__(self):
         require_positive(self, "epochs", "batch_size", "max_query", "doc_stride", "max_answer")
         require(
             self,
-            learning_rate=0 <= self.learning_rate < math.inf,
             warmup_share=0 <= self.warmup_share < 1,
-            seq_len=self.seq_len >= 8,
             dropout=0 <= self.dropout < 1,
             precision=self.precision in ("auto", "fp32", "bf16"),
-            keep=self.keep in ("best", "last"),
-            max_train=self.max_train >= 0,
-            max_dev=self.max_dev >= 0,
         )
 
 
@@ -85,8 +74,7 @@ def name_of(init: str) -> str:
 
 
 class Pretrained:
-    """What fine-tuning starts from: the weights and the tokenizer of an encoder; after `random:` only its shape and
-    tokenizer. UserError if there is none."""
+    """What fine-tuning starts from: an encoder; after `random:` only its shape and tokenizer. UserError without one."""
 
     def __init__(self, name: str, dropout: float):
         self.name, self.random = name_of(name), name.startswith("random:")
@@ -134,10 +122,7 @@ class Sentences:
             found = sorted({e.label for e in examples})
             if len(found) == 1:
                 raise UserError(f"all training records have the label {found[0]!r}: use two labels or more")
-            if all(map(NUMBER.fullmatch, found)) and "." in "".join(found):
-                self.metric = "spearman"  # numbers that are not whole: regression
-            else:
-                self.labels = tuple(found)
+            self.labels = tuple(found)
         if not self.labels:  # as the official code, which divides STS-B's 0 ... 5 by 5
             self.scale = max(abs(self.target(e)) for e in examples) or 1.0
 
@@ -287,8 +272,7 @@ def train(model: Tuned, job: Job, tune: TuneConfig, seed: int) -> Iterator[tuple
 
 
 def validate(model: Tuned, job: Job, step: int) -> tuple[dict, dict] | None:
-    """Evaluate on the dev part -> value (None if undefined), metrics, ranks and step; the files to write. None if the
-    hidden states are not finite."""
+    """Evaluate on the dev part -> value, metrics, ranks and step; files to write. None if a state is not finite."""
     outputs, moments = predict(model, job.parts["dev"], job)
     if not moments.gram.isfinite().all():
         return None
@@ -303,7 +287,7 @@ def worth(line: dict) -> float:
     return -math.inf if line["value"] is None else line["value"]
 
 
-DIVERGED = {"value": None, "best": None, "last": None, "metrics": {}, "effective_rank": None}
+DIVERGED = {"value": None, "last": None, "metrics": {}, "effective_rank": None}
 
 
 def run_once(job: Job, run: dict) -> dict:
@@ -319,25 +303,22 @@ def run_once(job: Job, run: dict) -> dict:
         found = validate(model, job, step) if math.isfinite(loss) else None
         if found is None:
             return {**run, **DIVERGED, "seconds": round(time.perf_counter() - start, 2)}
-        last, last_files = found
+        last = found[0]
         if best is None or worth(last) > worth(best):  # of equals the first
-            best, best_files = found
+            best, files = found
             weights = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
-    kept, files = last, last_files
-    if job.tune.keep == "best":
-        kept, files = best, best_files
-        model.load_state_dict(weights)  # the model itself has taken all steps
+    model.load_state_dict(weights)  # the model itself has taken all steps
     if "dev_mm" in job.parts:
         outputs, _ = predict(model, job.parts["dev_mm"], job)
         mismatched, _ = job.kind.score(outputs, job.parts["dev_mm"])
-        kept["metrics"] |= {f"{name}_mm": value for name, value in mismatched.items()}
+        best["metrics"] |= {f"{name}_mm": value for name, value in mismatched.items()}
     if seed == 1:
         state = {"config": asdict(job.text.config), "encoder": model.encoder.state_dict()}
         write_tensors(job.out / "encoder.pt", state)
         for name, content in files.items():
             write_json(job.out / name, content)
     seconds = round(time.perf_counter() - start, 2)
-    return {**run, **kept, "best": best["value"], "last": last["value"], "seconds": seconds}
+    return {**run, **best, "last": last["value"], "seconds": seconds}
 
 
 # ---- 4. Many runs -------------------------------------------------------------------------------------------
@@ -373,10 +354,9 @@ def describe(job: Job, line: dict) -> str:
 
 
 def make_job(task: str, tune: TuneConfig, options: argparse.Namespace, init: str, place: Place) -> Job:
-    """Read encoder and data, encode, and check that the folder is new or holds runs of the same job; UserError if it
-    holds others."""
+    """Read encoder and data, and encode. UserError if the folder holds runs of another job."""
     text = Pretrained(init, tune.dropout)
-    examples, remarks = read_task(task, options.data, text.val_share, tune.max_train, tune.max_dev)
+    examples, remarks = read_task(task, options.data, text.val_share)
     tune = replace(tune, learning_rate=tune.learning_rate or 3e-5 * (768 / text.dim) ** 2)
     n = min(tune.seq_len, text.config.seq_len)
     if task == "squad2":
@@ -404,8 +384,7 @@ def make_job(task: str, tune: TuneConfig, options: argparse.Namespace, init: str
 
 
 def finetune(task: str, tune: TuneConfig, options: argparse.Namespace, init: str, place: Place) -> dict:
-    """Fine-tune one encoder on one task: with --sweep the whole grid, then the best setting, with seeds 1, 2, ...
-    Writes and returns result.json."""
+    """Fine-tune one encoder on one task: the grid with --sweep, then seeds 1, 2, ... Writes and returns result.json."""
     job = make_job(task, tune, options, init, place)
     if place.first:
         print(f"{job.out}: {len(job.parts['train'].ids):,} training inputs", *job.remarks, sep="\n  ", flush=True)
@@ -445,8 +424,7 @@ def make_result(job: Job, init: str, setting: dict, finals: list[dict], sweep: l
     return {
         "task": job.task, "init": init,
         "metric": job.kind.metric, "median": median(values), "values": values, "metrics": metrics,
-        "keep": job.tune.keep,
-        "best": median([line["best"] for line in finals]), "last": median([line["last"] for line in finals]),
+        "last": median([line["last"] for line in finals]),
         "setting": setting, "tune": asdict(job.tune) | setting, "remarks": job.remarks,
         "effective_rank": {"tau": 0.9, "d": job.text.dim, "before": effective_ranks(before),
                            "after": [line["effective_rank"] for line in finals]},
@@ -468,15 +446,13 @@ def report(result: dict) -> str:
         changes.append(f"{name} {ranks['before'][name]} -> {shown(rank_after(ranks, name), digits=0)}")
     values = ", ".join(shown(value) for value in result["values"])
     return (f"{result['task']}  {metrics}  (median of {len(result['values'])} seeds: {values})\n"
-            f"the {result['keep']} checkpoint of each run counts; best {shown(result['best'])}, "
-            f"last {shown(result['last'])}\n"
+            f"the best checkpoint of each run counts; the last ones have {shown(result['last'])}\n"
             f"effective rank on the dev part, before -> after, of {ranks['d']}: {', '.join(changes)}")
 
 
 # ---- 5. Figure 3 and the average of Table 1 -----------------------------------------------------------------
 def figure3(hours: dict[str, float], results: list[dict], out: Path) -> None:
-    """Write figure3.json, with the rank of H^L after fine-tuning, and draw figure3.png: the metric against hours of
-    pre-training, a line for each run."""
+    """Write figure3.json and draw figure3.png: the metric against hours of pre-training, a line for each run."""
     points = []
     for path, result in zip(hours, results):
         points.append({"run": str(Path(path).parent), "checkpoint": path, "hours": hours[path],
@@ -505,8 +481,7 @@ def table1(results: list[dict], out: Path) -> None:
 
 # ---- 6. Command line ----------------------------------------------------------------------------------------
 def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, TuneConfig]]:
-    """Command line -> options (`given`: the fields of TuneConfig on it), and for each task how it is fine-tuned.
-    Default < default of the task < flag."""
+    """Command line -> options, and for each task its TuneConfig: default < default of the task < flag."""
     parser = Parser("finetune.py", __doc__)
     add = parser.add_argument
     add("--init", default="out/toy", help="run folder, checkpoint, or random:FOLDER [%(default)s]")
@@ -538,7 +513,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, 
 
 def main(argv: list[str] | None = None) -> None:
     options, tasks = read_command(argv)
-    with clear_errors("finetune.py"), name_want_of_memory("--batch-size"):
+    with clear_errors("finetune.py"):
         # What is missing is found before the first run.
         for task in tasks:
             for split in range(len(TASKS[task].files)):

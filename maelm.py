@@ -27,7 +27,6 @@ M = {2, 5}:
     3    h_i^0 = e_{x_i} + p_i for i not in M                corrupt, Encoder.forward
     3    h-hat_i^0 = e_[MASK] + p_i or h_i^L + p_i           MAELM.decoder_input, Decoder.forward
     (1)  -log p(x_i | x-hat) over i in M                     Head.forward, MAELM.forward
-    2.2  the effective rank, rank_tau                        tau_rank in rank.py
 
 The figure in code (`python -m doctest maelm.py` runs it):
 
@@ -134,16 +133,13 @@ def require_positive(config, *fields: str) -> None:
 
 
 PRESETS = {  # as differences from the defaults; section 4.1 and Table 4
-    "toy": dict(vocab_size=2048, seq_len=64, dropout=0.0,
-                encoder_layers=3, encoder_dim=128, encoder_heads=2, decoder_layers=1,
-                norm="pre", init_std=0.06, position_init="sinusoid"),
-    "small": dict(vocab_size=8192, seq_len=128,
-                  encoder_layers=6, encoder_dim=384, encoder_heads=6, decoder_layers=2,
-                  norm="pre", init_std=0.03, position_init="sinusoid"),
+    "toy": dict(vocab_size=2048, seq_len=64, dropout=0.0, encoder_layers=3, encoder_dim=128, encoder_heads=2,
+                decoder_layers=1, norm="pre", init_std=0.06, position_init="sinusoid"),
+    "small": dict(vocab_size=8192, seq_len=128, encoder_layers=6, encoder_dim=384, encoder_heads=6,
+                  decoder_layers=2, norm="pre", init_std=0.03, position_init="sinusoid"),
     "base": dict(),
     "base++": dict(vocab_size=64000, rel_pos_buckets=64),
-    "large++": dict(vocab_size=64000,
-                    encoder_layers=24, encoder_dim=1024, encoder_heads=16,
+    "large++": dict(vocab_size=64000, encoder_layers=24, encoder_dim=1024, encoder_heads=16,
                     rel_pos_buckets=128, rel_pos_max_distance=256),
 }
 # The toy, trained for longer: smaller positions are enough for its decoder (docs/results.md).
@@ -499,8 +495,7 @@ class MAELM(nn.Module):
         self.init_parameters()
 
     def init_parameters(self) -> None:
-        """N(0, init_std) for matrices and embeddings, 0 for biases, 1 for the gains of LayerNorms; positions
-        follow position_init."""
+        """N(0, init_std) for matrices and embeddings, 0 for biases, 1 for gains; see position_init."""
         config = self.config
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:  # matrices and embeddings
@@ -519,8 +514,7 @@ class MAELM(nn.Module):
 
     def forward(self, tokens: Tensor, corruption: Corruption) -> Tensor:
         """tokens (B, n) int64 and their corruption, with exactly masks_per_row(n) masks in each row -> the
-        loss, a scalar: the mean of -log p(x_i | x-hat) over all predicted positions, in nats. Figure 2 and
-        Eq. (1)."""
+        loss, a scalar: the mean of -log p(x_i | x-hat) over all predicted positions, in nats; Eq. (1)."""
         at = self.predicted(corruption.masked)  # (B, k)
         h = self.encode(corruption, at)  # H^L (B, m, d)
         z = self.decode(h, tokens, corruption, at)  # (B, k, decoder_dim)
@@ -529,8 +523,7 @@ class MAELM(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.gather(1, at).flatten())
 
     def predicted(self, masked: Tensor) -> Tensor:
-        """Positions (B, k) int64 of the loss, from M (B, n) bool: the k masked ones of each row; for the
-        "uni" decoder, all but the first."""
+        """Positions (B, k) int64 of the loss, from M (B, n) bool: M, or for "uni" all but the first."""
         B, n = masked.shape
         if self.config.decoder_self == "uni":
             return torch.arange(1, n, device=masked.device).expand(B, -1)

@@ -34,8 +34,8 @@ from maelm import CLS, MASK, NUM_SPECIAL, SEP, Config, Encoder, corrupt, require
 from support.data import VAL_SHARE, Rows, documents, in_validation, parts, seed_of
 from support.files import Parser, UserError, alone_in, clear_errors, write_json
 from support.hub import open_hub
-from support.run import (Place, add_flags, choose_place, figure, given_flags, load_encoder, name_want_of_memory,
-                         open_corpus, run_settings)
+from support.run import (Place, add_flags, choose_place, figure, given_flags, load_encoder, open_corpus,
+                         run_settings)
 
 CURVES = ("with_mask", "without_mask", "mask_only")
 CENTERINGS = {"uncentered": False, "centered": True}
@@ -126,7 +126,6 @@ class RankConfig:
     val_share: float = VAL_SHARE  # share of --data to use, above 0, at most 1
     tokens: int = 1_000_000  # at most so many, special tokens included
     tau: Sequence[float] = (0.9,)  # one or more between 0 and 1; the first is printed and plotted
-    plot: str = "uncentered"  # uncentered, the paper's formula, or centered
     seq_len: int = 512  # tokens in a row for hf: models, or their limit
     batch_size: int = 32  # rows at a time
     seed: int = 0  # of the masks, 0 or more
@@ -138,7 +137,6 @@ class RankConfig:
             self,
             val_share=0 < self.val_share <= 1,
             tau=all(0 < tau < 1 for tau in self.tau),
-            plot=self.plot in CENTERINGS,
             seed=0 <= self.seed < 2 ** 63,
         )
 
@@ -168,7 +166,7 @@ def run_subject(name: str, config: RankConfig, place: Place) -> Subject:
     if config.data or "data" not in settings:
         rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config)
     else:
-        rows = Rows(open_corpus(shape, settings, home), "val", shape.vocab_size)
+        rows = Rows(open_corpus(shape, settings, home), "val")
     positions = torch.arange(shape.seq_len, device=place.device)[None]  # (1, n)
 
     def encode(tokens: Tensor) -> list[Tensor]:
@@ -232,8 +230,7 @@ def text_rows(source: str, encode: Callable, frame: tuple[list[int], list[int], 
 # ---- 3. Measuring -------------------------------------------------------------------------------------------
 @torch.no_grad()
 def measure(subject: Subject, config: RankConfig, place: Place) -> dict[str, list[Moments]]:
-    """Curve -> the moments of layers 0 to L, over all processes. UserError if there are fewer than 10 d [MASK]s, or
-    fewer batches than processes."""
+    """Curve -> the moments of layers 0 to L, over all processes. UserError if there is too little text."""
     n, d = subject.seq_len, subject.dim
     count = min(len(subject.rows), math.ceil(config.tokens / n))
     masks = count * MASKING.masks_per_row(n)
@@ -320,7 +317,7 @@ def draw(models: dict[str, dict], config: RankConfig) -> None:
     with figure(config.out / "rank.png", panels=2) as (drawn, axes):
         for number, (name, model) in enumerate(models.items()):
             for curve, (panel, style, label) in LINES.items():
-                ranks = select(model, curve, config.plot, tau)
+                ranks = select(model, curve, "uncentered", tau)
                 axes[panel].plot(ranks, style, color=f"C{number}", label=f"{name}, {label}")
         for axis, title in zip(axes, ("(a) all tokens", "(b) [MASK] tokens")):
             axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {tau}", title=title)
@@ -328,8 +325,7 @@ def draw(models: dict[str, dict], config: RankConfig) -> None:
             axis.xaxis.get_major_locator().set_params(integer=True)
             axis.legend(fontsize="small")
         sizes = "\n".join(f"{name}: {size_of(model)}" for name, model in models.items())
-        drawn.supxlabel(f"Dimensions that hold {tau} of the squared singular values, {config.plot}\n{sizes}",
-                        fontsize="small")
+        drawn.supxlabel(f"Dimensions that hold {tau} of the squared singular values.\n{sizes}", fontsize="small")
 
 
 # ---- 5. Command line ----------------------------------------------------------------------------------------
@@ -357,7 +353,7 @@ def read_options(argv: list[str] | None) -> tuple[list[str], RankConfig]:
 
 def main(argv: list[str] | None = None) -> None:
     names, config = read_options(argv)
-    with clear_errors("rank.py"), name_want_of_memory("--batch-size"):
+    with clear_errors("rank.py"):
         place = choose_place("fp32")
         torch.set_float32_matmul_precision("highest")  # TF32, as in training, is too coarse for a covariance
         models = {}
@@ -369,11 +365,10 @@ def main(argv: list[str] | None = None) -> None:
                 print(table(name, models[name], config.tau[0]), flush=True)
         if place.first:
             with alone_in(config.out):
-                write_json(config.out / "rank.json", {"tau": list(config.tau), "plotted": config.plot, "mask_rate":
-                                                      MASKING.mask_rate, "seed": config.seed, "models": models})
+                write_json(config.out / "rank.json", {"tau": list(config.tau), "models": models})
                 draw(models, config)
             print("with: all tokens of the text with 15 % [MASK]; without: of the same text unmasked; [MASK]: at masks")
-            print(f"{config.out}: rank.json, rank.png ({config.plot})")
+            print(f"{config.out}: rank.json, rank.png")
         if dist.is_initialized():
             dist.destroy_process_group()
 

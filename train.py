@@ -5,10 +5,9 @@
     python train.py --preset base --data texts/ --prepare   # only tokenize, into --cache
     torchrun --nproc_per_node 8 train.py --preset base --data hf:wikimedia/wikipedia:20231101.en
 
-Every field of both configurations is a flag; [defaults] are base's, and the preset and the ablation come before them.
-The same command again continues an unfinished run. Everything random in a step is a function of (seed, step): rows do
-not depend on the number of processes, nor do masks and dropout as long as each process has micro_batch_size sequences
-of a batch. A run that was stopped and continued equals one that was not.
+Every field of both configurations is a flag; [defaults] are base's. The same command again continues an unfinished run.
+Everything random in a step is a function of (seed, step): rows do not depend on the number of processes, nor do masks
+and dropout as long as each process has micro_batch_size sequences of a batch.
 """
 import argparse
 import json
@@ -27,10 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from maelm import ABLATIONS, MAELM, NUM_SPECIAL, PRESETS, Block, Config, Corruption, corrupt, require, require_positive
+from maelm import ABLATIONS, MAELM, NUM_SPECIAL, PRESETS, Config, Corruption, corrupt, require, require_positive
 from support.cost import estimate
 from support.data import CACHE, VAL_SHARE, Rows, rows_of_step, seed_of
 from support.files import (Parser, UserError, alone_in, atomic, clear_errors, file_hash, read_json, refuse_other_files,
@@ -68,7 +66,6 @@ class TrainConfig:
     precision: str = "auto"  # auto | fp32 | bf16: of matrix products; auto = bf16 where the hardware has it
     device: str = "auto"  # auto | cpu | cuda | mps
     compile: str = "auto"  # auto | on | off: torch.compile the model; auto = on CUDA, but not the toy
-    checkpointing: bool = False  # recompute each layer in the backward pass: a tenth of the memory, 4/3 of the work
     seed: int = 0  # 0 or more
     log_interval: int = 100  # steps between lines of log.jsonl
     eval_interval: int = 2_000  # steps between validation losses
@@ -91,7 +88,7 @@ class TrainConfig:
             compile=self.compile in ("auto", "on", "off"),
             seed=0 <= self.seed < 2 ** 63,
             stop_at=self.stop_at >= 0,
-            keep_checkpoints=self.keep_checkpoints >= 0,
+            cache=self.cache != "",
         )
 
     @property
@@ -113,7 +110,7 @@ TRAIN_PRESETS = {  # as differences from the defaults; Table 4
 TRAIN_PRESETS["laptop"] = TRAIN_PRESETS["toy"] | dict(  # 100 million tokens
     max_steps=24_500, learning_rate=3e-3, muon_learning_rate=1e-2, weight_decay=0.01, warmup_steps=500,
     log_interval=100, eval_interval=500, checkpoint_interval=2000)
-MAY_CHANGE = {"init", "stop_at", "micro_batch_size", "device", "compile", "checkpointing", "log_interval",
+MAY_CHANGE = {"init", "stop_at", "micro_batch_size", "device", "compile", "log_interval",
               "eval_interval", "checkpoint_interval", "keep_checkpoints", "cache"}  # when a run is continued
 
 
@@ -198,7 +195,7 @@ def parse(argv: list[str] | None) -> tuple[Config, TrainConfig, argparse.Namespa
 
 def folder_of(init: str) -> Path:
     """The run folder that --init names, itself or by a checkpoint in it."""
-    return Path(init).parent if init.endswith(".pt") else Path(init)
+    return Path(init).parent if Path(init).is_file() else Path(init)
 
 
 # ---- 2. One training step, and evaluation -------------------------------------------------------------------
@@ -260,13 +257,6 @@ def train_step(model: nn.Module, optimizers: list, batches: list[Batch], step: i
     return total
 
 
-def checkpoint_activations(model: nn.Module) -> None:
-    """Keep only each layer's input, and recompute the rest (same dropout) in the backward pass."""
-    for block in model.modules():
-        if isinstance(block, Block):
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-
-
 def evaluation_tokens(rows: Rows, train: TrainConfig) -> Tensor:
     """At most eval_rows validation rows (rows, n) int64, evenly spaced over the whole text."""
     chosen = np.linspace(0, len(rows) - 1, min(train.eval_rows, len(rows))).astype(np.int64)
@@ -292,8 +282,7 @@ def evaluate(model: MAELM, rows: Rows, train: TrainConfig, place: Place) -> floa
 
 
 def unigram_entropy(rows: Rows, train: TrainConfig) -> float:
-    """Entropy in nats of the real tokens of the evaluation_tokens: the loss of a model that knows nothing but how
-    frequent each token is."""
+    """Entropy in nats of the real evaluation_tokens: the loss of a model that knows only how frequent each token is."""
     tokens = evaluation_tokens(rows, train)
     p = tokens[tokens >= NUM_SPECIAL].bincount().double() / (tokens >= NUM_SPECIAL).sum()
     return float(torch.special.entr(p).sum())
@@ -394,7 +383,7 @@ def open_run(config: Config, train: TrainConfig, options: argparse.Namespace, fo
     """A run of this configuration on the prepared corpus `folder`: new, or as far as it is in --out. UserError if the
     run there is another one; nothing is changed then."""
     out = options.out
-    rows = {part: Rows(folder, part, config.vocab_size) for part in ("train", "val")}
+    rows = {part: Rows(folder, part) for part in ("train", "val")}
     k, least = config.masks_per_row(config.seq_len), rows["train"].min_real
     if not 0 < k <= least:
         raise UserError(f"mask_rate={config.mask_rate} masks {k} of {config.seq_len} tokens, but the rows have at "
@@ -405,8 +394,8 @@ def open_run(config: Config, train: TrainConfig, options: argparse.Namespace, fo
         settings = {"corpus": folder.name, "tokenizer": file_hash(folder / "tokenizer.json"), "init_weights": None,
                     **asdict(config), **asdict(train)}
         if options.start is not None:
-            file = Path(train.init) if train.init.endswith(".pt") else checkpoints(Path(train.init))[-1]
-            settings["init_weights"] = file_hash(file)
+            init = Path(train.init)
+            settings["init_weights"] = file_hash(init if init.is_file() else checkpoints(init)[-1])
         claim(out, settings, options.resume)
         shutil.copyfile(folder / "tokenizer.json", out / "tokenizer.json")
         set_damaged_aside(out)
@@ -450,8 +439,6 @@ def pretrain(run: Run) -> int:
         if place.first:
             print(f"{out} is finished at step {run.step}: nothing to do; choose another --out for another run")
         return 0
-    if train.checkpointing:
-        checkpoint_activations(run.model)
     small = run.model.config.encoder_dim < 256  # a whole run takes less time than the compilation
     if train.compile == "on" or (train.compile == "auto" and place.device.type == "cuda" and not small):
         torch._dynamo.config.suppress_errors = train.compile == "auto"  # without a compiler, run as it is
@@ -469,7 +456,7 @@ def pretrain(run: Run) -> int:
         kept = [line for line in read_log(out) if line["step"] <= run.step and run.step > 0]
         with atomic(out / "log.jsonl") as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    with name_want_of_memory("--micro-batch-size"):
+    with name_want_of_memory():
         if run.step == 0:
             val_loss = evaluate(run.model, run.rows["val"], train, place)
             if place.first:
@@ -502,10 +489,9 @@ def main(argv: list[str] | None = None) -> None:
             held.enter_context(alone_in(options.out))  # until this process ends
         folder = open_corpus(config, asdict(train), folder_of(train.init))
         if options.prepare:
-            print(f"{folder}: {len(Rows(folder, 'train', config.vocab_size)):,} rows for training")
+            print(f"{folder}: {len(Rows(folder, 'train')):,} rows for training")
             return
         run = open_run(config, train, options, folder, place)
-        options.start = None  # its memory is wanted
         stopped = pretrain(run)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -4,9 +4,8 @@
     python test_maelm.py --handout homework                        # a folder for students
     python test_maelm.py --grade homework                          # such a folder, or a maelm.py
 
-A task is a function that students write. Its tests, marked @task in TESTS, are a point each. They run in a copy of this
-project, where the student's file has our solutions of all other tasks, in a process with limits of time and memory.
-This is no sandbox: grade the files of strangers in a container.
+A task is a function that students write; its tests are a point each. They run in a copy of this project, where the
+student's file has our solutions of all other tasks, with limits of time and memory. It is no sandbox.
 """
 import ast
 import contextlib
@@ -197,7 +196,7 @@ def run_pytest(tests: list[str], folder: Path, seconds: float) -> tuple[dict[str
     with tempfile.TemporaryDirectory() as outside:
         report, output = Path(outside, "report.xml"), Path(outside, "output.txt")
         command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
-        environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONBREAKPOINT": "0"}
+        environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         with open(output, "wb") as file:
             process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=file,
                                        stderr=file, start_new_session=True, preexec_fn=resource and set_limits)
@@ -216,8 +215,7 @@ def run_pytest(tests: list[str], folder: Path, seconds: float) -> tuple[dict[str
 
 
 def grade(name: str, path: Path, folder: Path, seconds: float) -> tuple[int, str, str]:
-    """Grade the task `name` in the file `path` of a student; `folder` has a copy of the project -> points, status, and
-    what pytest printed."""
+    """Grade the task `name` in a student's file, in a `folder` with a copy of the project -> points, status, output."""
     file, claims = TASKS[name][0], claims_of(name)
     try:
         ours, text = read(HERE / file), read(path)
@@ -237,8 +235,7 @@ def grade(name: str, path: Path, folder: Path, seconds: float) -> tuple[int, str
 
 
 def grade_all(submission: Path, only: list[str], seconds: float, verbose: bool) -> bool:
-    """Grade a folder, or a single maelm.py, and print a line for each task. Returns whether it gets full marks.
-    UserError if it does not exist."""
+    """Grade a folder, or a maelm.py, and print a line for each task. Returns whether it gets full marks."""
     if not submission.exists():
         raise UserError(f"{submission}: no such file or folder")
     score = total = 0

@@ -5,7 +5,6 @@
 
 Eq. (3), the bound of Theorem 2.2 and its epsilon are in both_sides; many layers of pure attention (App. A) in collapse.
 """
-import math
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,7 @@ def norm(x: Tensor) -> float:
     """||X||_{1,inf} = sqrt(||X||_1 ||X||_inf), the largest column and row sums of |X|; section 2.2."""
     columns = torch.linalg.matrix_norm(x, 1)
     rows = torch.linalg.matrix_norm(x, torch.inf)
-    return float((columns * rows).sqrt())
+    return float(columns * rows) ** 0.5
 
 
 def residual(h: Tensor) -> float:
@@ -94,27 +93,21 @@ def lemma_2_1(subject: Subject, states: list[Tensor], masked: Tensor) -> list[st
     """Ranks of P, E, H_M^0 and H_M^L of a model: printable lines."""
     P = subject.encoder.position_embedding.weight.cpu().double()
     E = subject.encoder.token_embedding.weight.cpu().double()
-    matrices = {"P": P, "E": E, "H_M^0 = 1 e^T + P": E[subject.mask] + P,
-                "H_M^0 (LayerNorm)": states[0][masked], "H_M^L": states[-1][masked]}
+    matrices = {"P": P, "E": E, "H_M^0": states[0][masked], "H_M^L": states[-1][masked]}
     lines = []
     for name, matrix in matrices.items():
         numerical = int(torch.linalg.matrix_rank(matrix))
-        lines.append(f"  {name:<22} rank_0.9 {effective_rank(matrix):>5}   numerical rank {numerical:>5}")
+        lines.append(f"  {name:<6} rank_0.9 {effective_rank(matrix):>5}   numerical rank {numerical:>5}")
     return [*lines, f"  the proof has rank(P) <= d - rank(E), d = {subject.dim}"]
 
 
 def theorem_2_2(subject: Subject, states: list[Tensor], masked: Tensor) -> list[str]:
-    """By layer the residuals of the real tokens of masked text, and for one row both sides of the bound: printable
-    lines."""
-    lines = ["  layer  rank-1 residual  1h^T residual  pure attention  ||R'||_1,inf        bound     spread  "
-             "Eq.(3) error"]
+    """By layer the residual of the real tokens of masked text, and for one row both sides of the bound, as lines."""
+    lines = ["  layer  1h^T residual  pure attention  ||R'||_1,inf        bound     spread  Eq.(3) error"]
     at = masked[0]
     pure = states[0][0][~at]  # the embeddings of one row's real tokens, through the attention weights only
     for layer, state in enumerate(states):
-        real = state[~masked]  # (N, d), of all rows
-        squares = torch.linalg.svdvals(real) ** 2
-        to_rank_1 = math.sqrt(max(0.0, 1 - float(squares[0] / squares.sum())))
-        line = f"  {layer:>5}  {to_rank_1:15.3f}  {residual(real):13.3f}  {residual(pure):14.2e}"
+        line = f"  {layer:>5}  {residual(state[~masked]):13.3f}  {residual(pure):14.2e}"
         if layer < len(subject.encoder.stack.blocks):
             qk, vo = single_head(subject.encoder.stack.blocks[layer].self_attention.f)
             sides = both_sides(state[0][~at], state[0][at], qk, vo)
@@ -125,7 +118,7 @@ def theorem_2_2(subject: Subject, states: list[Tensor], masked: Tensor) -> list[
 
 
 ASSUMPTIONS = """\
-  Residuals are shares of ||H_R||: real tokens of the masked text to the best rank-1 matrix, and to the best 1 h^T;
+  Residuals are shares of ||H_R||: the distance of real tokens of the masked text to equal rows, the best 1 h^T;
   pure attention: one row through the model's attention weights only, as App. A assumes (no skip connection, FFN,
   LayerNorm, bias or relative position, one head), also in ||R'|| and bound. A bound far above ||R'|| says nothing; a
   spread above 1.256 breaks the proof's exp(x) <= 1 + 2x; an error in Eq. (3): H_M is not in the row space of H_R."""

@@ -172,8 +172,8 @@ def load(loader: str, files: Iterable[str], name: str, **options) -> Iterator[di
         yield from found
     except (*BROKEN, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: it has a script
         cause = error.__cause__ or error
-        reason = str(cause).strip().splitlines() or [type(cause).__name__]
-        raise UserError(f"{name}: cannot be read ({reason[0]})") from error
+        reason = str(cause)[:200] or type(cause).__name__
+        raise UserError(f"{name}: cannot be read ({reason})") from error
 
 
 def documents(part: Part) -> Iterator[str]:
@@ -386,9 +386,9 @@ def corpus(source: str, cache: str, vocab_size: int, seq_len: int, uncased: bool
 class Rows:
     """All rows of one part ("train", "val") of a prepared corpus, memory-mapped."""
 
-    def __init__(self, folder: Path, part: str, vocab_size: int):
+    def __init__(self, folder: Path, part: str):
         meta = read_json(folder / "meta.json")
-        self.vocab_size, self.min_real = vocab_size, meta["min_real"]
+        self.min_real = meta["min_real"]
         # asarray: the same memory, but a row of a memmap takes four times as long to take.
         self.shards = [np.asarray(np.load(folder / name, mmap_mode="r")) for name, _ in meta[part]]
         # Row i is in the first shard whose end is above i.

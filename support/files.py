@@ -22,7 +22,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str):
         super().__init__(prog=prog, description=description, allow_abbrev=False, conflict_handler="resolve",
                          formatter_class=argparse.RawDescriptionHelpFormatter)
-        self.register("type", Path, path_of)
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}\n")
@@ -32,15 +31,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             valid = sorted(flag for flag in self._option_string_actions if not flag.startswith("--no-"))
             self.error(f"unknown flag {unknown[0]}; the flags are {' '.join(valid)}")
-        for name, value in vars(options).items():
-            if value == "":
-                self.error(f"--{name}: the value is empty")
         return options
-
-
-def path_of(name: str) -> Path | str:
-    """The path of an argument; "" stays, which as a path would be the current folder."""
-    return Path(name) if name else name
 
 
 def end_by_signal(number: int, frame: object) -> None:

@@ -23,7 +23,6 @@ class MAELMModel(PreTrainedModel):
     """The encoder. The models with heads are subclasses: a weight has the same name in all, that of maelm.MAELM."""
     config_class = MAELMConfig
     base_model_prefix = "maelm"
-    _no_split_modules = ["Block"]
     _keys_to_ignore_on_load_unexpected = [r"^decoder\.", r"^head\."]  # where only the encoder is asked for
 
     def __init__(self, config: MAELMConfig):
@@ -43,10 +42,6 @@ class MAELMModel(PreTrainedModel):
     def get_input_embeddings(self) -> nn.Embedding:
         """The embeddings e_x."""
         return self.encoder.token_embedding
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the embeddings e_x."""
-        self.encoder.token_embedding = value
 
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,

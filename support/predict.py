@@ -33,7 +33,10 @@ def fill_mask(model: MAELM, tokenizer: Tokenizer, text: str) -> str:
     """Three words with their probabilities for each [MASK] of a text, a line each. UserError without [MASK]."""
     text = text.encode(errors="replace").decode()  # a terminal can send half a character
     # A word has its space before it, so [MASK] stands for both.
-    ids = tokenizer.encode(text.replace(" [MASK]", "[MASK]"), special=True).tolist()
+    ids = []
+    for part in text.replace(" [MASK]", "[MASK]").split("[MASK]"):
+        ids += [*tokenizer.encode(part).tolist(), MASK]
+    ids.pop()  # no [MASK] after the last part
     tokens = torch.tensor([[CLS, *ids, SEP]])
     count, longest = ids.count(MASK), model.config.seq_len - 2
     if count == 0 or len(ids) > longest:
@@ -72,8 +75,9 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
             if begins_word(texts[at]) and begins_word(texts[at + 1]):
                 masked = torch.arange(len(row))[None] == at
                 ids, probabilities = predict(model, row[None], masked)
-                before, after = "".join(texts[at - 7:at]), "".join(texts[at + 1:at + 8])
-                lines.append(f"  ...{before} [{texts[at].strip()}]{after} ...".replace("\n", " "))
+                before = "".join(texts[at - 7:at]).replace("\n", " ")
+                after = "".join(texts[at + 1:at + 8]).replace("\n", " ")
+                lines.append(f"  ...{before} [{texts[at].strip()}]{after} ...")
                 lines.append(f"      {describe(tokenizer, ids[0], probabilities[0])}")
                 break
     return "\n".join(lines)

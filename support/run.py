@@ -139,8 +139,7 @@ def choose_place(precision: str, device: str = "auto", small: bool = False) -> P
 
 # ---- 3. Signals and memory ----------------------------------------------------------------------------------
 class Interrupt:
-    """While entered, notes SIGTERM and SIGINT, so that the step in progress ends and a checkpoint is written. A second
-    Ctrl-C acts at once."""
+    """While entered, notes SIGTERM and SIGINT, so that a checkpoint can be saved. A second Ctrl-C acts at once."""
 
     def __enter__(self) -> "Interrupt":
         self.signal = 0
@@ -159,13 +158,13 @@ class Interrupt:
 
 
 @contextmanager
-def name_want_of_memory(flag: str) -> Iterator[None]:
+def name_want_of_memory() -> Iterator[None]:
     """While entered, want of memory is a UserError that names the flag that saves some."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-            raise UserError(f"out of memory: use a smaller {flag}") from error
+            raise UserError("out of memory: use a smaller --micro-batch-size") from error
         raise
 
 
@@ -219,8 +218,7 @@ def read_tensors(path: Path, *wanted: str) -> dict:
 
 
 def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, seconds: float, keep: int) -> None:
-    """Write step_STEP.pt, then remove the oldest but `keep` (0 = none). UserError, and nothing is written, if a weight
-    is not finite."""
+    """Write step_STEP.pt, then remove the oldest but `keep` (0 = none). UserError if a weight is not finite."""
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
             raise UserError(f"step {step}: weights are not finite, {name} to begin with; nothing is saved, earlier "
@@ -256,8 +254,7 @@ def load_checkpoint(out: Path) -> dict | None:
 
 
 def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[MAELM, Tokenizer]:
-    """The model of a run folder, or of one of its checkpoints, in evaluation mode, and its tokenizer. UserError if
-    there is none."""
+    """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. UserError if there is none."""
     file = path
     if path.suffix != ".pt":
         if not checkpoints(path):
@@ -284,8 +281,7 @@ def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encode
 
 
 def open_corpus(config: Config, settings: dict, folder: Path) -> Path:
-    """The prepared corpus of a run with these training settings: with the tokenizer in `folder` if the run begins with
-    the weights of another one."""
+    """The prepared corpus of a run with these settings, with the tokenizer in `folder` if it begins with --init."""
     tokenizer = folder if settings.get("init") else None
     return corpus(settings["data"], settings["cache"], config.vocab_size, config.seq_len, settings["uncased"],
                   settings["val_share"], tokenizer)

@@ -20,12 +20,16 @@ def spans_of(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray, n
     ids = tokenizer.encode(text).astype(np.int64)
     # Bytes are followed back through lower-casing, which may change their number: U+0130 becomes two letters.
     seen = [c.lower() for c in text] if tokenizer.uncased else text
-    owner = np.repeat(np.arange(len(text)), [len(c.encode()) for c in seen])  # the character of each byte
-    size = np.array([len(token) for token in tokenizer.tiktoken.decode_tokens_bytes(ids.tolist())], np.int64)
+    width = [len(c.encode()) for c in seen]
+    owner = np.repeat(np.arange(len(text)), width)  # the character of each byte
+    tokens = tokenizer.tiktoken.decode_tokens_bytes(ids.tolist())
+    size = np.array([len(token) for token in tokens], np.int64)
     end = size.cumsum()  # the byte after each token
-    starts, ends = owner[end - size], owner[end - 1] + 1
+    starts = owner[end - size]
+    ends = owner[end - 1] + 1
     space = np.array([c.isspace() for c in text] + [False])
-    return ids, np.minimum(starts + space[starts], ends), ends
+    starts = np.minimum(starts + space[starts], ends)
+    return ids, starts, ends
 
 
 def answer_tokens(q: Question, starts: np.ndarray, ends: np.ndarray) -> tuple[int, int]:
@@ -42,8 +46,7 @@ def answer_tokens(q: Question, starts: np.ndarray, ends: np.ndarray) -> tuple[in
 
 # ---- 2. Inputs, head, loss and score ------------------------------------------------------------------------
 class Spans:
-    """Questions as inputs `[CLS] question [SEP] window of the context [SEP]`; an answer outside the window is at
-    [CLS]. `tune` is a TuneConfig."""
+    """Inputs `[CLS] question [SEP] window of the context [SEP]`; an answer outside the window is at [CLS]."""
     metric = "f1"
 
     def __init__(self, tokenizer: Tokenizer, dim: int, n: int, tune):
@@ -59,64 +62,58 @@ class Spans:
     def encode(self, questions: list[Question]) -> Encoded:
         """All windows of at most n tokens of all questions. They start every doc_stride tokens, or half a window."""
         rows, targets, windows = [], [], []
-        cut = far = 0
+        longest = min(self.tune.max_query, self.n // 2)
         for number, q in enumerate(questions):
             context, starts, ends = self.context(q)
             first, last = answer_tokens(q, starts, ends)
-            query = self.tokenizer.encode(q.question).astype(np.int64)
-            longest = min(self.tune.max_query, self.n // 2)
-            cut += len(query) > longest
-            query = np.concatenate([[CLS], query[:longest], [SEP]])
+            query = self.tokenizer.encode(q.question)[:longest]
+            query = np.concatenate([[CLS], query, [SEP]]).astype(np.int64)
             room = self.n - len(query) - 1  # for a window
             stride = min(self.tune.doc_stride, max(1, room // 2))
-            inside = False
             # The last window is the one that reaches the end of the context.
-            for offset in range(0, max(0, len(context) - room) + stride, stride):
-                rows.append(np.concatenate([query, context[offset:offset + room], [SEP]]).astype(np.int64))
+            end = max(0, len(context) - room) + stride
+            for offset in range(0, end, stride):
+                window = context[offset:offset + room]
+                rows.append(np.concatenate([query, window, [SEP]]).astype(np.int64))
                 windows.append((number, offset))
                 target = 0, 0
                 if q.answers and offset <= first and last < offset + room:
-                    inside = True
                     shift = len(query) - offset  # from a place in the context to that in the input
                     target = first + shift, last + shift
                 targets.append((*target, len(query)))
-            far += bool(q.answers) and not inside
         remarks = [f"{len(rows):,} windows of {self.n} tokens"]
-        if cut:
-            remarks.append(f"{cut:,} questions are cut off")
-        if far:
-            remarks.append(f"{far:,} answers are longer than every window")
         return Encoded(rows, torch.tensor(targets), questions, windows, remarks)
 
     def head(self) -> nn.Module:
-        """A new head: H^L -> logits of the first and the last token of the answer, (B, m, 2). Weights as BERT."""
-        head = nn.Linear(self.dim, 2)
-        nn.init.normal_(head.weight, std=0.02)
-        nn.init.zeros_(head.bias)
-        return head
+        """A new head: H^L -> logits of the first and the last token of the answer, (B, m, 2)."""
+        return nn.Linear(self.dim, 2)
 
     def in_passage(self, logits: Tensor, targets: Tensor, padding: Tensor) -> Tensor:
         """Logits (B, m, 2), -inf except at [CLS] and in the window; targets (B, 3) int64, padding (B, m) bool."""
         position = torch.arange(logits.shape[1], device=logits.device)
         length = (~padding).sum(1, keepdim=True) - 1  # without the last [SEP]
-        allowed = (position >= targets[:, 2:]) & (position < length) | (position == 0)  # (B, m)
+        allowed = (position >= targets[:, 2:]) & (position < length)  # (B, m)
+        allowed[:, 0] = True
         return logits.masked_fill(~allowed[:, :, None], -torch.inf)
 
     def loss(self, logits: Tensor, targets: Tensor, padding: Tensor) -> Tensor:
         """Mean of the cross-entropies of the first and the last token, in nats."""
-        return F.cross_entropy(self.in_passage(logits, targets, padding), targets[:, :2])
+        logits = self.in_passage(logits, targets, padding)
+        return F.cross_entropy(logits, targets[:, :2])
 
     def decode(self, logits: Tensor, targets: Tensor, padding: Tensor) -> Tensor:
-        """Logits (B, m, 2) -> (B, 4): the score of no answer; score, first and last token of the best span of at most
-        max_answer tokens."""
+        """Logits (B, m, 2) -> (B, 4): the score of no answer; score, first and last token of the best span."""
         starts, ends = self.in_passage(logits, targets, padding).unbind(2)  # (B, m) each
         null = starts[:, 0] + ends[:, 0]
         longest = self.tune.max_answer
-        starts = starts.index_fill(1, torch.tensor(0, device=starts.device), -torch.inf)  # [CLS] is not an answer
-        ends = F.pad(ends, (0, longest - 1), value=-torch.inf).unfold(1, longest, 1)  # (B, m, longest)
-        score, at = (starts[:, :, None] + ends).flatten(1).max(1)  # over m * longest spans
+        starts = F.pad(starts[:, 1:], (1, 0), value=-torch.inf)  # [CLS] is not an answer
+        ends = F.pad(ends, (0, longest - 1), value=-torch.inf)
+        ends = ends.unfold(1, longest, 1)  # (B, m, longest)
+        spans = starts[:, :, None] + ends
+        score, at = spans.flatten(1).max(1)
         first = at // longest
-        return torch.stack([null, score, first, first + at % longest], dim=1)
+        last = first + at % longest
+        return torch.stack([null, score, first, last], dim=1)
 
     def score(self, outputs: np.ndarray, encoded: Encoded) -> tuple[dict[str, float], dict]:
         """Outputs of all windows (N, 4) -> EM and F1 in percent, and the files that the official evaluation reads."""
@@ -128,9 +125,10 @@ class Spans:
             null[number] = min(null[number], row[0])
             if row[1] > best[number]:
                 best[number] = row[1]
-                q, shift = questions[number], offset - target[2]  # to tokens of the context
+                q = questions[number]
                 _, begin, end = self.context(q)
-                answers[number] = q.context[begin[int(row[2]) + shift]:end[int(row[3]) + shift]]
+                first, last = row[2:].astype(np.int64) + offset - target[2]  # tokens of the context
+                answers[number] = q.context[begin[first]:end[last]]
         odds, threshold = null - best, self.tune.null_threshold
         files = {"predictions.json": {}, "null_odds.json": {}}
         for q, answer, odd in zip(questions, answers, odds.tolist()):

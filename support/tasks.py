@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from support.data import in_validation, load, read_docs, rows_of_step
+from support.data import in_validation, load, read_docs
 from support.files import UserError, read_json
 
 
@@ -98,20 +98,18 @@ SWEEPS = {  # group -> values to try; Tables 5 and 6
     "large": dict(epochs=(2.0, 3.0, 5.0), batch_size=(32,), warmup_share=(0.06,)),
     "squad": dict(epochs=(2.0, 3.0), batch_size=(16, 32), warmup_share=(0.06, 0.10)),
 }
-RATES = {  # (group, size of the encoder) -> learning rates to try
-    ("small", "base"): (2e-5, 3e-5, 4e-5, 5e-5),
-    ("small", "large"): (7e-6, 1e-5, 2e-5, 3e-5),
-    ("large", "base"): (1e-5, 2e-5, 3e-5, 4e-5),
-    ("large", "large"): (5e-6, 7e-6, 1e-5, 2e-5),
-    ("squad", "base"): (2e-5, 3e-5, 4e-5, 5e-5),
-    ("squad", "large"): (7e-6, 1e-5, 2e-5, 3e-5),
+RATES = {  # (whether the task is of the large group, whether the encoder is large) -> learning rates to try
+    (False, False): (2e-5, 3e-5, 4e-5, 5e-5),
+    (False, True): (7e-6, 1e-5, 2e-5, 3e-5),
+    (True, False): (1e-5, 2e-5, 3e-5, 4e-5),
+    (True, True): (5e-6, 7e-6, 1e-5, 2e-5),
 }
 
 
 def grid(group: str, dim: int, given: dict) -> list[dict]:
     """The settings of Table 5 or 6; a flag that is given replaces all values of its row."""
     group = "small" if group == "docs" else group
-    rows = SWEEPS[group] | {"learning_rate": RATES[group, "large" if dim >= 1024 else "base"]}
+    rows = SWEEPS[group] | {"learning_rate": RATES[group == "large", dim >= 1024]}
     for name in SWEPT:
         if name in given:
             rows[name] = (given[name],)
@@ -147,8 +145,7 @@ LOADERS = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".parquet": "parquet"
 
 
 def records_of(path: Path, header: tuple[str, ...] = ()) -> Iterable[dict]:
-    """The records of a .csv, .tsv, .jsonl or .parquet file. A .tsv is GLUE's: quotes are plain characters, and `header`
-    names the columns if the file does not."""
+    """The records of a file. A .tsv is GLUE's: quotes are characters; `header` names columns if the file does not."""
     options = {}
     if path.suffix in (".csv", ".tsv"):
         options["keep_default_na"] = False  # the text "None" is not missing
@@ -158,8 +155,7 @@ def records_of(path: Path, header: tuple[str, ...] = ()) -> Iterable[dict]:
 
 
 def examples_of(records: Iterable[dict], columns: tuple[str, ...], where: str) -> list[Example]:
-    """Records -> examples. `columns` are text, text2 (if any) and label; one that is called `text2` is optional.
-    UserError for a record that lacks one."""
+    """Records -> examples. `columns` are text, text2 (optional) and label. UserError for a record that lacks one."""
     found = []
     for number, record in enumerate(records, start=1):
         *texts, label = [record.get(name) for name in columns if name != "text2" or record.get(name) is not None]
@@ -219,8 +215,7 @@ def read_docs_parts(task: Task, val_share: float) -> dict[str, list[Example]]:
 
 
 def locate(name: str, data: str | None, split: int) -> Path | None:
-    """The file of a part of task `name`; None if it is not from a file, or if it is dev_mm and missing. UserError if
-    another is missing."""
+    """The file of a part of task `name`, None if there is none. UserError if one is missing that is not dev_mm."""
     task = TASKS[name]
     if name == "docs":
         if data is not None:
@@ -262,7 +257,7 @@ def read_part(name: str, data: str | None, split: int) -> list[Example] | list[Q
     return examples_of(records, task.columns, str(path))
 
 
-def read_task(name: str, data: str | None, val_share: float, max_train: int, max_dev: int) -> tuple[dict, list[str]]:
+def read_task(name: str, data: str | None, val_share: float) -> tuple[dict, list[str]]:
     """The parts of a task, {"train": [...], "dev": [...]}, and remarks on what differs from the official release.
     `val_share` is what pre-training held out (docs). UserError for an empty part."""
     task, parts, remarks = TASKS[name], {}, []
@@ -278,10 +273,6 @@ def read_task(name: str, data: str | None, val_share: float, max_train: int, max
         if len(rows) != official:
             remarks.append(f"{part} has {len(rows):,} rows, the official one {official:,}: not comparable with "
                            "published numbers")
-        limit = min(max_train if part == "train" else max_dev, len(rows))
-        if limit:
-            remarks.append(f"{part}: {limit:,} of {len(rows):,} rows are used")
-            rows = [rows[i] for i in rows_of_step(0, 0, limit, len(rows))]
         parts[part] = rows
     return parts, remarks
 

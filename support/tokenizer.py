@@ -38,8 +38,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, uncased: bool) -> "Tokenizer":
-        """Learn merges until `vocab_size` ids are used, special tokens and bytes included (fewer if the text has no
-        more pairs)."""
+        """Learn merges until `vocab_size` ids are used, special tokens and bytes included, or no pair is left."""
         learner = tokenizers.Tokenizer(tokenizers.models.BPE())
         set_splitting(learner, uncased)
         trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - NUM_SPECIAL, show_progress=False,
@@ -76,15 +75,11 @@ class Tokenizer:
     def __len__(self) -> int:
         return self.tiktoken.n_vocab
 
-    def encode(self, text: str, special: bool = False) -> np.ndarray:
-        """Token ids (length,) uint32. With `special`, `[MASK]` and its like are tokens; otherwise plain text."""
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids (length,) uint32. `[MASK]` and its like are plain text."""
         if self.uncased:
             text = lower(text)
-        if not special:
-            return self.tiktoken.encode_to_numpy(text, disallowed_special=())
-        for name in SPECIALS:  # which are in upper case
-            text = text.replace(name.lower(), name)
-        return self.tiktoken.encode_to_numpy(text, allowed_special="all")
+        return self.tiktoken.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids. Bytes that are not UTF-8 become U+FFFD, ids that no token has become nothing."""

@@ -9,7 +9,7 @@ import finetune
 from maelm import CLS, SEP
 from rank import RankConfig, run_subject
 from support import tasks
-from support.files import UserError, read_json, write_json
+from support.files import read_json, write_json
 from support.run import Place, checkpoints, load_encoder
 from support.squad import Spans, answer_tokens, spans_of
 from support.tokenizer import Tokenizer
@@ -84,14 +84,6 @@ def test_inputs_have_the_longer_text_cut(finished):
     assert encoded.remarks == ["3 of 4 inputs are cut off at 24 tokens"]
 
 
-def test_numbers_with_a_point_are_regression():
-    for labels, metric in (("1 2", "accuracy"), ("1 2.5", "spearman"), ("1.5 x", "accuracy")):
-        examples = [tasks.Example("a", None, label) for label in labels.split()]
-        assert finetune.Sentences("custom", examples, None, 24).metric == metric
-    with pytest.raises(UserError, match="have the label '1.5': use two labels or more"):
-        finetune.Sentences("custom", examples[:1], None, 24)
-
-
 def test_each_epoch_is_a_permutation():
     encoded = tasks.Encoded([np.zeros(n) for n in range(330)], None, [], [], [])
     drawn = np.stack(list(finetune.batches(encoded, 1, 66, 10)))  # two epochs
@@ -106,8 +98,7 @@ def test_fine_tuning_learns(finished, tmp_path, monkeypatch):
     assert tune(finished, "docs", tmp_path, *flags)["median"] > 80
 
 
-@pytest.mark.parametrize("keep, value, step", [("best", 70, 3), ("last", 60, 6)])
-def test_the_best_or_the_last_checkpoint_counts(keep, value, step, finished, tmp_path, monkeypatch):
+def test_the_best_checkpoint_counts(finished, tmp_path, monkeypatch):
     values, weights, validate = [50, 70, 70, 60], {}, finetune.validate
 
     def scripted(model, job, step):
@@ -116,9 +107,9 @@ def test_the_best_or_the_last_checkpoint_counts(keep, value, step, finished, tmp
         return found | {"value": values[len(weights) - 1]}, files
 
     monkeypatch.setattr(finetune, "validate", scripted)
-    result = tune(finished, "rte", tmp_path, *f"--keep {keep} --epochs 2 --seeds 1 --batch-size 4".split())
-    assert [result["median"], result["best"], result["last"]] == [value, 70, 60]
-    assert torch.equal(load_encoder(tmp_path / "out")[0].norm.weight, weights[step])
+    result = tune(finished, "rte", tmp_path, *"--epochs 2 --seeds 1 --batch-size 4".split())
+    assert [result["median"], result["last"]] == [70, 60]
+    assert torch.equal(load_encoder(tmp_path / "out")[0].norm.weight, weights[3])
 
 
 def test_a_result_can_be_read_and_continued(finished, text, tmp_path):
@@ -210,7 +201,7 @@ def test_figure_3_has_its_points_in_order(finished, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flags, message", [
     ("--init no/such", "no/such: not a run folder"), ("--init hf:a", "--init hf:a: first python -m support.convert"),
-    ("--task sst3", "invalid choice: 'sst3'"), ("--epochs 0", "epochs=0.0"), ("--keep first", "keep='first'"),
+    ("--task sst3", "invalid choice: 'sst3'"), ("--epochs 0", "epochs=0.0"),
     ("--figure3 a.pt --task glue", "needs one --task"), ("--figure3 a.pt ./a.pt", "name each checkpoint once"),
     ("--task custom", "--task custom needs --data"), ("--task docs --data .", "leave --data out"),
     ("--task rte --data no/such", "no train.tsv there or in RTE/")])

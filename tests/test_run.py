@@ -239,7 +239,7 @@ def test_a_folder_of_something_else_is_refused(text, tmp_path, capsys):
     ("--micro-batch-size 3", "batch_size=8 is not a multiple of micro_batch_size=3 times 1"),
     ("--mask-rate 0.99", "mask_rate=0.99 masks 24 of 24 tokens, but the rows have at least"),
     ("--ablation dec-6", "decoder_layers=1.5: dec-6 .*give --decoder-layers"),
-    ("--out=", "--out: the value is empty"),
+    ("--cache=", "cache='' is not possible"),
     ("--resume", "--resume: .*new holds no run to continue"),
     ("--init no/run", "no/run: not a run folder"),
     ("--fill-mask [MASK] --init no/run", "no/run: not a run folder"),

@@ -109,7 +109,7 @@ def test_tasks_and_grids_are_those_of_the_paper():
 
 @pytest.mark.parametrize("name", tasks.GLUE)
 def test_original_files_are_read_as_they_are(name, tmp_path):
-    parts, remarks = tasks.read_task(name, str(write_glue(tmp_path)), 0.01, 0, 0)
+    parts, remarks = tasks.read_task(name, str(write_glue(tmp_path)), 0.01)
     assert list(parts) == (["train", "dev", "dev_mm"] if name == "mnli" else ["train", "dev"])
     assert all("not comparable with published numbers" in remark for remark in remarks)
     _, _, labels = FORMATS[tasks.TASKS[name].folder]
@@ -127,10 +127,9 @@ def test_odd_rows_of_qqp_are_read(tmp_path):
 def test_remarks_tell_what_is_not_official(tmp_path, monkeypatch):
     monkeypatch.setitem(tasks.TASKS, "rte", replace(tasks.TASKS["rte"], rows=(12, 12)))
     folder = str(write_glue(tmp_path))
-    assert tasks.read_task("rte", folder, 0.01, 0, 0)[1] == []
-    assert tasks.read_task("rte", folder, 0.01, 5, 0)[1] == ["train: 5 of 12 rows are used"]
+    assert tasks.read_task("rte", folder, 0.01)[1] == []
     (tmp_path / "MNLI" / "dev_mismatched.tsv").unlink()
-    assert tasks.read_task("mnli", folder, 0.01, 0, 0)[1][-1] == "dev_mm is missing: not evaluated"
+    assert tasks.read_task("mnli", folder, 0.01)[1][-1] == "dev_mm is missing: not evaluated"
 
 
 def test_squad_files_are_read_and_checked(tmp_path):
@@ -146,7 +145,7 @@ def test_squad_files_are_read_and_checked(tmp_path):
 def test_docs_leave_the_validation_part_alone(monkeypatch):
     documents = [(("torch", "numpy", "tqdm")[i % 3], f"{sentence(i)} {i}") for i in range(3000)]
     monkeypatch.setattr(tasks, "read_docs", lambda: documents)
-    parts, _ = tasks.read_task("docs", None, 0.3, 0, 0)
+    parts, _ = tasks.read_task("docs", None, 0.3)
     assert len(parts["train"]) == 200 and not set(parts["train"]) & set(parts["dev"])
     for text, _, library in parts["train"] + parts["dev"]:
         assert library != "tqdm" and (library, text) in documents and not in_validation(text, 0.3)
@@ -173,4 +172,4 @@ def test_bad_files_are_refused(name, file, content, message, tmp_path):
     (tmp_path / file).write_text(content)
     with pytest.raises(UserError, match=message):
         tasks.locate(name, str(tmp_path), 0)
-        tasks.read_task(name, str(tmp_path), 0.01, 0, 0)
+        tasks.read_task(name, str(tmp_path), 0.01)
