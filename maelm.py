@@ -95,7 +95,7 @@ class Config:
             mask_rate=0 < self.mask_rate < 1,
             mask_in_encoder=0 <= self.mask_in_encoder <= 1,
             encoder_fill=self.encoder_fill in ("mask", "random"),
-            bert_trick=self.mask_in_encoder > 0 and self.encoder_fill == "mask" if self.bert_trick else True,
+            bert_trick=not self.bert_trick or (self.mask_in_encoder > 0 and self.encoder_fill == "mask"),
             rel_pos_buckets=self.rel_pos_buckets % 2 == 0 and self.rel_pos_buckets != 2,
             rel_pos_max_distance=self.rel_pos_max_distance > self.rel_pos_buckets // 4,
             decoder_layers=decoder or self.mask_in_encoder == 1,
