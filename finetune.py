@@ -60,7 +60,6 @@ class TuneConfig:
         require_positive(self, "epochs", "batch_size", "max_query", "doc_stride", "max_answer")
         require(
             self,
-            warmup_share=0 <= self.warmup_share < 1,
             dropout=0 <= self.dropout < 1,
             precision=self.precision in ("auto", "fp32", "bf16"),
         )

@@ -505,12 +505,17 @@ class MAELM(nn.Module):
             else:  # gains of LayerNorms
                 nn.init.ones_(parameter)
         if config.position_init == "sinusoid":
-            # In the encoder, and in the "uni" decoder, they are added to embeddings. Other decoders add them
-            # to H^L, which a LayerNorm has scaled to 1 and next to which N(0, init_std) would be lost.
-            sinusoid_(self.encoder.position_embedding.weight, config.init_std)
-            if self.decoder is not None:
-                std = config.init_std if config.decoder_self == "uni" else config.decoder_position_std
-                sinusoid_(self.decoder.position_embedding.weight, std)
+            self.init_positions()
+
+    def init_positions(self) -> None:
+        """Start learned positions as sinusoids."""
+        # In the encoder, and in the "uni" decoder, they are added to embeddings; in other decoders to H^L,
+        # which a LayerNorm has scaled to 1 and next to which N(0, init_std) would be lost.
+        config = self.config
+        sinusoid_(self.encoder.position_embedding.weight, config.init_std)
+        if self.decoder is not None:
+            std = config.init_std if config.decoder_self == "uni" else config.decoder_position_std
+            sinusoid_(self.decoder.position_embedding.weight, std)
 
     def forward(self, tokens: Tensor, corruption: Corruption) -> Tensor:
         """tokens (B, n) int64 and their corruption, with exactly masks_per_row(n) masks in each row -> the

@@ -135,7 +135,6 @@ class RankConfig:
         require_positive(self, "tokens", "seq_len", "batch_size")
         require(
             self,
-            val_share=0 < self.val_share <= 1,
             tau=all(0 < tau < 1 for tau in self.tau),
             seed=0 <= self.seed < 2 ** 63,
         )

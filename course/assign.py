@@ -191,8 +191,7 @@ def set_limits() -> None:
 
 
 def run_pytest(tests: list[str], folder: Path, seconds: float) -> tuple[dict[str, bool], str]:
-    """Run tests in a process of their own -> whether each failed, by its name (none if they did not run to their end),
-    and what pytest printed. All that the process started is killed."""
+    """Run tests in a process of their own -> whether each failed (none if they did not end), what pytest printed."""
     with tempfile.TemporaryDirectory() as outside:
         report, output = Path(outside, "report.xml"), Path(outside, "output.txt")
         command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]

@@ -364,8 +364,8 @@ def prepare(source: str, folder: Path, vocab_size: int, seq_len: int, uncased: b
 
 def corpus(source: str, cache: str, vocab_size: int, seq_len: int, uncased: bool, val_share: float,
            tokenizer: Path | None = None) -> Path:
-    """The folder of shards for `source`, with the tokenizer of the folder `tokenizer` or one learned from the text.
-    It is prepared if it is not there: by one process, for which all others wait. UserError as `prepare`."""
+    """The folder of shards for `source`, with the tokenizer of a folder or one learned from the text. If it is not
+    there, one process prepares it, and all others wait. UserError as `prepare`."""
     given = Tokenizer.load(tokenizer) if tokenizer is not None else None
     learned = file_hash(tokenizer / "tokenizer.json") if tokenizer is not None else ""
     key = [identity(source), vocab_size, seq_len, uncased, val_share, learned]

@@ -73,13 +73,13 @@ def atomic(path: Path) -> Iterator[Path]:
 def write_json(path: Path, value: object) -> None:
     """Write JSON, atomically."""
     with atomic(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict:
     """The content of a JSON file. UserError if it is not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error}); restore it from a copy") from error
 

@@ -64,8 +64,7 @@ def begins_word(text: str) -> bool:
 
 
 def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
-    """What the model expects in place of a word in each of SHOWN validation rows. The word is chosen before the
-    model is asked: in the middle of the row, the first token of letters that is followed by another word."""
+    """What the model expects in place of a whole word in the middle of each of SHOWN validation rows."""
     model.eval()
     lines = ["held-out text: the word in [brackets] was masked; below it are the model's three best guesses"]
     chosen = np.linspace(0, len(rows) - 1, SHOWN).astype(np.int64)

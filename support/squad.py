@@ -91,8 +91,9 @@ class Spans:
     def in_passage(self, logits: Tensor, targets: Tensor, padding: Tensor) -> Tensor:
         """Logits (B, m, 2), -inf except at [CLS] and in the window; targets (B, 3) int64, padding (B, m) bool."""
         position = torch.arange(logits.shape[1], device=logits.device)
+        start = targets[:, 2:]
         length = (~padding).sum(1, keepdim=True) - 1  # without the last [SEP]
-        allowed = (position >= targets[:, 2:]) & (position < length)  # (B, m)
+        allowed = (position >= start) & (position < length)  # (B, m)
         allowed[:, 0] = True
         return logits.masked_fill(~allowed[:, :, None], -torch.inf)
 
@@ -121,13 +122,14 @@ class Spans:
         null = np.full(len(questions), np.inf)
         best = np.full(len(questions), -np.inf)
         answers = [""] * len(questions)
-        for (number, offset), row, target in zip(encoded.windows, outputs, encoded.targets.tolist()):
+        starts = encoded.targets[:, 2].tolist()  # of the windows
+        for (number, offset), row, start in zip(encoded.windows, outputs, starts):
             null[number] = min(null[number], row[0])
             if row[1] > best[number]:
                 best[number] = row[1]
                 q = questions[number]
                 _, begin, end = self.context(q)
-                first, last = row[2:].astype(np.int64) + offset - target[2]  # tokens of the context
+                first, last = row[2:].astype(np.int64) + offset - start  # tokens of the context
                 answers[number] = q.context[begin[first]:end[last]]
         odds, threshold = null - best, self.tune.null_threshold
         files = {"predictions.json": {}, "null_odds.json": {}}

@@ -82,7 +82,7 @@ class Tokenizer:
         return self.tiktoken.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids. Bytes that are not UTF-8 become U+FFFD, ids that no token has become nothing."""
+        """The text of token ids. Bytes that are not UTF-8 become U+FFFD, unused ids nothing."""
         return self.tiktoken.decode([int(i) for i in ids if i < len(self)])
 
 
