@@ -348,7 +348,7 @@ def wait_for(path: Path) -> None:
 def describe(job: Job, line: dict) -> str:
     """A run in one line."""
     setting = "  ".join(f"{name} {line[name]:g}" for name in SWEPT)
-    value = "diverged" if line["value"] is None else f"{line['value']:.2f}"
+    value = shown(line["value"])
     return f"{job.task}  {setting}  seed {line['seed']}  {job.kind.metric} {value}  {line['seconds']:.0f} s"
 
 
@@ -444,7 +444,7 @@ def report(result: dict) -> str:
     for name in CENTERINGS:
         changes.append(f"{name} {ranks['before'][name]} -> {shown(rank_after(ranks, name), digits=0)}")
     values = ", ".join(shown(value) for value in result["values"])
-    return (f"{result['task']}  {metrics}  (median of {len(result['values'])} seeds: {values})\n"
+    return (f"{result['task']}  {metrics}  (medians; seeds: {values})\n"
             f"the best checkpoint of each run counts; the last ones have {shown(result['last'])}\n"
             f"effective rank on the dev part, before -> after, of {ranks['d']}: {', '.join(changes)}")
 

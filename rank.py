@@ -128,7 +128,7 @@ class RankConfig:
     tau: Sequence[float] = (0.9,)  # one or more between 0 and 1; the first is printed and plotted
     seq_len: int = 512  # tokens in a row for hf: models, or their limit
     batch_size: int = 32  # rows at a time
-    seed: int = 0  # of the masks, 0 or more
+    seed: int = 0  # of the masks, 0 or more, below 2^63
     out: Path = Path("out/rank")  # folder for rank.json and rank.png
 
     def __post_init__(self):
@@ -368,8 +368,7 @@ def main(argv: list[str] | None = None) -> None:
                 draw(models, config)
             print("with: all tokens of the text with 15 % [MASK]; without: of the same text unmasked; [MASK]: at masks")
             print(f"{config.out}: rank.json, rank.png")
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        place.leave()
 
 
 if __name__ == "__main__":

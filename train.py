@@ -23,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -35,7 +34,7 @@ from support.files import (Parser, UserError, alone_in, atomic, clear_errors, fi
                            same_settings, write_json)
 from support.muon import make_optimizers
 from support.predict import examples, fill_mask
-from support.run import (DEVICES, Interrupt, Place, add_flags, checkpoints, choose_place, draw_loss, given_flags,
+from support.run import (Interrupt, Place, add_flags, checkpoints, choose_place, draw_loss, given_flags,
                          learning_rate_factor, load_checkpoint, load_model, name_want_of_memory, open_corpus, read_log,
                          save_checkpoint, set_damaged_aside)
 from support.tokenizer import Tokenizer
@@ -66,13 +65,13 @@ class TrainConfig:
     precision: str = "auto"  # auto | fp32 | bf16: of matrix products; auto = bf16 where the hardware has it
     device: str = "auto"  # auto | cpu | cuda | mps
     compile: str = "auto"  # auto | on | off: torch.compile the model; auto = on CUDA, but not the toy
-    seed: int = 0  # 0 or more
+    seed: int = 0  # 0 or more, below 2^63
     log_interval: int = 100  # steps between lines of log.jsonl
     eval_interval: int = 2_000  # steps between validation losses
     eval_rows: int = 2_048  # validation rows, always the same with the same masks
     checkpoint_interval: int = 10_000  # steps between checkpoints
     keep_checkpoints: int = 2  # how many are kept; 0 = all (Figure 3)
-    cache: str = CACHE  # where tokenized corpora are kept
+    cache: str = CACHE  # folder for tokenized corpora
 
     def __post_init__(self):
         require_positive(self, "batch_size", "micro_batch_size", "learning_rate", "muon_learning_rate", "clip_norm",
@@ -84,7 +83,6 @@ class TrainConfig:
             warmup_steps=0 <= self.warmup_steps <= self.max_steps,
             optimizer=self.optimizer in ("adamw", "muon"),
             precision=self.precision in ("auto", "fp32", "bf16"),
-            device=self.device in DEVICES,
             compile=self.compile in ("auto", "on", "off"),
             seed=0 <= self.seed < 2 ** 63,
             stop_at=self.stop_at >= 0,
@@ -421,11 +419,11 @@ def open_run(config: Config, train: TrainConfig, options: argparse.Namespace, fo
 def claim(out: Path, settings: dict, resume: bool) -> None:
     """Write config.json to a new run folder, or compare it: UserError if the folder is of another run."""
     path = out / "config.json"
-    if path.is_file():
+    if path.is_file() and any(out.glob("step_*.pt*")):
         same_settings(out, read_json(path), {name: settings[name] for name in settings if name not in MAY_CHANGE})
     elif resume:
         raise UserError(f"--resume: {out} holds no run to continue")
-    else:
+    elif not path.is_file():  # a run without a checkpoint can begin anew
         refuse_other_files(out)
     for stale in out.glob(".*.tmp"):  # of a process that was killed while it wrote
         stale.unlink()
@@ -433,7 +431,7 @@ def claim(out: Path, settings: dict, resume: bool) -> None:
 
 
 def pretrain(run: Run) -> int:
-    """Run or continue a pre-training run. Returns 0, or the number of the signal that ended it."""
+    """Run or continue a pre-training run. Returns the exit code: 0, or 128 + the number of the signal that ended it."""
     train, place, out = run.train, run.place, run.out
     if run.step >= train.last_step:
         if place.first:
@@ -469,11 +467,10 @@ def pretrain(run: Run) -> int:
         else:
             print(examples(run.model, Tokenizer.load(out), run.rows["val"]))
         print(f"{out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(out)[-1].name}", flush=True)
-    return stopped
+    return 128 + stopped if stopped else 0
 
 
 def main(argv: list[str] | None = None) -> None:
-    stopped = 0
     with clear_errors("train.py"), ExitStack() as held:
         config, train, options = parse(argv)
         if options.fill_mask is not None:
@@ -489,14 +486,13 @@ def main(argv: list[str] | None = None) -> None:
             held.enter_context(alone_in(options.out))  # until this process ends
         folder = open_corpus(config, asdict(train), folder_of(train.init))
         if options.prepare:
-            print(f"{folder}: {len(Rows(folder, 'train')):,} rows for training")
+            print(f"{folder}: prepared")
             return
         run = open_run(config, train, options, folder, place)
-        stopped = pretrain(run)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    if stopped:
-        sys.exit(128 + stopped)
+        code = pretrain(run)
+        place.leave(code)
+    if code:
+        sys.exit(code)
 
 
 if __name__ == "__main__":

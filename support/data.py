@@ -135,7 +135,7 @@ def parts(source: str) -> list[Part]:
             by_loader.pop(None, None)
             if not by_loader:
                 raise UserError(f"--data {source}: {name!r} is not docs, hf:NAME, or a file or folder with "
-                                f"{', '.join(FORMATS)}, also packed as {', '.join(sorted(PACKED))}")
+                                f"{', '.join(FORMATS)}, also packed")
             found += [Part(name, loader, tuple(files)) for loader, files in by_loader.items()]
     return found
 

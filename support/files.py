@@ -120,5 +120,5 @@ def same_settings(folder: Path, there: dict, here: dict) -> None:
 
 def refuse_other_files(folder: Path) -> None:
     """UserError if a folder holds files although it is to be new."""
-    if any(path for path in folder.glob("*") if not path.name.startswith(".")):
+    if any(folder.glob("[!.]*")):
         raise UserError(f"{folder}: not empty; choose another folder")

@@ -49,13 +49,8 @@ def fill_mask(model: MAELM, tokenizer: Tokenizer, text: str) -> str:
 
 def describe(tokenizer: Tokenizer, ids: Tensor, probabilities: Tensor) -> str:
     """Words with probabilities, such as `the 0.61  a 0.20  its 0.03`."""
-    return "  ".join(f"{word(tokenizer, int(i))} {p:.2f}" for i, p in zip(ids, probabilities))
-
-
-def word(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token without the space before it, or quoted if nothing else is left."""
-    text = tokenizer.decode([token])
-    return text.strip() or repr(text)
+    texts = [tokenizer.decode([i]) for i in ids]
+    return "  ".join(f"{text.strip() or repr(text)} {p:.2f}" for text, p in zip(texts, probabilities))
 
 
 def begins_word(text: str) -> bool:
@@ -64,11 +59,13 @@ def begins_word(text: str) -> bool:
 
 
 def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
-    """What the model expects in place of a whole word in the middle of each of SHOWN validation rows."""
+    """What the model expects in place of a whole word in the middle of SHOWN validation rows."""
     model.eval()
     lines = ["held-out text: the word in [brackets] was masked; below it are the model's three best guesses"]
-    chosen = np.linspace(0, len(rows) - 1, SHOWN).astype(np.int64)
+    chosen = np.linspace(0, len(rows) - 1, 20 * SHOWN).astype(np.int64)  # not all rows have such a word
     for row in torch.from_numpy(rows[chosen]):
+        if len(lines) > 2 * SHOWN:
+            break
         texts = [tokenizer.decode([i]) for i in row]
         for at in range(len(row) // 2, len(row) - 1):
             if begins_word(texts[at]) and begins_word(texts[at + 1]):

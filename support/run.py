@@ -52,9 +52,6 @@ def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
 
 
 # ---- 2. The machine -----------------------------------------------------------------------------------------
-DEVICES = ("auto", "cpu", "cuda", "mps")  # what --device can be
-
-
 @dataclass(frozen=True)
 class Place:
     """Where this process computes: its rank among `world` processes, its device, and autocast's dtype."""
@@ -85,6 +82,13 @@ class Place:
         if self.world > 1 and not dist.is_initialized():
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
 
+    def leave(self, code: int = 0) -> None:
+        """End this process if it has joined others; at an ordinary end, threads of gloo may abort it."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            sys.stdout.flush()
+            os._exit(code)
+
 
 def cpu_has_bf16() -> bool:
     """Whether this CPU multiplies bf16 matrices in hardware; elsewhere bf16 is slower than fp32."""
@@ -110,7 +114,7 @@ def best_device(name: str, small: bool) -> torch.device:
     if name == "auto":
         # A step of the toy is hundreds of kernels that an Apple GPU starts no faster than its CPU computes them.
         name = "cuda" if there["cuda"] else "mps" if there["mps"] and not small else "cpu"
-    if not there[name]:
+    if not there.get(name):
         raise UserError(f"--device {name}: this machine, or this PyTorch, has none; use --device auto")
     if name == "cuda":
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -205,7 +209,7 @@ def is_whole(path: Path) -> bool:
 def read_tensors(path: Path, *wanted: str) -> dict:
     """What a .pt file holds, on the CPU; it runs no code. UserError if the file is damaged, or lacks a field."""
     if not path.is_file():
-        raise UserError(f"{path}: no such file")
+        raise UserError(f"{path}: not a checkpoint or encoder.pt")
     if not is_whole(path):
         raise UserError(f"{path}: damaged; name an earlier checkpoint, or let train.py continue the run")
     try:
