@@ -14,7 +14,7 @@ import torch
 import train
 from maelm import MAELM, Config
 from support import run
-from support.files import UserError, alone_in
+from support.files import UserError, alone_in, read_json
 from tests.common import ROOT, arguments, contents, fails, last_checkpoint, losses, same, short_run, write_corpus
 
 
@@ -145,6 +145,15 @@ def test_want_of_memory_is_not_taken_for_damage(module, name, text, copy, monkey
     with pytest.raises(MemoryError):
         short_run(text, copy)
     assert contents(copy) == before
+
+
+def test_a_run_without_a_checkpoint_can_begin_anew(text, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "loop", lambda run: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            short_run(text, tmp_path / "run")
+    short_run(text, tmp_path / "run", "--learning-rate", "1e-3")
+    assert read_json(tmp_path / "run" / "config.json")["learning_rate"] == 1e-3
 
 
 def test_other_errors_keep_their_traceback(text, tmp_path, monkeypatch):
