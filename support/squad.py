@@ -50,7 +50,9 @@ class Spans:
     metric = "f1"
 
     def __init__(self, tokenizer: Tokenizer, dim: int, n: int, tune):
-        self.tokenizer, self.dim, self.n, self.tune = tokenizer, dim, n, tune
+        self.tokenizer = tokenizer
+        self.dim, self.n = dim, n
+        self.tune = tune
         self.contexts = {}  # context -> its tokens, their first and their last + 1 characters
 
     def context(self, q: Question) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -131,11 +133,13 @@ class Spans:
                 _, begin, end = self.context(q)
                 first, last = row[2:].astype(np.int64) + offset - start  # tokens of the context
                 answers[number] = q.context[begin[first]:end[last]]
-        odds, threshold = null - best, self.tune.null_threshold
-        files = {"predictions.json": {}, "null_odds.json": {}}
+        odds = null - best
+        threshold = self.tune.null_threshold
+        predictions, null_odds = {}, {}
         for q, answer, odd in zip(questions, answers, odds.tolist()):
-            files["predictions.json"][q.id] = "" if odd > threshold else answer
-            files["null_odds.json"][q.id] = odd
+            predictions[q.id] = "" if odd > threshold else answer
+            null_odds[q.id] = odd
+        files = {"predictions.json": predictions, "null_odds.json": null_odds}
         return squad_metrics(questions, answers, odds, threshold), files
 
 
@@ -153,10 +157,12 @@ def exact_match(predicted: str, true: str) -> float:
 
 def token_f1(predicted: str, true: str) -> float:
     """Harmonic mean of precision and recall of the words of two answers; if one is empty, whether both are."""
-    p, t = normalize(predicted).split(), normalize(true).split()
+    p = normalize(predicted).split()
+    t = normalize(true).split()
     if not p or not t:
         return float(p == t)
-    common = sum((Counter(p) & Counter(t)).values())  # words, as often as in both
+    both = Counter(p) & Counter(t)  # words, as often as in both
+    common = sum(both.values())
     return 2 * common / (len(p) + len(t))
 
 
