@@ -290,8 +290,7 @@ DIVERGED = {"value": None, "last": None, "metrics": {}, "effective_rank": None}
 
 
 def run_once(job: Job, run: dict) -> dict:
-    """One run, of a setting and a seed -> its line in runs/. The value of a run that diverged is None. Of seed 1 the
-    encoder and the predictions are kept in --out."""
+    """One run, of a setting and a seed -> its line in runs/. Of seed 1 encoder and predictions are kept in --out."""
     start, seed = time.perf_counter(), run["seed"]
     encoder = job.text.new_encoder(seed)
     torch.manual_seed(seed_of(seed))  # for the head
@@ -414,7 +413,7 @@ def rank_after(ranks: dict, centering: str) -> float | None:
 
 
 def make_result(job: Job, init: str, setting: dict, finals: list[dict], sweep: list[dict]) -> dict:
-    """result.json: values of all seeds and their medians, of the checkpoints that count and of both, and Table 3."""
+    """result.json: values of all seeds and their medians, the settings, and the ranks of Table 3."""
     untuned = Tuned(job.text.new_encoder(1), job.kind.head())
     _, before = predict(untuned.to(job.place.device), job.parts["dev"], job)
     values = [line["value"] for line in finals]
@@ -437,7 +436,7 @@ def shown(value: float | None, digits: int = 2) -> str:
 
 
 def report(result: dict) -> str:
-    """result.json in three lines: the metrics, best and last checkpoint, and Table 3's ranks."""
+    """result.json in three lines: the metrics, the value of the last checkpoints, and Table 3's ranks."""
     ranks = result["effective_rank"]
     metrics = "  ".join(f"{name} {shown(value)}" for name, value in result["metrics"].items())
     changes = []

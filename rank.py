@@ -176,8 +176,7 @@ def run_subject(name: str, config: RankConfig, place: Place) -> Subject:
 
 
 def hub_subject(name: str, config: RankConfig, place: Place) -> Subject:
-    """Any encoder of transformers' AutoModel with its own tokenizer and mask token, on the validation documents of
-    --data or docs. UserError as `open_hub` and `text_rows`."""
+    """Any encoder of transformers' AutoModel with its own tokenizer, on the validation documents of --data or docs."""
     model, tokenizer, longest = open_hub(name)
     model = model.to(place.device)
 

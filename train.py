@@ -34,7 +34,7 @@ from support.files import (Parser, UserError, alone_in, atomic, clear_errors, fi
                            same_settings, write_json)
 from support.muon import make_optimizers
 from support.predict import examples, fill_mask
-from support.run import (Interrupt, Place, add_flags, checkpoints, choose_place, draw_loss, given_flags,
+from support.run import (Interrupt, Place, add_flags, checkpoint_of, checkpoints, choose_place, draw_loss, given_flags,
                          learning_rate_factor, load_checkpoint, load_model, name_want_of_memory, open_corpus, read_log,
                          save_checkpoint, set_damaged_aside)
 from support.tokenizer import Tokenizer
@@ -392,8 +392,7 @@ def open_run(config: Config, train: TrainConfig, options: argparse.Namespace, fo
         settings = {"corpus": folder.name, "tokenizer": file_hash(folder / "tokenizer.json"), "init_weights": None,
                     **asdict(config), **asdict(train)}
         if options.start is not None:
-            init = Path(train.init)
-            settings["init_weights"] = file_hash(init if init.is_file() else checkpoints(init)[-1])
+            settings["init_weights"] = file_hash(checkpoint_of(Path(train.init)))
         claim(out, settings, options.resume)
         shutil.copyfile(folder / "tokenizer.json", out / "tokenizer.json")
         set_damaged_aside(out)

@@ -226,20 +226,20 @@ def ngrams(text: str) -> np.ndarray:
     return hashes
 
 
-def validation_ngrams(source: str, val_share: float) -> set[int]:
-    """The ngrams of all validation documents; none if the source has no docs, whose texts repeat a lot."""
+def validation_ngrams(read: list[Part], val_share: float) -> set[int]:
+    """The ngrams of all validation documents; none if no part is docs, whose texts repeat a lot."""
     found = set()
-    if any(part.loader == "docs" for part in parts(source)):
-        for text in itertools.chain.from_iterable(map(documents, parts(source))):
+    if any(part.loader == "docs" for part in read):
+        for text in itertools.chain.from_iterable(map(documents, read)):
             if in_validation(text, val_share):
                 found.update(ngrams(text).tolist())
     return found
 
 
-def sample(source: str, val_share: float) -> Iterator[str]:
+def sample(read: list[Part], val_share: float) -> Iterator[str]:
     """Training documents for the tokenizer: of each part the first ones, SAMPLE characters over all parts."""
-    for part in parts(source):
-        left = SAMPLE // len(parts(source))
+    for part in read:
+        left = SAMPLE // len(read)
         for text in documents(part):
             if left <= 0:
                 break
@@ -270,14 +270,14 @@ def in_threads(function: Callable, items: Iterable) -> Iterator:
             yield from pool.map(function, group)
 
 
-class Encoded(NamedTuple):
+class EncodedBlock(NamedTuple):
     """A block of documents as tokens."""
     streams: dict[str, np.ndarray]  # train, val -> tokens (length,), each document followed by `[SEP]`
     size: int  # characters
     left_out: int  # training documents that share an ngram with a validation document
 
 
-def encode_block(texts: list[str], tokenizer: Tokenizer, val_share: float, known: set[int]) -> Encoded:
+def encode_block(texts: list[str], tokenizer: Tokenizer, val_share: float, known: set[int]) -> EncodedBlock:
     """Tokenize documents; training documents that have one of the `known` ngrams are left out."""
     separator = np.array([SEP], np.uint32)
     pieces = {"train": [separator[:0]], "val": [separator[:0]]}
@@ -289,7 +289,7 @@ def encode_block(texts: list[str], tokenizer: Tokenizer, val_share: float, known
         else:
             pieces[part] += [tokenizer.encode(text), separator]
     streams = {part: np.concatenate(found) for part, found in pieces.items()}
-    return Encoded(streams, sum(map(len, texts)), left_out)
+    return EncodedBlock(streams, sum(map(len, texts)), left_out)
 
 
 def pack(stream: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -333,15 +333,16 @@ class ShardWriter:
 def prepare(source: str, folder: Path, vocab_size: int, seq_len: int, uncased: bool, val_share: float,
             tokenizer: Tokenizer | None) -> None:
     """Write tokenizer, shards and meta.json to `folder`. UserError for text that is missing, bad or too little."""
+    read = parts(source)
     if tokenizer is None:
         # One pass over a sample for the tokenizer, and one over all for the shards.
-        texts = tqdm(sample(source, val_share), "tokenizer's sample", unit=" texts", leave=False, disable=None)
+        texts = tqdm(sample(read, val_share), "tokenizer's sample", unit=" texts", leave=False, disable=None)
         tokenizer = Tokenizer.train(texts, vocab_size, uncased)
     tokenizer.save(folder)
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     writers = {part: ShardWriter(folder, part, seq_len, dtype) for part in ("train", "val")}
-    encode = partial(encode_block, tokenizer=tokenizer, val_share=val_share, known=validation_ngrams(source, val_share))
-    texts = itertools.chain.from_iterable(map(documents, parts(source)))
+    encode = partial(encode_block, tokenizer=tokenizer, val_share=val_share, known=validation_ngrams(read, val_share))
+    texts = itertools.chain.from_iterable(map(documents, read))
     left_out = 0
     with tqdm(desc="tokenizing", unit=" characters", unit_scale=True, mininterval=10, delay=10) as bar:
         for block in in_threads(encode, blocks(texts)):
@@ -364,11 +365,11 @@ def prepare(source: str, folder: Path, vocab_size: int, seq_len: int, uncased: b
 
 def corpus(source: str, cache: str, vocab_size: int, seq_len: int, uncased: bool, val_share: float,
            tokenizer: Path | None = None) -> Path:
-    """The folder of shards for `source`, with the tokenizer of a folder or one learned from the text. If it is not
-    there, one process prepares it, and all others wait. UserError as `prepare`."""
-    given = Tokenizer.load(tokenizer) if tokenizer is not None else None
-    learned = file_hash(tokenizer / "tokenizer.json") if tokenizer is not None else ""
-    key = [identity(source), vocab_size, seq_len, uncased, val_share, learned]
+    """The folder of shards for `source`. If it is not there, one process prepares it, and the others wait."""
+    given, known = None, ""
+    if tokenizer is not None:
+        given, known = Tokenizer.load(tokenizer), file_hash(tokenizer / "tokenizer.json")
+    key = [identity(source), vocab_size, seq_len, uncased, val_share, known]
     folder = Path(cache).expanduser() / short_hash(json.dumps(key))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):

@@ -16,8 +16,7 @@ def transformers_library():
 
 
 def open_hub(name: str) -> tuple[nn.Module, object, int]:
-    """The encoder hf:NAME of the Hub, or of a folder, in float32 (of BART, the encoder only), its tokenizer, and its
-    longest input in tokens. UserError if it cannot be loaded or knows no mask token."""
+    """The encoder hf:NAME of the Hub or a folder, its tokenizer, its longest input in tokens. UserError without one."""
     transformers = transformers_library()
     name = name.removeprefix("hf:")
     try:

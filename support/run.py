@@ -257,13 +257,17 @@ def load_checkpoint(out: Path) -> dict | None:
     return read_tensors(found[-1], "step", "seconds", "model", "optimizers") if found else None
 
 
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint that a path names, or the newest one of a run folder. UserError if there is none."""
+    found = [path] if path.suffix == ".pt" else checkpoints(path)
+    if not found:
+        raise UserError(f"{path}: not a run folder with checkpoints; train.py makes one")
+    return found[-1]
+
+
 def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[MAELM, Tokenizer]:
     """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. UserError if there is none."""
-    file = path
-    if path.suffix != ".pt":
-        if not checkpoints(path):
-            raise UserError(f"{path}: not a run folder with checkpoints; train.py makes one")
-        file = checkpoints(path)[-1]
+    file = checkpoint_of(path)
     state = read_tensors(file, "config", "model")
     model = MAELM(Config(**state["config"]))
     model.load_state_dict(state["model"])
@@ -271,8 +275,7 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[MAELM, T
 
 
 def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config]:
-    """The encoder of a run folder of train.py, of one of its checkpoints, or of finetune.py (encoder.pt), in
-    evaluation mode. UserError if there is none."""
+    """The encoder of a run folder, a checkpoint, or finetune.py (encoder.pt), in evaluation mode. UserError if none."""
     file = path / "encoder.pt" if path.is_dir() else path
     if file.name != "encoder.pt" or not file.is_file():
         model, tokenizer = load_model(path, device)
