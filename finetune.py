@@ -489,7 +489,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, 
     add("--seeds", type=int, default=5, help="runs whose median is the result [%(default)s]")
     add("--sweep", action="store_true", help="first try the grid of Table 5 or 6; flags replace its rows")
     add("--figure3", nargs="+", metavar="CHECKPOINT", default=[], help="fine-tune each, draw metric against time")
-    add_flags(parser, TuneConfig)
+    add_flags(parser, TuneConfig, {})
     options = parser.parse_args(argv)
     options.given = given_flags(options, TuneConfig)
     if options.seeds < 1:

@@ -31,10 +31,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP, Config, Encoder, corrupt, require, require_positive
-from support.data import VAL_SHARE, Rows, documents, in_validation, parts, seed_of
+from support.data import VAL_SHARE, Rows, corpus, documents, in_validation, parts, seed_of
 from support.files import Parser, UserError, alone_in, clear_errors, write_json
 from support.hub import open_hub
-from support.run import (Place, add_flags, choose_place, figure, given_flags, load_encoder, open_corpus,
+from support.run import (Place, add_flags, choose_place, corpus_settings, figure, given_flags, load_encoder,
                          run_settings)
 
 CURVES = ("with_mask", "without_mask", "mask_only")
@@ -123,6 +123,7 @@ class Moments:
 class RankConfig:
     """What is measured and how it is shown; every field is a flag. ValueError names a field that is wrong."""
     data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; without it a run's own validation rows, else docs
+    column: str = "text"  # the field of its records that holds the text
     val_share: float = VAL_SHARE  # share of --data to use, above 0, at most 1
     tokens: int = 1_000_000  # at most so many, special tokens included
     tau: Sequence[float] = (0.9,)  # one or more between 0 and 1; the first is printed and plotted
@@ -165,7 +166,7 @@ def run_subject(name: str, config: RankConfig, place: Place) -> Subject:
     if config.data or "data" not in settings:
         rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config)
     else:
-        rows = Rows(open_corpus(shape, settings, home), "val")
+        rows = Rows(corpus(**corpus_settings(shape, settings, tokenizer)), "val")
     positions = torch.arange(shape.seq_len, device=place.device)[None]  # (1, n)
 
     def encode(tokens: Tensor) -> list[Tensor]:
@@ -209,7 +210,8 @@ def text_rows(source: str, encode: Callable, frame: tuple[list[int], list[int], 
     tokens. `frame`: the ids before each row, after each document and after each row. UserError if there is no row."""
     before, between, after = frame
     room = n - len(before) - len(after)
-    texts = (text for part in parts(source) for text in documents(part) if in_validation(text, config.val_share))
+    read = parts(source, config.column)
+    texts = (text for part in read for text in documents(part) if in_validation(text, config.val_share))
     pieces, size = [], 0
     for text in tqdm(texts, "tokenizing", unit="text", leave=False, disable=None):
         pieces += [np.asarray(encode(text), np.int64), np.array(between, np.int64)]
@@ -331,7 +333,7 @@ def read_options(argv: list[str] | None) -> tuple[list[str], RankConfig]:
     """Command line -> names of models, and what to do."""
     parser = Parser("rank.py", __doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a run folder, a checkpoint, or hf:NAME_OR_FOLDER")
-    add_flags(parser, RankConfig)
+    add_flags(parser, RankConfig, {})
     # In place of the flag made from the field: this one takes several numbers.
     parser.add_argument("--tau", type=float, nargs="+", default=argparse.SUPPRESS,
                         help="one or more between 0 and 1; the first is printed and plotted [0.9]")

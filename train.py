@@ -28,15 +28,15 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from maelm import ABLATIONS, MAELM, NUM_SPECIAL, PRESETS, Config, Corruption, corrupt, require, require_positive
-from support.cost import estimate
-from support.data import CACHE, VAL_SHARE, Rows, rows_of_step, seed_of
+from support.cost import estimate, flops, passes, peak_of
+from support.data import CACHE, VAL_SHARE, Rows, corpus, corpus_folder, rows_of_step, seed_of
 from support.files import (Parser, UserError, alone_in, atomic, clear_errors, file_hash, read_json, refuse_other_files,
                            same_settings, write_json)
 from support.muon import make_optimizers
 from support.predict import examples, fill_mask
-from support.run import (Interrupt, Place, add_flags, checkpoint_of, checkpoints, choose_place, draw_loss, given_flags,
-                         learning_rate_factor, load_checkpoint, load_model, name_want_of_memory, open_corpus, read_log,
-                         save_checkpoint, set_damaged_aside)
+from support.run import (Interrupt, Place, add_flags, checkpoint_of, checkpoints, choose_place, corpus_settings,
+                         draw_loss, given_flags, learning_rate_factor, load_checkpoint, load_model,
+                         name_want_of_memory, open_wandb, read_log, save_checkpoint, set_damaged_aside, value_in)
 from support.tokenizer import Tokenizer
 
 
@@ -45,8 +45,10 @@ from support.tokenizer import Tokenizer
 class TrainConfig:
     """How it is trained. The defaults are the paper's base setting. ValueError names a field that is wrong."""
     init: str = ""  # begin with the weights of this run folder or checkpoint; for --fill-mask, the model
-    data: str = "docs"  # docs, a file, a folder, a pattern, or hf:NAME[:CONFIG]; several joined by +
-    uncased: bool = True  # lower-case all text
+    data: str = "docs"  # docs, a file, folder or pattern, or hf:NAME[:CONFIG] (split train); several joined by +
+    column: str = "text"  # the field of records (.jsonl, .parquet, hf:) that holds the text
+    tokenizer: str = ""  # a byte-level BPE's tokenizer.json, or hf:NAME; without it, one is learned from --data
+    uncased: bool = True  # lower-case all text; --no-uncased keeps upper case
     val_share: float = VAL_SHARE  # share of documents held out for validation, between 0 and 1
     batch_size: int = 2048  # sequences per optimizer step, over all processes
     micro_batch_size: int = 32  # sequences at a time on a device; gradients accumulate over the rest
@@ -72,6 +74,7 @@ class TrainConfig:
     checkpoint_interval: int = 10_000  # steps between checkpoints
     keep_checkpoints: int = 2  # how many are kept; 0 = all (Figure 3)
     cache: str = CACHE  # folder for tokenized corpora
+    wandb: str = ""  # a project of Weights & Biases that gets the numbers of log.jsonl, too
 
     def __post_init__(self):
         require_positive(self, "batch_size", "micro_batch_size", "learning_rate", "muon_learning_rate", "clip_norm",
@@ -108,8 +111,8 @@ TRAIN_PRESETS = {  # as differences from the defaults; Table 4
 TRAIN_PRESETS["laptop"] = TRAIN_PRESETS["toy"] | dict(  # 100 million tokens
     max_steps=24_500, learning_rate=3e-3, muon_learning_rate=1e-2, weight_decay=0.01, warmup_steps=500,
     log_interval=100, eval_interval=500, checkpoint_interval=2000)
-MAY_CHANGE = {"init", "stop_at", "micro_batch_size", "device", "compile", "log_interval",
-              "eval_interval", "checkpoint_interval", "keep_checkpoints", "cache"}  # when a run is continued
+MAY_CHANGE = {"init", "tokenizer", "stop_at", "micro_batch_size", "device", "compile", "log_interval", "eval_interval",
+              "checkpoint_interval", "keep_checkpoints", "cache", "wandb"}  # when a run is continued
 
 
 def make_config(preset: str = "base", ablation: str = "mae-lm", start: dict | None = None, **flags) -> Config:
@@ -165,30 +168,42 @@ def parse(argv: list[str] | None) -> tuple[Config, TrainConfig, argparse.Namespa
     add("--prepare", action="store_true", help="only tokenize --data, into --cache")
     add("--estimate", action="store_true", help="only print parameters, FLOPs and time")
     add("--fill-mask", metavar="TEXT", help="only predict each [MASK] of TEXT with the model of --init")
-    add_flags(parser, Config)
-    add_flags(parser, TrainConfig)
+    preset = value_in(argv, "--preset", "toy")
+    add_flags(parser, Config, PRESETS.get(preset, {}))
+    add_flags(parser, TrainConfig, TRAIN_PRESETS.get(preset, {}))
     options = parser.parse_args(argv)
     flags, recipe = given_flags(options, Config), given_flags(options, TrainConfig)
-    name, options.start = options.preset, None
+    name, options.start, options.tokenizer = options.preset, None, None
     try:
         if recipe.get("init", "").startswith("hf:"):
             raise ValueError(f"--init {options.init}: first python -m support.convert import {options.init} FOLDER")
         if "init" in recipe and options.fill_mask is None:
             options.start = load_model(Path(options.init))
-            model, tokenizer = options.start
+            model, options.tokenizer = options.start
             config = config_from(model.config, options.ablation, flags)
-            if recipe.setdefault("uncased", tokenizer.uncased) != tokenizer.uncased:
-                raise ValueError(f"uncased={recipe['uncased']}: the tokenizer of --init has {tokenizer.uncased}")
             name = f"{folder_of(options.init).resolve().name}-{options.ablation or 'more'}"
         else:
+            if "tokenizer" in recipe:
+                options.tokenizer = Tokenizer.read(recipe["tokenizer"])
+                flags.setdefault("vocab_size", len(options.tokenizer))
             config = make_config(options.preset, options.ablation or "mae-lm", **flags)
             if options.ablation not in (None, "mae-lm"):
                 name += f"-{options.ablation}"
+        if options.tokenizer is not None:
+            fits(options.tokenizer, config, recipe)
         train = TrainConfig(**TRAIN_PRESETS[options.preset] | recipe)
     except ValueError as error:
         parser.error(str(error))
     options.out = options.out or Path("out") / name
     return config, train, options
+
+
+def fits(tokenizer: Tokenizer, config: Config, recipe: dict) -> None:
+    """Take `uncased` from a tokenizer that is given. ValueError for flags that contradict it."""
+    if recipe.setdefault("uncased", tokenizer.uncased) != tokenizer.uncased:
+        raise ValueError(f"uncased={recipe['uncased']}: the given tokenizer has {tokenizer.uncased}")
+    if config.vocab_size < len(tokenizer):
+        raise ValueError(f"vocab_size={config.vocab_size}: the given tokenizer has {len(tokenizer)} tokens")
 
 
 def folder_of(init: str) -> Path:
@@ -232,9 +247,10 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def train_step(model: nn.Module, optimizers: list, batches: list[Batch], step: int, train: TrainConfig,
-               place: Place) -> Tensor:
-    """One optimizer step. Returns this process's mean loss, a scalar. Every row has the same number of masks and every
-    micro-batch the same number of rows, so the mean of means is the mean over masked tokens."""
+               place: Place) -> tuple[Tensor, Tensor]:
+    """One optimizer step. Returns this process's mean loss and the norm of the gradient before clipping, scalars. Every
+    row has the same number of masks and every micro-batch the same number of rows, so the mean of means is the mean
+    over masked tokens."""
     total = torch.zeros((), device=place.device)
     for i, batch in enumerate(batches):  # their gradients add up in p.grad
         torch.manual_seed(seed_of(train.seed, step, i * place.world + place.rank, 1))  # for dropout
@@ -245,14 +261,14 @@ def train_step(model: nn.Module, optimizers: list, batches: list[Batch], step: i
                 loss = model(*to_device(batch, place.device)) / len(batches)
             loss.backward()
         total += loss.detach()
-    nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm)
     factor = learning_rate_factor(step, train.warmup_steps, train.max_steps)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = factor * optimizer.defaults["lr"]  # the peak
         optimizer.step()
         optimizer.zero_grad()
-    return total
+    return total, norm
 
 
 def evaluation_tokens(rows: Rows, train: TrainConfig) -> Tensor:
@@ -298,6 +314,7 @@ class Run:
     optimizers: list
     step: int = 0
     seconds: float = 0.0  # of training, evaluations not counted
+    wandb: object = None  # its run there, of the first process if --wandb is given
 
 
 def loop(run: Run) -> int:
@@ -308,7 +325,7 @@ def loop(run: Run) -> int:
         network = DistributedDataParallel(model, gradient_as_bucket_view=True)
         network.broadcast_buffers = False  # they never change (as an argument, it has another name in each version)
     tokens = train.batch_size * model.config.seq_len  # in a step
-    losses = []  # since the last line of the log
+    losses, norms = [], []  # since the last line of the log
     stopped = False
     start = time.perf_counter() - run.seconds  # later by the time of evaluations
     logged = run.seconds  # seconds at the last line of the log
@@ -322,7 +339,9 @@ def loop(run: Run) -> int:
             coming = ahead.submit(draw, step + 1)
 
             # ---- one training step ----
-            losses.append(train_step(network, run.optimizers, batches, step, train, place))
+            loss, norm = train_step(network, run.optimizers, batches, step, train, place)
+            losses.append(loss)
+            norms.append(norm)
             step += 1
             bar.update()
             # ---------------------------
@@ -343,29 +362,48 @@ def loop(run: Run) -> int:
                 seconds = time.perf_counter() - start
                 speed = len(losses) * tokens / (seconds - logged)
                 if place.first:
-                    write_log(out, step=step, loss=loss, lr=run.optimizers[0].param_groups[0]["lr"], seconds=seconds,
-                              tokens_per_second=speed)
+                    norm = float(sum(norms)) / len(norms)
+                    write_log(run, step=step, loss=loss, grad_norm=norm, seconds=seconds, tokens_per_second=speed,
+                              **progress(run, step, speed))
                 bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
-                losses, logged = [], seconds
+                losses, norms, logged = [], [], seconds
             if step % train.eval_interval == 0 or (last and not stopped):
                 seconds = time.perf_counter() - start
                 val_loss = evaluate(model, run.rows["val"], train, place)
                 start = time.perf_counter() - seconds
                 if place.first:
-                    write_log(out, step=step, val_loss=val_loss, seconds=seconds)
+                    write_log(run, step=step, val_loss=val_loss, seconds=seconds)
                     left = (train.last_step - step) / step * seconds / 60
                     bar.write(f"step {step:>6,}/{train.last_step:,}  validation loss {val_loss:.3f}  "
                               f"{step * tokens / seconds:,.0f} tokens/s  {left:.1f} min left")
                     sys.stdout.flush()
             if saving and place.first:
                 save_checkpoint(out, step, model, run.optimizers, logged, train.keep_checkpoints)
+                draw_loss(out)
     return (interrupt.signal or 15) if stopped else 0
 
 
-def write_log(out: Path, **line) -> None:
+def progress(run: Run, step: int, speed: float) -> dict[str, float]:
+    """What a line of log.jsonl says about rates, progress and the device, at a speed in tokens per second."""
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in run.optimizers]
+    rows = step * run.train.batch_size
+    found = dict(zip(("lr", "muon_lr"), rates)) | {
+        "tokens": rows * run.model.config.seq_len, "epoch": round(rows / len(run.rows["train"]), 4)}
+    if run.place.device.type == "cuda":
+        found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        peak = peak_of(torch.cuda.get_device_name())
+        if peak is not None:
+            config = run.model.config
+            found["mfu"] = speed / config.seq_len * flops(config) / (peak * run.place.world)
+    return found
+
+
+def write_log(run: Run, **line) -> None:
     """Append a JSON object to log.jsonl, as a line."""
-    with open(out / "log.jsonl", "a", encoding="utf-8") as file:
+    with open(run.out / "log.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
+    if run.wandb is not None:
+        run.wandb.log(line)
 
 
 def copy_weights(model: MAELM, start: MAELM) -> str:
@@ -389,7 +427,7 @@ def open_run(config: Config, train: TrainConfig, options: argparse.Namespace, fo
     torch.manual_seed(train.seed)
     model = MAELM(config)
     if place.first:  # the others wait in join
-        settings = {"corpus": folder.name, "tokenizer": file_hash(folder / "tokenizer.json"), "init_weights": None,
+        settings = {"corpus": folder.name, "vocabulary": file_hash(folder / "tokenizer.json"), "init_weights": None,
                     **asdict(config), **asdict(train)}
         if options.start is not None:
             settings["init_weights"] = file_hash(checkpoint_of(Path(train.init)))
@@ -444,8 +482,7 @@ def pretrain(run: Run) -> int:
     entropy = unigram_entropy(run.rows["val"], train)
     if place.first:
         parameters = sum(p.numel() for p in run.model.parameters())
-        rows, n = len(run.rows["train"]), run.model.config.seq_len
-        print(f"{out}: {parameters:,} parameters, {rows:,} rows of {n} tokens, "
+        print(f"{out}: {parameters:,} parameters, {passes(train, run.model.config, len(run.rows['train']))}\n"
               f"{place.world} x {place.device.type} in {str(place.dtype).removeprefix('torch.')}, "
               f"{'continuing at' if run.step else 'from'} step {run.step}\n"
               f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context", flush=True)
@@ -453,14 +490,17 @@ def pretrain(run: Run) -> int:
         kept = [line for line in read_log(out) if line["step"] <= run.step and run.step > 0]
         with atomic(out / "log.jsonl") as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        if train.wandb:
+            run.wandb = open_wandb(train.wandb, out, asdict(run.model.config) | asdict(train))
     with name_want_of_memory():
         if run.step == 0:
             val_loss = evaluate(run.model, run.rows["val"], train, place)
             if place.first:
-                write_log(out, step=0, unigram_entropy=entropy, val_loss=val_loss)
+                write_log(run, step=0, unigram_entropy=entropy, val_loss=val_loss)
         stopped = loop(run)
     if place.first:
-        draw_loss(out)
+        if run.wandb is not None:
+            run.wandb.finish()
         if stopped:
             print(f"stopped by signal {stopped}; the same command continues")
         else:
@@ -476,14 +516,16 @@ def main(argv: list[str] | None = None) -> None:
             model, tokenizer = load_model(Path(train.init or options.out))
             print(fill_mask(model, tokenizer, options.fill_mask))
             return
+        source = corpus_settings(config, asdict(train), options.tokenizer)
         if options.estimate:
-            print(estimate(config, train))
+            folder = corpus_folder(**source)
+            print(estimate(config, train, len(Rows(folder, "train")) if folder.is_dir() else None))
             return
         place = choose_place(train.precision, train.device, small=config.encoder_dim < 256)
         micro_batch(train, place.world)
         if place.first and not options.prepare:
             held.enter_context(alone_in(options.out))  # until this process ends
-        folder = open_corpus(config, asdict(train), folder_of(train.init))
+        folder = corpus(**source)
         if options.prepare:
             print(f"{folder}: prepared")
             return

@@ -29,7 +29,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from maelm import CLS, NUM_SPECIAL, SEP
-from support.files import UserError, atomic, file_hash, read_json, short_hash, write_json
+from support.files import UserError, atomic, read_json, short_hash, write_json
 from support.tokenizer import Tokenizer, split_long
 
 CACHE = "~/.cache/maelm"  # where tokenized corpora are kept
@@ -117,9 +117,10 @@ class Part(NamedTuple):
     name: str  # docs, hf:NAME[:CONFIG], or as it is given
     loader: str  # docs, hub, or one of `datasets`
     files: tuple[str, ...] = ()
+    column: str = "text"  # the field of its records that holds the text
 
 
-def parts(source: str) -> list[Part]:
+def parts(source: str, column: str = "text") -> list[Part]:
     """--data as parts in a fixed order. UserError if a name in it has no text."""
     names = [source] if Path(source).expanduser().exists() else source.split("+")
     found = []
@@ -127,7 +128,7 @@ def parts(source: str) -> list[Part]:
         if name == "docs":
             found.append(Part(name, "docs"))
         elif name.startswith("hf:") and name != "hf:":
-            found.append(Part(name, "hub"))
+            found.append(Part(name, "hub", column=column))
         else:
             by_loader = {}
             for path in files_in(name):
@@ -136,7 +137,8 @@ def parts(source: str) -> list[Part]:
             if not by_loader:
                 raise UserError(f"--data {source}: {name!r} is not docs, hf:NAME, or a file or folder with "
                                 f"{', '.join(FORMATS)}, also packed")
-            found += [Part(name, loader, tuple(files)) for loader, files in by_loader.items()]
+            for loader, files in by_loader.items():
+                found.append(Part(name, loader, tuple(files), "text" if loader == "text" else column))
     return found
 
 
@@ -182,17 +184,18 @@ def documents(part: Part) -> Iterator[str]:
         texts = (text for _, text in read_docs())
     else:
         options = {"sample_by": "paragraph"} if part.loader == "text" else {}
-        texts = (text_of(record, part.name) for record in load(part.loader, part.files, part.name, **options))
+        texts = (text_of(record, part) for record in load(part.loader, part.files, part.name, **options))
     for text in split_long(texts, LONGEST):
         if text.strip():
             yield text.strip()
 
 
-def text_of(record: dict, name: str) -> str:
-    """The field `text` of a record, "" for null. UserError if there is no such field."""
-    if not isinstance(record.get("text", 0), str | None):
-        raise UserError(f"{name}: its records need a field `text` that holds text; found: {', '.join(record)}")
-    return record["text"] or ""
+def text_of(record: dict, part: Part) -> str:
+    """The text in a record, "" for null. UserError if it has no such field."""
+    if not isinstance(record.get(part.column, 0), str | None):
+        raise UserError(f"{part.name}: its records need a field `{part.column}` that holds text; use --column with one "
+                        f"of these: {', '.join(record)}")
+    return record[part.column] or ""
 
 
 def file_states(files: Iterable[Path]) -> str:
@@ -265,7 +268,9 @@ def blocks(texts: Iterable[str]) -> Iterator[list[str]]:
 def in_threads(function: Callable, items: Iterable) -> Iterator:
     """`function` of each item, in order, in threads; only a few items are held at a time."""
     items = iter(items)
-    with ThreadPoolExecutor() as pool:
+    # The cores that this process may use, of a Slurm job for one; not all systems can say.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ThreadPoolExecutor(cores) as pool:
         while group := list(itertools.islice(items, 64)):
             yield from pool.map(function, group)
 
@@ -331,9 +336,9 @@ class ShardWriter:
 
 
 def prepare(source: str, folder: Path, vocab_size: int, seq_len: int, uncased: bool, val_share: float,
-            tokenizer: Tokenizer | None) -> None:
+            column: str = "text", tokenizer: Tokenizer | None = None) -> None:
     """Write tokenizer, shards and meta.json to `folder`. UserError for text that is missing, bad or too little."""
-    read = parts(source)
+    read = parts(source, column)
     if tokenizer is None:
         # One pass over a sample for the tokenizer, and one over all for the shards.
         texts = tqdm(sample(read, val_share), "tokenizer's sample", unit=" texts", leave=False, disable=None)
@@ -363,14 +368,15 @@ def prepare(source: str, folder: Path, vocab_size: int, seq_len: int, uncased: b
         **{part: writer.shards for part, writer in writers.items()}})
 
 
-def corpus(source: str, cache: str, vocab_size: int, seq_len: int, uncased: bool, val_share: float,
-           tokenizer: Path | None = None) -> Path:
+def corpus_folder(source: str, cache: str, tokenizer: Tokenizer | None = None, **how) -> Path:
+    """Where the shards for `source` are, or will be; `how` are the other arguments of `prepare`."""
+    known = "" if tokenizer is None else short_hash(tokenizer.model.to_str())
+    return Path(cache).expanduser() / short_hash(json.dumps([identity(source), known, sorted(how.items())]))
+
+
+def corpus(source: str, cache: str, **how) -> Path:
     """The folder of shards for `source`. If it is not there, one process prepares it, and the others wait."""
-    given, known = None, ""
-    if tokenizer is not None:
-        given, known = Tokenizer.load(tokenizer), file_hash(tokenizer / "tokenizer.json")
-    key = [identity(source), vocab_size, seq_len, uncased, val_share, known]
-    folder = Path(cache).expanduser() / short_hash(json.dumps(key))
+    folder = corpus_folder(source, cache, **how)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
@@ -378,7 +384,7 @@ def corpus(source: str, cache: str, vocab_size: int, seq_len: int, uncased: bool
             unfinished = folder.with_suffix(".unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-            prepare(source, unfinished, vocab_size, seq_len, uncased, val_share, given)
+            prepare(source, unfinished, **how)
             unfinished.rename(folder)
     return folder
 

@@ -17,19 +17,26 @@ import torch
 import torch.distributed as dist
 
 from maelm import MAELM, Config, Encoder, comments_of
-from support.data import corpus
 from support.files import UserError, atomic, read_json
 from support.tokenizer import Tokenizer
 
 
 # ---- 1. Flags made from a dataclass, and the schedule -------------------------------------------------------
-def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """Add a flag for every field of a dataclass, with the comment behind the field as its help."""
+def value_in(argv: list[str] | None, flag: str, default: str) -> str:
+    """The value of a flag on a command line that is not parsed yet, as its help depends on it."""
+    words = sys.argv[1:] if argv is None else argv
+    return words[words.index(flag) + 1] if flag in words[:-1] else default
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type, values: dict) -> None:
+    """Add a flag for every field of a dataclass. Its help is the comment behind the field, and its value in `values`
+    or by default."""
     comments = comments_of(config)
     group = parser.add_argument_group(config.__name__)
     for field in fields(config):
         flag = "--" + field.name.replace("_", "-")
-        text = f"{comments.get(field.name, '')} [{field.default}]".replace("%", "%%")  # argparse formats with %
+        value = values.get(field.name, field.default)
+        text = f"{comments.get(field.name, '')} [{value}]".replace("%", "%%")  # argparse formats with %
         if field.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
         else:
@@ -287,11 +294,13 @@ def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encode
     return encoder.to(device).eval(), Tokenizer.load(file.parent), config
 
 
-def open_corpus(config: Config, settings: dict, folder: Path) -> Path:
-    """The prepared corpus of a run with these settings, with the tokenizer in `folder` if it begins with --init."""
-    tokenizer = folder if settings.get("init") else None
-    return corpus(settings["data"], settings["cache"], config.vocab_size, config.seq_len, settings["uncased"],
-                  settings["val_share"], tokenizer)
+def corpus_settings(config: Config, settings: dict, tokenizer: Tokenizer | None) -> dict:
+    """The arguments of support.data.corpus for a run with these settings. The tokenizer is the run's, if it was given
+    one; otherwise the corpus has its own."""
+    given = settings.get("init") or settings.get("tokenizer")
+    return dict(source=settings["data"], cache=settings["cache"], vocab_size=config.vocab_size, seq_len=config.seq_len,
+                uncased=settings["uncased"], val_share=settings["val_share"], column=settings.get("column", "text"),
+                tokenizer=tokenizer if given else None)
 
 
 def read_log(out: Path) -> list[dict]:
@@ -314,6 +323,21 @@ def draw_loss(out: Path) -> None:
         axes.axhline(log[0]["unigram_entropy"], color="gray", linestyle="--", label="unigram entropy")
         axes.set(xlabel="step", ylabel="loss (nats per masked token)", title=str(out))
         axes.legend()
+
+
+def open_wandb(project: str, out: Path, settings: dict):
+    """The run of Weights & Biases that belongs to a run folder: new, or the one that it names. UserError without the
+    package."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(f"--wandb {project}: this needs the package wandb: pip install wandb") from error
+    file = out / "wandb-id"
+    known = file.read_text() if file.is_file() else None
+    run = wandb.init(project=project, id=known, resume="allow", name=str(out), dir=str(out), config=settings)
+    file.write_text(run.id)
+    run.define_metric("*", step_metric="step")  # a run that continues may log a step again
+    return run
 
 
 def run_settings(folder: Path) -> dict:

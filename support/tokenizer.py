@@ -12,6 +12,8 @@ from support.files import UserError, atomic
 
 SPECIALS = ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]  # ids 0 to 3, as in maelm.py
 PIECES = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"  # no merge crosses the border of a piece
+GPT2_PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # inside of ByteLevel
+TEXTS = ["The cat's 12,345 naïve cafés sat;\n\n  don't they?  ", "ΟΔΟΣ 漢字 🙂\tİı ﬁ½ (x_1 != 3.14e-5)", ""]
 
 
 def byte_letters() -> dict[int, str]:
@@ -49,15 +51,52 @@ class Tokenizer:
         return cls.of_merges(merges, uncased)  # the learner numbers its tokens otherwise
 
     @classmethod
-    def of_merges(cls, merges: list[tuple[str, str]], uncased: bool, pieces: str = PIECES) -> "Tokenizer":
-        """The tokenizer with these merges, in the letters of `byte_letters`, and ids in our order."""
-        tokens = SPECIALS + [byte_letters()[b] for b in range(256)] + [a + b for a, b in merges]
+    def of_merges(cls, merges: list[tuple[str, str]], uncased: bool, pieces: str = PIECES,
+                  letters: list[str] | None = None) -> "Tokenizer":
+        """The tokenizer with these merges, in the letters of `byte_letters`. The bytes have the order of `letters`."""
+        letters = letters or [byte_letters()[b] for b in range(256)]
+        tokens = SPECIALS + letters + [a + b for a, b in merges]
         distinct = dict.fromkeys(tokens)  # two merges can make the same token
         vocabulary = {token: i for i, token in enumerate(distinct)}
         model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
         set_splitting(model, uncased, pieces)
         model.add_special_tokens(SPECIALS)
         return cls(model)
+
+    @classmethod
+    def of_json(cls, name: str, text: str) -> "Tokenizer":
+        """A byte-level BPE from the JSON of `tokenizers`: our special tokens, then its bytes and merges, in its order.
+        UserError for one that reads text in a way that ours cannot."""
+        found = json.loads(text)
+        vocabulary, splitter = found["model"].get("vocab", {}), found["pre_tokenizer"]
+        letters = list(byte_letters().values())
+        is_bpe = found["model"].get("type") == "BPE" and set(letters) <= set(vocabulary)
+        if not is_bpe or "ByteLevel" not in str(splitter):
+            raise UserError(f"{name}: not a byte-level BPE as GPT-2's is; WordPiece and SentencePiece do not fit")
+        first = splitter.get("pretokenizers", [{}])[0]  # a splitting of its own comes before ByteLevel
+        pieces = first.get("pattern", {}).get("Regex", GPT2_PIECES)
+        merges = [tuple(pair) for pair in found["model"]["merges"]]
+        uncased = found["normalizer"] == {"type": "Lowercase"}
+        ours = cls.of_merges(merges, uncased, pieces, sorted(letters, key=vocabulary.get))
+        # What else a tokenizer may do, such as to put a space before the text, shows in what it reads.
+        theirs = tokenizers.Tokenizer.from_str(text)
+        for example in TEXTS:
+            tokens = [ours.model.id_to_token(i) for i in ours.encode(example)]
+            if theirs.encode(example, add_special_tokens=False).tokens != tokens:
+                raise UserError(f"{name}: reads {example!r} in a way that maelm's tokenizer cannot")
+        return ours
+
+    @classmethod
+    def read(cls, name: str) -> "Tokenizer":
+        """The byte-level BPE of a tokenizer.json, or of hf:NAME on the Hub. UserError if there is none."""
+        try:
+            if name.startswith("hf:"):
+                text = tokenizers.Tokenizer.from_pretrained(name.removeprefix("hf:")).to_str()
+            else:
+                text = tokenizers.Tokenizer.from_file(name).to_str()
+        except Exception as error:  # it raises nothing more specific
+            raise UserError(f"--tokenizer {name}: no tokenizer.json ({str(error)[:200]})") from error
+        return cls.of_json(name, text)
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":

@@ -9,11 +9,13 @@ import unicodedata
 
 import numpy as np
 import pytest
+import tokenizers
 
 import train
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
 from support import data
-from support.tokenizer import SPECIALS, Tokenizer
+from support.files import UserError
+from support.tokenizer import SPECIALS, Tokenizer, byte_letters
 from tests.common import fails, little_documents, sentence, write_corpus
 
 SIZES = dict(vocab_size=320, seq_len=24, uncased=True, val_share=0.1)
@@ -78,6 +80,42 @@ def test_tiktoken_gives_the_ids_of_tokenizers(tokenizer):
         assert tokenizer.encode(text).tolist() == found.ids
 
 
+BYTES = tokenizers.pre_tokenizers.ByteLevel
+SPLIT = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r" ?\w+|\s|[^\w\s]+"), "isolated")
+
+
+def write_tokenizer(path, model, *layers):
+    """Write a tokenizer.json with these layers before the model; returns what `tokenizers` has."""
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(list(layers))
+    made.save(str(path))
+    return made
+
+
+@pytest.mark.parametrize("layers", [[BYTES(False)], [SPLIT, BYTES(False, use_regex=False)]], ids=["gpt2", "split"])
+def test_a_given_bpe_gives_its_ids_after_ours(layers, tmp_path):
+    learned = json.loads(Tokenizer.train(little_documents(), 300, uncased=False).model.to_str())["model"]
+    vocabulary = {token: i for i, token in enumerate([*byte_letters().values(), *list(learned["vocab"])[260:]])}
+    model = tokenizers.models.BPE(vocab=vocabulary, merges=[tuple(pair) for pair in learned["merges"]])
+    theirs = write_tokenizer(tmp_path / "t.json", model, *layers)
+    ours = Tokenizer.read(str(tmp_path / "t.json"))
+    for example in (*little_documents(5), *ODD):
+        assert ours.encode(example).tolist() == [NUM_SPECIAL + i for i in theirs.encode(example).ids]
+
+
+@pytest.mark.parametrize("model, layers, message", [
+    (tokenizers.models.WordPiece({"a": 0}), [], "not a byte-level BPE"),
+    (tokenizers.models.Unigram([("a", 0.0)]), [], "not a byte-level BPE"),
+    (tokenizers.models.BPE({x: i for i, x in enumerate(byte_letters().values())}, []), [BYTES(True)], "in a way that"),
+])
+def test_a_tokenizer_of_another_kind_is_refused(model, layers, message, tmp_path):
+    write_tokenizer(tmp_path / "t.json", model, *layers)
+    with pytest.raises(UserError, match=message):
+        Tokenizer.read(str(tmp_path / "t.json"))
+    with pytest.raises(UserError, match="no tokenizer.json"):
+        Tokenizer.read(str(tmp_path / "none.json"))
+
+
 def test_special_tokens_in_a_text_are_plain_text(tokenizer):
     assert min(tokenizer.encode("[CLS] anna sees [MASK]")) >= NUM_SPECIAL
 
@@ -114,7 +152,7 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl: its records need a field `text` .*; found: content, id"),
+    ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl: its records need a field `text` .*: content, id"),
     ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "a.jsonl: cannot be read .JSON parse error"),
     ("a.txt", b"good text\n\ncaf\xe9", "a.txt: cannot be read .'utf-8' codec"),
     ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),
@@ -209,7 +247,7 @@ def test_a_corpus_is_found_again_until_its_text_changes(tmp_path):
     first = prepare()
     written = (first / "meta.json").stat().st_mtime_ns
     assert prepare() == first and (first / "meta.json").stat().st_mtime_ns == written
-    others = [prepare(uncased=False), prepare(tokenizer=first)]
+    others = [prepare(uncased=False), prepare(tokenizer=Tokenizer.load(first))]
     os.utime(text, ns=(0, 0))
     others.append(prepare())
     text.write_text(text.read_text() + "\n\nOne more document.")
@@ -233,6 +271,13 @@ def test_a_killed_preparation_is_never_half_used(function, call, text, folder, t
         data.corpus(str(text), str(tmp_path), **SIZES)
     assert list(tmp_path.glob("*/*"))  # something is left
     again = data.corpus(str(text), str(tmp_path), **SIZES)
+    assert np.array_equal(all_rows(again, "train"), all_rows(folder, "train"))
+
+
+def test_a_column_is_read_by_its_name(text, folder, tmp_path):
+    lines = [json.dumps({"id": 1, "body": document}) for document in little_documents()]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    again = data.corpus(str(tmp_path / "a.jsonl"), str(tmp_path), **SIZES, column="body")
     assert np.array_equal(all_rows(again, "train"), all_rows(folder, "train"))
 
 

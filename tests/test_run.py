@@ -108,8 +108,8 @@ def test_a_full_disk_destroys_nothing(text, finished, tmp_path, monkeypatch, cap
 # ---- What is not finite, or too large -------------------------------------------------------------------------------
 def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path, monkeypatch, capsys):
     def step(model, optimizers, batches, step, *others):
-        loss = train_step(model, optimizers, batches, step, *others)
-        return loss * float("nan") if step == 4 else loss
+        loss, norm = train_step(model, optimizers, batches, step, *others)
+        return (loss * float("nan") if step == 4 else loss), norm
 
     train_step = train.train_step
     monkeypatch.setattr(train, "train_step", step)
@@ -222,7 +222,7 @@ def test_a_second_process_in_a_folder_is_refused(text, copy, capsys):
 
 @pytest.mark.parametrize("flags, message", [
     ("--mask-rate 0.3 --seed 2", "mask_rate=0.15 there, 0.3 here; seed=0 there, 2 here"),
-    ("--no-uncased", r"tokenizer='\w+' there, '\w+' here; .*uncased=True there, False here"),
+    ("--no-uncased", r"vocabulary='\w+' there, '\w+' here; .*uncased=True there, False here"),
     ("--data HERE/other.txt", r"corpus='\w+' there, '\w+' here; .*data='.*' there, '.*' here"),
     ("--init HERE/run/step_0000003.pt", r"init_weights=None there, '\w+' here"),
 ])

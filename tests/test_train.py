@@ -1,4 +1,5 @@
 """Claims about pre-training: train.py, support/muon.py, support/predict.py, support/cost.py."""
+import sys
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -43,7 +44,9 @@ def test_a_run_folder_holds_what_the_readme_says(finished):
     steps = [line for line in log if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     for line in steps:
-        assert line.keys() == {"step", "loss", "lr", "tokens_per_second", "seconds"}
+        assert line.keys() == {"step", "loss", "grad_norm", "lr", "muon_lr", "tokens", "epoch", "tokens_per_second",
+                               "seconds"}
+    assert steps[-1]["tokens"] == 6 * 8 * 24 and steps[-1]["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("stop", [1, 4])
@@ -173,7 +176,7 @@ def test_init_gives_an_mlm_a_new_decoder(text, tmp_path, capsys):
 
 @pytest.mark.parametrize("flags, message", [
     (["--encoder-layers", "1"], "encoder_layers=1: the weights of --init have 2"),
-    (["--no-uncased"], "uncased=False: the tokenizer of --init has True"),
+    (["--no-uncased"], "uncased=False: the given tokenizer has True"),
 ])
 def test_init_keeps_the_shape_of_its_weights(flags, message, text, finished, tmp_path, capsys):
     command = arguments(text, tmp_path / "run", "--init", finished, *flags)
@@ -231,8 +234,38 @@ def test_an_estimate_makes_no_run(tmp_path, monkeypatch, capsys):
     train.main("--preset base --estimate".split())
     printed = capsys.readouterr().out
     hours = 333_695_102_976 * 2048 * 125_000 / 8 / 156e12 / 3600
-    assert f"{hours:,.3g} hours on 8" in printed and "131 G tokens" in printed
+    assert f"{hours:,.3g} hours on 8" in printed and "131.1 G tokens of docs" in printed
     assert not list(tmp_path.iterdir())
+
+
+def test_a_prepared_corpus_is_counted_in_epochs(text, finished, tmp_path, capsys):
+    train.main(arguments(text, tmp_path / "run", "--estimate"))
+    rows = len(data.Rows(next((text.parent / "cache").glob("*/meta.json")).parent, "train"))
+    assert f": {6 * 8 / rows:.2f} epochs" in capsys.readouterr().out
+
+
+def test_help_shows_the_values_of_the_preset(capsys):
+    for flags, values in ([], ("[1900]", "[2048]")), (["--preset", "base++"], ("[2000000]", "[64000]")):
+        pytest.raises(SystemExit, train.main, [*flags, "-h"])
+        printed = capsys.readouterr().out
+        assert all(value in printed for value in values)
+
+
+def test_wandb_gets_every_number_of_the_log_as_one_run(text, tmp_path, monkeypatch):
+    class Wandb(list):
+        log, define_metric, finish = list.append, (lambda *a, **b: None), (lambda self: None)
+
+        def init(self, id, **others):
+            self.id = id or f"run {len(names)}"
+            names.append(self.id)
+            return self
+
+    names, fake = [], Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for stop in (4, 0):
+        out = short_run(text, tmp_path / "run", "--wandb", "project", "--stop-at", stop)
+    assert names == ["run 0", "run 0"]
+    assert fake == read_log(out)
 
 
 TABLE_4 = {  # base, base++, large++
