@@ -3,7 +3,7 @@
     python train.py                                         # a real, small MAE-LM in minutes; nothing is downloaded
     python train.py --ablation mlm                          # the same for standard MLM, a row of Table 2
     python train.py --preset base --data texts/ --prepare   # only tokenize, into --cache
-    torchrun --nproc_per_node 8 train.py --preset base --data hf:wikimedia/wikipedia:20231101.en
+    torchrun --standalone --nproc_per_node 8 train.py --preset base --data hf:wikimedia/wikipedia:20231101.en
 
 Every field of both configurations is a flag; [defaults] are base's. The same command again continues an unfinished run.
 Everything random in a step is a function of (seed, step): rows do not depend on the number of processes, nor do masks

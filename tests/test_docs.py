@@ -6,12 +6,14 @@ import re
 import shlex
 
 import pytest
+import torch.distributed.run
 
 import train
 from maelm import ABLATIONS, PRESETS
 from tests.common import ROOT, arguments
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("[bcd]*/*.md")]
+SCRIPTS = [*ROOT.glob("runs/*.sh")]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAY_IMPORT = {"maelm": set(), "support": {"maelm"}, "rank": {"maelm", "support"}, "train": {"maelm", "support"},
               "finetune": {"maelm", "support", "rank"}, "course": {"maelm", "support", "rank", "train", "finetune"}}
@@ -25,12 +27,23 @@ def commands(page):
 
 
 def test_every_flag_of_the_pages_exists(capsys):
-    for page in PAGES:
-        for program, flags in commands(page.read_text(encoding="utf-8")):
+    pages = [page.read_text(encoding="utf-8") for page in PAGES]
+    pages += [f"```sh\n{script.read_text().replace('on_node', 'torchrun')}```" for script in SCRIPTS]
+    for page in pages:
+        for program, flags in commands(page):
             module = program.replace("test_maelm.py", "course.assign").removesuffix(".py").replace("/", ".")
             pytest.raises(SystemExit, importlib.import_module(module).main, ["-h"])
             unknown = set(re.findall(FLAG, flags)) - set(re.findall(FLAG, capsys.readouterr().out))
-            assert not unknown, f"{page.name}: {program} {flags}"
+            assert not unknown, f"{program} {flags}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_torchrun_knows_the_flags_of_the_scripts(script, capsys):
+    parser = torch.distributed.run.get_args_parser()
+    for options in re.findall(r"torchrun ((?:--.*\\?\n? *)+)", script.read_text()):
+        options = options.replace("\\\n", " ").partition(".py")[0].replace('"$@"', "")
+        known, unknown = parser.parse_known_args([*shlex.split(options), "x.py"])
+        assert not [word for word in unknown if word.startswith("-")], unknown
 
 
 def test_training_commands_of_the_readme_run(text, finished, tmp_path):
