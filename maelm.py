@@ -173,13 +173,14 @@ class Corruption(NamedTuple):
 
 def corrupt(tokens: Tensor, config: Config, generator: torch.Generator,
             maskable: Tensor | None = None) -> Corruption:
-    """In each row choose exactly k = config.masks_per_row(n) positions uniformly at random, the set M, among
-    the real tokens (id >= NUM_SPECIAL) or, if given, where `maskable` is True; section 3.
+    """In each row choose M: exactly k = config.masks_per_row(n) positions, all choices equally likely, among
+    its real tokens (id >= NUM_SPECIAL) or, if `maskable` is given, where that is True; section 3.
 
-    tokens (B, n) int64 and maskable (B, n) bool are on the generator's device. A random
-    round(mask_in_encoder * k) of M stay in the encoder's input, replaced by `fill`; the others are removed.
-    So every row keeps the same number m of positions. Pure: the same arguments and generator state give the
-    same result. ValueError if k is 0 or a row has fewer than k positions to choose from."""
+    tokens (B, n) int64 and maskable (B, n) bool are on the generator's device. Of M, a random
+    round(mask_in_encoder * k) stay in the encoder's input, where it reads `fill`. The rest is removed, so
+    every row keeps m positions. Pure: all random numbers come from `generator`, and tokens do not change.
+    The true tokens in M have no effect, except with bert_trick. Raises ValueError if k is 0 or a row has
+    fewer than k positions to choose from."""
     B, n = tokens.shape
     k = config.masks_per_row(n)
     if maskable is None:
@@ -199,8 +200,7 @@ def corrupt(tokens: Tensor, config: Config, generator: torch.Generator,
     shown = round(config.mask_in_encoder * k)  # 0 in MAE-LM
     removed = nowhere.scatter(1, chosen[:, shown:], True)
 
-    # Each row loses exactly k - shown positions, so all rows keep equally many. nonzero() lists them row by
-    # row, ascending: one long list that can be cut into B rows of equal length.
+    # All rows keep equally many. nonzero() lists them row by row, ascending: one list to cut into B rows.
     kept = (~removed).nonzero()[:, 1].view(B, -1)  # (B, m)
 
     read = torch.where(masked, fill(tokens, config, generator), tokens)
@@ -225,10 +225,10 @@ def fill(tokens: Tensor, config: Config, generator: torch.Generator) -> Tensor:
 def relative_bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
     """T5's bidirectional buckets of distance = key position - query position: int64 of any shape -> int64.
 
-    The upper half of the buckets is for keys to the right (distance > 0). Within a half, the first
-    `exact` = half // 2 buckets hold one distance each: 0, 1, ... The other r buckets cover ranges that grow
-    geometrically up to max_distance: range i = 0 ... r - 1 begins at, and includes,
-    exact * (max_distance / exact) ** (i / r). All larger distances share the last bucket."""
+    Keys to the right (distance > 0) have the buckets from half = num_buckets // 2 up, others those below.
+    In both halves the first `exact` = half // 2 buckets hold one |distance| each: 0, 1, ... The other r hold
+    ranges, the last one without end. The smallest |distance| in range i = 0 ... r - 1 is
+    exact * (max_distance / exact) ** (i / r), rounded up; rounding errors must not move a whole number."""
     # Differs from the paper: its code has another formula, with one bucket unused; the text cites T5.
     half = num_buckets // 2
     exact = half // 2  # distances below this have a bucket of their own
@@ -254,8 +254,9 @@ class RelativeBias(nn.Module):
         self.register_buffer("bucket", bucket, persistent=False)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Original positions (B, q) and (B, k) int64 -> (B, heads, q, k): [b, h, i, j] is head h's bias for
-        the distance keys[b, j] - queries[b, i]."""
+        """Original positions: queries (B, q) and keys (B, k) int64, one B may be 1 -> bias (B, heads, q, k).
+        [b, h, i, j] is the table's number for head h and the bucket of distance keys[b, j] - queries[b, i].
+        `bucket` lists the buckets of all distances from 1 - seq_len up."""
         # This is table[bucket[keys - queries]] with the heads in front. Written as a gather from one row of
         # numbers for each head: the plain lookup with its transpose costs 10 % of a step of the toy.
         k = keys.shape[1]
@@ -281,9 +282,9 @@ def causal_bias(queries: Tensor, keys: Tensor) -> Tensor:
 
 # ---- 4. Transformer layers: section 2.1 --------------------------------------------------------------------
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, p: float = 0.0) -> Tensor:
-    """Softmax(Q K^T / sqrt(d_h) + bias) V with dropout p on the weights; section 2.1. q (B, heads, n_q, d_h),
-    k and v (B, heads, n_k, d_h), bias None or broadcastable to (B, heads, n_q, n_k), -inf to hide a key
-    -> (B, heads, n_q, d_h)."""
+    """Softmax(Q K^T / sqrt(d_h) + bias) V; section 2.1. q (B, heads, n_q, d_h), k (B, heads, n_k, d_h) and
+    v (B, heads, n_k, d_v) -> (B, heads, n_q, d_v). bias: None or broadcastable to (B, heads, n_q, n_k), with
+    -inf to hide a key. The weights, Softmax(...), have dropout p; callers set p = 0 outside of training."""
     if q.is_cuda:
         # One fused kernel (support/run.py turns cuDNN's off). On a CPU the plain formula is faster.
         bias = bias.to(q.dtype) if bias is not None else None  # the kernel wants one dtype
@@ -306,9 +307,9 @@ class Attention(nn.Module):
         self.output = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Queries from x (B, n_q, d), keys (first half of key_value) and values from y (B, n_k, d)
-        -> (B, n_q, d). Head h has the h-th block of d / heads features; `bias` is as in `attention`. The
-        weights have dropout in training mode only."""
+        """x (B, n_q, d), y (B, n_k, d) -> (B, n_q, d). `query` of x gives queries; `key_value` of y gives
+        keys (first half of the features) and values. There, and in the input of `output`, head h has the
+        h-th block of d / heads features. bias: as in `attention`. Dropout self.p is in training mode only."""
         def split(z: Tensor) -> Tensor:
             return z.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, length, d_h)
 
@@ -434,8 +435,8 @@ class Encoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, padding: Tensor | None = None,
                 all_layers: bool = False, at: Tensor | None = None) -> Tensor | list[Tensor]:
         """tokens (B, m) int64 at original positions (B, m) or (1, m), padding (B, m) bool, True = ignore
-        -> H^L (B, m, d); with all_layers the list H^0 ... H^L. H^0 is `norm` of e_x + p_i, with dropout in
-        training mode only. With indices at (B, k) int64, H^L is computed only there, as in Stack."""
+        -> H^L (B, m, d); with all_layers the list H^0 ... H^L of `stack`. H^0 is `norm` of e_x + p_i, then
+        dropout self.p in training mode only. With indices at (B, k) int64, H^L is only there: (B, k, d)."""
         h = self.token_embedding(tokens) + self.position_embedding(positions)  # h_i^0 = e_{x_i} + p_i
         # Differs from the paper: its formula has no LayerNorm here; its code, like BERT, has.
         h = F.dropout(self.norm(h), self.p, self.training)
@@ -519,7 +520,8 @@ class MAELM(nn.Module):
 
     def forward(self, tokens: Tensor, corruption: Corruption) -> Tensor:
         """tokens (B, n) int64 and their corruption, with exactly masks_per_row(n) masks in each row -> the
-        loss, a scalar: the mean of -log p(x_i | x-hat) over all predicted positions, in nats; Eq. (1)."""
+        loss, a scalar: the mean of -log p(x_i | x-hat) over the positions of `predicted`, in nats; Eq. (1).
+        `encode`, `decode` and `logits` lead to it; the first two get these positions as `at`."""
         at = self.predicted(corruption.masked)  # (B, k)
         h = self.encode(corruption, at)  # H^L (B, m, d)
         z = self.decode(h, tokens, corruption, at)  # (B, k, decoder_dim)
@@ -560,9 +562,9 @@ class MAELM(nn.Module):
         return self.decoder(x, h, at)
 
     def decoder_input(self, h: Tensor, corruption: Corruption) -> Tensor:
-        """H-hat^0 of section 3 without p_i, (B, n, d) in the dtype of h: h_i^L (B, m, d) back at the kept
-        positions, and e_[MASK], the encoder's embedding of MASK, elsewhere; with decoder_reset at all masked
-        positions."""
+        """H-hat^0 of section 3 without p_i, (B, n, d) in the dtype of h: h_i^L (B, m, d) at the kept
+        positions, and e_[MASK], the encoder's embedding of MASK, at all others. With decoder_reset, e_[MASK]
+        is at all masked positions, kept or not. Gradients reach h and e_[MASK]."""
         masked, kept, _ = corruption
         B, n = masked.shape
         e_mask = self.encoder.token_embedding.weight[MASK].to(h.dtype)  # (d,)

@@ -44,12 +44,11 @@ MASKING = Config(mask_rate=0.15)  # section 2.2
 
 # ---- 1. Effective rank: section 2.2 -------------------------------------------------------------------------
 def tau_rank(values: Tensor, tau: float) -> int:
-    """rank_tau from all squared singular values, section 2.2: the smallest k such that the k largest values add up to
-    at least tau times the total.
+    """rank_tau of section 2.2: the smallest k such that the k largest values add up to at least tau times the total.
 
-    values (d,) float64, sigma_i^2 in descending order, none below 0. Returns k in [1, d], or 0 if all values are 0.
-    Sums within 1e-9 of the total from tau times the total reach it, so that 9 of 10 equal values are 0.9 of all
-    despite rounding. Raises ValueError for tau outside (0, 1)."""
+    values (d,) float64 are all sigma_i^2, in descending order, none below 0. Returns an int from 1 to d, or 0 if all
+    values are 0. A sum that falls short by at most 1e-9 times the total is enough: despite rounding, 9 of 10 equal
+    values are then 0.9 of all. Raises ValueError unless 0 < tau < 1."""
     if not 0 < tau < 1:
         raise ValueError(f"tau={tau}: use 0 < tau < 1")
     if values[0] == 0:  # the largest
@@ -59,13 +58,12 @@ def tau_rank(values: Tensor, tau: float) -> int:
 
 
 def effective_rank(h_or_gram: Tensor | np.ndarray, tau: float = 0.9) -> int:
-    """rank_tau(H), section 2.2, of H (N, d) of any real type, or from its Gram matrix H^T H (d, d), whose eigenvalues
-    are the squared singular values of H. Computed in float64 by `tau_rank`; a zero matrix has rank 0.
+    """rank_tau(H), section 2.2, by `tau_rank` in float64. The argument, of any real dtype, is H (N, d) or its Gram
+    matrix H^T H (d, d), whose eigenvalues are the squared singular values of H.
 
-    A square matrix that equals its transpose (to 1e-9 of each entry or 1e-12 of the largest) is taken as a Gram matrix,
-    every other one as H. Nothing is centered: subtract H.mean(0) yourself. Raises ValueError if tau is not in (0, 1);
-    if the input is empty, not 2-D, or contains NaN or infinity; or if a Gram matrix has an eigenvalue below -1e-6 times
-    the largest. Smaller negative eigenvalues are rounding and count as 0."""
+    A square matrix that equals its transpose (to 1e-9 of each entry or 1e-12 of the largest) is a Gram matrix, any
+    other one is H. The mean is not subtracted. Raises ValueError if the input is not 2-D, is empty, or has NaN or
+    infinity, or if a Gram matrix has an eigenvalue below -1e-6 times the largest (others below 0 count as 0)."""
     x = torch.as_tensor(h_or_gram).double()
     if x.ndim != 2 or x.numel() == 0 or not x.isfinite().all():
         raise ValueError("effective_rank: needs a matrix (N, d) or (d, d), not empty and without NaN or infinity; "

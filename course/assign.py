@@ -29,23 +29,24 @@ except ImportError:  # Windows, where nothing limits the memory of a task
     resource = None
 
 HERE = Path(__file__).resolve().parent.parent
-TASKS = {  # function or Class.method: its file and level; each one calls only those above it
-    "learning_rate_factor": ("support/run.py", "easy"),
-    "tau_rank": ("rank.py", "easy"),
-    "matthews": ("support/tasks.py", "easy"),
-    "effective_rank": ("rank.py", "medium"),
-    "relative_bucket": ("maelm.py", "medium"),
-    "attention": ("maelm.py", "medium"),
-    "RelativeBias.forward": ("maelm.py", "hard"),
-    "Attention.forward": ("maelm.py", "hard"),
-    "corrupt": ("maelm.py", "hard"),
-    "Encoder.forward": ("maelm.py", "hard"),
-    "MAELM.decoder_input": ("maelm.py", "medium"),
-    "MAELM.forward": ("maelm.py", "medium"),
+TASKS = {  # function or Class.method: its file, level and hours; each one calls only those above it
+    "learning_rate_factor": ("support/run.py", "easy", 0.5),
+    "tau_rank": ("rank.py", "easy", 0.5),
+    "matthews": ("support/tasks.py", "easy", 1),
+    "effective_rank": ("rank.py", "medium", 1.5),
+    "relative_bucket": ("maelm.py", "medium", 1.5),
+    "attention": ("maelm.py", "medium", 1),
+    "RelativeBias.forward": ("maelm.py", "hard", 1.5),
+    "Attention.forward": ("maelm.py", "hard", 1.5),
+    "corrupt": ("maelm.py", "hard", 3),
+    "Encoder.forward": ("maelm.py", "hard", 1.5),
+    "MAELM.decoder_input": ("maelm.py", "medium", 1),
+    "MAELM.forward": ("maelm.py", "medium", 1),
 }
 TESTS = ("test_maelm.py", "tests/test_homework.py")
 COPIED = ("*.py", "tests/test_homework.py", "support/*.py", "course/*.py", "LICENSE", "requirements.txt")
-SOLVED = ("support/convert.py", "support/modeling_maelm.py")  # are not copied: they show what tasks ask for
+SOLVED = ("support/convert.py", "support/modeling_maelm.py", "support/predict.py")  # not copied: they show solutions
+PREDICT = 'examples = fill_mask = lambda *_: "What the model expects at [MASK] is not part of the homework."\n'
 
 
 # ---- 1. Reading and changing code ---------------------------------------------------------------------------
@@ -96,7 +97,7 @@ def blank(text: str, name: str) -> str:
 
 def alone(text: str, name: str, ours: str) -> str:
     """A student's file with the solutions in `ours` of all its tasks but `name`."""
-    for other, (file, _) in TASKS.items():
+    for other, (file, *_) in TASKS.items():
         if other != name and file == TASKS[name][0] and find(text, other):
             text = replaced(text, other, source(ours, other))
     return text
@@ -143,6 +144,7 @@ def copy_project(folder: Path) -> None:
             text = for_students(text)
         if name not in SOLVED:
             write(folder / name, text)
+    write(folder / "support/predict.py", PREDICT)  # train.py imports it
     write(folder / "pytest.ini", "[pytest]\naddopts = --import-mode=importlib\npythonpath = .\n")
 
 
@@ -151,14 +153,12 @@ def hand_out(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists; name a new folder")
     copy_project(folder)
-    sections = ["# Assignment\n\nThe paper is https://arxiv.org/abs/2302.02060. Each test is a point. Each task calls "
-                "only those above it.\n"]
-    for name, (file, level) in TASKS.items():
-        text, tests = read(folder / file), claims_of(name)
+    sections = ["# Assignment\n\nThe paper: https://arxiv.org/abs/2302.02060. Each task calls only those above it.\n"]
+    for name, (file, level, hours) in TASKS.items():
+        text, points = read(folder / file), len(claims_of(name))
         function = blank(text, name)
         write(folder / file, replaced(text, name, function))
-        sections.append(f"## {name}\n\n{level}, {len(tests)} points, in `{file}`; try it with `pytest -k {name}`\n\n"
-                        f"```python\n{function}\n```\n")
+        sections.append(f"## {name}\n\n{level}, {hours} h, {points} points, `{file}`\n\n```python\n{function}\n```\n")
     write(folder / "assignment.md", "\n".join(sections))
     write(folder / "README.md", read(HERE / "course/homework.md"))
     pytest = re.search("^pytest==.*$", read(HERE / "requirements-test.txt"), re.MULTILINE)
@@ -170,7 +170,7 @@ def without(names: list[str]) -> str:
     """The file of the first of these tasks, or maelm.py for "all", without the solutions of all of them in it."""
     wanted = "maelm.py" if "all" in names else TASKS[names[0]][0]
     text = read(HERE / wanted)
-    for name, (file, _) in TASKS.items():
+    for name, (file, *_) in TASKS.items():
         if file == wanted and (name in names or "all" in names):
             text = replaced(text, name, blank(text, name))
     return text

@@ -51,8 +51,8 @@ def given_flags(options: argparse.Namespace, config: type) -> dict:
 
 
 def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
-    """Share of the peak learning rate in step 0 <= step < max_steps. Linear warm-up: 1 / warmup_steps at step 0, 1 at
-    step warmup_steps - 1. Then linear decay: 1 at step warmup_steps, 0 at step max_steps (which is never run)."""
+    """Share of the peak learning rate at 0 <= step < max_steps. It rises linearly from 1 / warmup_steps at step 0 to 1
+    at step warmup_steps - 1, then falls linearly from 1 at step warmup_steps, which may be 0, to 0 at max_steps."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     return (max_steps - step) / (max_steps - warmup_steps)

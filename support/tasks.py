@@ -284,11 +284,11 @@ def accuracy(predicted: np.ndarray, true: np.ndarray) -> float:
 
 
 def matthews(predicted: np.ndarray, true: np.ndarray) -> float:
-    """Correlation of two labellings (N,) by any integers, in [-1, 1]; 0 where one of them is constant.
+    """Correlation of two labellings (N,) by any integers: a float in [-1, 1], or 0 if one of them has a single label.
 
-    For two labels (Matthews, 1975) it is (TP TN - FP FN) / sqrt((TP + FP) (TP + FN) (TN + FP) (TN + FN)). For more
-    (Gorodkin, 2004), and equally for two, it is sum(t p) / sqrt(sum(t^2) sum(p^2)): t and p (N, labels) are 1 in the
-    column of the row's label and 0 elsewhere, minus the mean of each column; the sums are over all entries."""
+    For two labels (Matthews, 1975) it is (TP TN - FP FN) / sqrt((TP + FP) (TP + FN) (TN + FP) (TN + FN)). For two or
+    more (Gorodkin, 2004) it is sum(t p) / sqrt(sum(t^2) sum(p^2)), each sum over all entries. t and p (N, labels) are
+    `true` and `predicted` as one-hot rows, with a column for each label in either, minus the mean of each column."""
     if np.ptp(true) == 0 or np.ptp(predicted) == 0:
         return 0.0
     labels, index = np.unique(np.concatenate([true, predicted]), return_inverse=True)

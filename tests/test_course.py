@@ -4,13 +4,13 @@ import re
 from course.assign import HERE, TASKS, alone, blank, find, hand_out, main, read, replaced, source, claims_of, write
 from tests.common import fails
 
-FILES = sorted({file for file, _ in TASKS.values()})
+FILES = sorted({file for file, *_ in TASKS.values()})
 
 
 def solved(*names):
     """{file: its text} of a student who solved these tasks as we do, and no others."""
     texts = {file: read(HERE / file) for file in FILES}
-    for name, (file, _) in TASKS.items():
+    for name, (file, *_) in TASKS.items():
         if name not in names:
             texts[file] = replaced(texts[file], name, blank(texts[file], name))
     return texts
@@ -28,7 +28,7 @@ def test_the_handout_has_every_test_and_no_line_of_a_solution(tmp_path):
     texts = {path.name: read(path) for path in (tmp_path / "homework").rglob("*") if path.is_file()}
     tests = texts["test_maelm.py"] + texts["test_homework.py"]
     given = lines_of("\n".join(texts.values()))
-    for name, (file, _) in TASKS.items():
+    for name, (file, *_) in TASKS.items():
         ours = read(HERE / file)
         solution = lines_of(source(ours, name)) - lines_of(blank(ours, name))
         assert solution & given == set()
@@ -36,6 +36,7 @@ def test_the_handout_has_every_test_and_no_line_of_a_solution(tmp_path):
         assert source(texts[file.rpartition("/")[2]], name) == blank(ours, name)
     for hint in ("catches(", "svd_ranks", "logits_at"):
         assert hint not in tests + texts["conftest.py"]
+    assert "corrupt" not in texts["predict.py"]
     assert "arxiv.org" in texts["assignment.md"] and "arxiv.org" in texts["README.md"]
 
 
@@ -54,15 +55,16 @@ def test_a_blank_file_can_be_compiled_and_a_wrong_name_is_refused(capsys):
     assert "MAELM.forward" in fails(lambda: main(["--blank", "forward"]), capsys)
 
 
-def test_the_teachers_table_has_every_task_with_its_points():
-    rows = re.findall(r"^\| `(\S+)` \| (\w+) \| (\d+) \|", read(HERE / "course/teaching.md"), re.MULTILINE)
-    assert rows == [(name, level, str(len(claims_of(name)))) for name, (_, level) in TASKS.items()]
+def test_the_teachers_table_has_every_task_with_its_points_and_hours():
+    rows = re.findall(r"^\| `(\S+)` \| (\w+) \| (\d+) \| (\S+) \|", read(HERE / "course/teaching.md"), re.MULTILINE)
+    expected = [(name, level, str(len(claims_of(name))), str(hours)) for name, (_, level, hours) in TASKS.items()]
+    assert rows == expected
 
 
 # ---- What solutions are worth ---------------------------------------------------------------------------------------
 def test_our_solutions_of_the_others_complete_a_students_file():
     """So our own code, which passes test_maelm.py, gets full marks."""
-    for name, (file, _) in TASKS.items():
+    for name, (file, *_) in TASKS.items():
         ours = read(HERE / file)
         assert alone(solved(name)[file], name, ours) == ours
 
