@@ -1,7 +1,8 @@
 """Training speed on this machine.
 
     python bench/speed.py                  # CPU: MAE-LM, our MLM and transformers' RoBERTa, like for like
-    python bench/speed.py --device cuda    # one GPU, in less than eight minutes: eager and compiled, MFU, memory
+    python bench/speed.py --device cuda    # one GPU, in less than eight minutes: errors, then steps
+    python bench/speed.py --device cuda --only small repeat   # the items with these words, into the same file
     python bench/speed.py --tiny           # the GPU part at a size that measures nothing, on a CPU too
 
 Rewrites bench/results/speed.json, or speed-cuda.json, after each result. Tokens are random; all n of a row count.
@@ -11,10 +12,12 @@ each, so noise of the machine meets all of them alike. Same layers, width, heads
 dropout and autocast. RoBERTa (`pip install -r requirements-test.txt`) has no relative positions and applies its head to
 all positions.
 
-GPU: a step is train.py's own with the preset's batch, optimizer and accumulation, in bf16 autocast, on batches that are
-on the GPU already. `forward_s` and `both_s`, forward and backward, are of one micro-batch. `first_s` is the first of
-these, with torch.compile's work unless its cache on disk has it. MFU is the FLOPs of support/cost.py over --peak. Peak
-memory includes weights and optimizer.
+GPU: first the loss and the gradients of each row of Table 2, in bf16 next to float64 on the CPU, for the attention bias
+of pre-training and for that of padded texts; then two equal runs; then speed. A step is train.py's own with the
+preset's batch, optimizer and accumulation, in bf16 autocast, on batches that are on the GPU already. `forward_s` and
+`both_s`, forward and backward, are of one micro-batch, and `queue_s` is how long the CPU takes to start the latter.
+`first_s` is the first of these, with torch.compile's work. MFU is the FLOPs of support/cost.py over the GPU's peak.
+Peak memory includes weights and optimizer.
 """
 import argparse
 import gc
@@ -25,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -33,9 +37,9 @@ sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402
 
-from maelm import MAELM, MASK, NUM_SPECIAL, Config, corrupt  # noqa: E402
-from support.cost import flops  # noqa: E402
-from support.files import Parser, clear_errors, write_json  # noqa: E402
+from maelm import ABLATIONS, MAELM, MASK, NUM_SPECIAL, Config, Corruption, corrupt  # noqa: E402
+from support.cost import flops, peak_of  # noqa: E402
+from support.files import Parser, clear_errors, read_json, write_json  # noqa: E402
 from support.muon import make_optimizers  # noqa: E402
 from support.run import Place, choose_place  # noqa: E402
 from train import TRAIN_PRESETS, Batch, TrainConfig, make_config, to_device, train_step  # noqa: E402
@@ -63,36 +67,46 @@ def random_batch(config: Config, rows: int, generator: torch.Generator) -> Batch
     return tokens, corrupt(tokens, config, generator)
 
 
-# ---- 1. CPU: next to RoBERTa --------------------------------------------------------------------------------
-# size -> (batch, steps a round, dropouts)
-SIZES = {"toy": (64, 4, (0.0, 0.1)), "small": (16, 2, (0.0, 0.1)), "base": (2, 1, (0.1, 0.0))}
+class Roberta(torch.nn.Module):
+    """transformers' RobertaForMaskedLM of the size of our encoder, with the interface of MAELM."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        from transformers import RobertaConfig, RobertaForMaskedLM
+        self.model = RobertaForMaskedLM(RobertaConfig(
+            vocab_size=config.vocab_size, hidden_size=config.encoder_dim, num_hidden_layers=config.encoder_layers,
+            num_attention_heads=config.encoder_heads, intermediate_size=4 * config.encoder_dim,
+            max_position_embeddings=config.seq_len + 2, hidden_dropout_prob=config.dropout,
+            attention_probs_dropout_prob=config.dropout, type_vocab_size=1, pad_token_id=1))
+
+    def forward(self, tokens: torch.Tensor, masks: Corruption) -> torch.Tensor:
+        """tokens (B, n) int64 and their masks -> the loss."""
+        labels = tokens.masked_fill(~masks.masked, -100)
+        return self.model(input_ids=tokens.masked_fill(masks.masked, MASK), labels=labels).loss
+
+
 MODELS = {"mae-lm": "mae-lm", "mlm": "mlm", "roberta": "mlm"}  # -> the ablation with the same masks
 
 
-def roberta(config: Config) -> torch.nn.Module:
-    """transformers' RobertaForMaskedLM of the size of our encoder."""
-    from transformers import RobertaConfig, RobertaForMaskedLM
-    return RobertaForMaskedLM(RobertaConfig(
-        vocab_size=config.vocab_size, hidden_size=config.encoder_dim, num_hidden_layers=config.encoder_layers,
-        num_attention_heads=config.encoder_heads, intermediate_size=4 * config.encoder_dim,
-        max_position_embeddings=config.seq_len + 2, hidden_dropout_prob=config.dropout,
-        attention_probs_dropout_prob=config.dropout, type_vocab_size=1, pad_token_id=1))
+def make_model(size: str, name: str, **fields) -> tuple[torch.nn.Module, Config]:
+    """One of MODELS in training mode, and its configuration."""
+    config = make_config(size, MODELS[name], **fields)
+    return (Roberta(config) if name == "roberta" else MAELM(config)).train(), config
 
 
-def stepper(name: str, config: Config, rows: int, place: Place) -> Callable[[], None]:
+# ---- 1. CPU: next to RoBERTa --------------------------------------------------------------------------------
+# size -> (batch, steps a round, dropouts)
+SIZES = {"toy": (64, 4, (0.0, 0.1)), "small": (16, 2, (0.0, 0.1)), "base": (2, 1, (0.1, 0.0))}
+
+
+def stepper(model: torch.nn.Module, config: Config, rows: int, place: Place) -> Callable[[], None]:
     """A function that makes a training step of a model: forward, backward, clipping and a fused AdamW update."""
-    model = (roberta(config) if name == "roberta" else MAELM(config)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(0)
 
     def step() -> None:
-        tokens, masks = random_batch(config, rows, generator)
         with place.autocast():
-            if name == "roberta":
-                labels = tokens.masked_fill(~masks.masked, -100)
-                loss = model(input_ids=tokens.masked_fill(masks.masked, MASK), labels=labels).loss
-            else:
-                loss = model(tokens, masks)
+            loss = model(*random_batch(config, rows, generator))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 2.0)
         optimizer.step()
@@ -106,9 +120,9 @@ def compare(size: str, dropout: float, rounds: int, place: Place) -> dict[str, d
     the median and the most."""
     batch, steps, _ = SIZES[size]
     runs, speeds = {}, {}
-    for name, ablation in MODELS.items():
-        config = make_config(size, ablation, dropout=dropout)
-        runs[name], speeds[name] = stepper(name, config, batch, place), []
+    for name in MODELS:
+        model, config = make_model(size, name, dropout=dropout)
+        runs[name], speeds[name] = stepper(model, config, batch, place), []
         runs[name]()  # warm up
     for _ in range(rounds):
         for name, step in runs.items():
@@ -139,13 +153,76 @@ def cpu_part(result: dict, options: argparse.Namespace, place: Place) -> None:
                 print(f"{size:6} {dropout:7} {name:8} {speed:9,.0f}   {ratios}", flush=True)
 
 
-# ---- 2. GPU: eager and compiled -----------------------------------------------------------------------------
-PEAKS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}  # dense bf16 TFLOP/s
-# Preset, ablation, rows of a micro-batch, the most important first. More rows need more memory and fewer launches.
-ITEMS = (("base", "mae-lm", 32), ("small", "mae-lm", 256), ("base", "mlm", 32), ("base", "mae-lm", 128),
-         ("small", "mae-lm", 32), ("small", "mlm", 256))
-BUDGET = 330.0  # seconds after which no measurement starts; the longest takes about two minutes
+# ---- 2. GPU: is it right? -----------------------------------------------------------------------------------
+TOLERANCE = 0.05  # of bf16 against float64, as a share
+
+
+EXACT = Place(0, 1, torch.device("cpu"), torch.float32)  # without autocast
+
+
+def gradients(config: Config, batch: Batch, place: Place, padded: bool) -> torch.Tensor:
+    """The loss and all gradients of a model without dropout on a batch, side by side in float64 on the CPU. With
+    `padded`, of its encoder alone, on rows of which the last tokens are padding, as in fine-tuning."""
+    torch.manual_seed(0)
+    model = MAELM(config).to(place.device, torch.float64 if place is EXACT else torch.float32)
+    tokens, corruption = to_device(batch, place.device)
+    with place.autocast():
+        if padded:
+            positions = torch.arange(tokens.shape[1], device=place.device)[None]
+            length = torch.linspace(1, tokens.shape[1], len(tokens), device=place.device)
+            h = model.encoder(tokens, positions, positions >= length[:, None])
+            loss = h[:, 0].float().square().sum(1).sin().mean()  # anything that is not linear
+        else:
+            loss = model(tokens, corruption)
+    loss.backward()
+    found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat([loss.detach().flatten(), *found]).double().cpu()
+
+
+def errors(name: str, options: argparse.Namespace, place: Place) -> dict[str, float]:
+    """How far the loss and the gradients of an ablation are from those of float64 on the CPU, as shares. ValueError if
+    that is too far."""
+    config = make_config("small", name, encoder_layers=2, dropout=0.0)
+    batch = random_batch(config, 2 if options.tiny else 32, torch.Generator().manual_seed(1))
+    found = {}
+    for path in ("plain", "padded"):
+        exact, here = (gradients(config, batch, where, path == "padded") for where in (EXACT, place))
+        found[f"{path}_loss"] = float((here[0] - exact[0]).abs() / exact[0].abs())
+        found[f"{path}_gradient"] = float((here - exact)[1:].norm() / exact[1:].norm())
+    if not max(found.values()) < TOLERANCE:
+        raise ValueError(f"too far from float64: {found}")
+    return found
+
+
+def repeat(options: argparse.Namespace, place: Place) -> dict[str, float]:
+    """How far the weights of two equal runs of ten steps are apart, as a share: kernels may add in any order."""
+    size = "toy" if options.tiny else "small"
+    train = TrainConfig(**TRAIN_PRESETS[size])
+    ends = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model, config = make_model(size, "mae-lm")
+        model.to(place.device)
+        optimizers = make_optimizers(model, train, place.dtype)
+        batch = to_device(random_batch(config, 64, torch.Generator().manual_seed(0)), place.device)
+        for step in range(10):
+            train_step(model, optimizers, [batch], step, train, place)
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return {"apart": float((ends[0] - ends[1]).norm() / ends[0].norm())}
+
+
+# ---- 3. GPU: how fast is it? --------------------------------------------------------------------------------
+# Preset, model, rows of a micro-batch. More rows need more memory and fewer launches.
+STEPS = (("base", "mae-lm", 64), ("small", "mae-lm", 256), ("base", "mlm", 64), ("base", "roberta", 64),
+         ("base", "mae-lm", 128), ("base", "mae-lm", 32), ("small", "mlm", 256), ("small", "mae-lm", 32))
+BUDGET = 400.0  # seconds after which no measurement starts; the longest takes about a minute and a half
 WINDOW = 0.3  # seconds between two looks at the clock, at least
+
+
+def synchronize(place: Place) -> None:
+    """Wait for the GPU, if there is one."""
+    if place.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def seconds_of(call: Callable[[], object], place: Place) -> float:
@@ -154,27 +231,26 @@ def seconds_of(call: Callable[[], object], place: Place) -> float:
         start = time.perf_counter()
         for _ in range(calls):
             call()
-        if place.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(place)
         return (time.perf_counter() - start) / calls
 
     calls = 1 + int(WINDOW / min(window(1), window(1)))  # the first call may be slow
     return statistics.median(window(calls) for _ in range(3))
 
 
-def measure(config: Config, train: TrainConfig, compiler: str | None, place: Place) -> dict[str, float | None]:
-    """Times in seconds; of a step also tokens/s, TFLOP/s, and peak memory in GB (None on a CPU). The compiler is one of
-    torch.compile's backends, or None."""
+def measure(size: str, name: str, rows: int, compiler: str | None, place: Place) -> dict[str, float | None]:
+    """Times in seconds; of a step also tokens/s, MFU, and peak memory in GB (None where it is not known). The compiler
+    is one of torch.compile's backends, or None."""
     torch.manual_seed(0)
-    with place.device:
-        model = MAELM(config)
+    train = TrainConfig(**TRAIN_PRESETS[size] | {"micro_batch_size": rows})
+    model, config = make_model(size, name)
+    model.to(place.device)
     if compiler:
         torch.compiler.reset()  # each model is compiled as if it were the only one
         model.compile(dynamic=False, backend=compiler)
     optimizers = make_optimizers(model, train, place.dtype)
-    batch = random_batch(config, train.micro_batch_size, torch.Generator().manual_seed(0))
-    batch = to_device(batch, place.device)
-    batches = [batch] * (train.batch_size // train.micro_batch_size)
+    batch = to_device(random_batch(config, rows, torch.Generator().manual_seed(0)), place.device)
+    batches = [batch] * (train.batch_size // rows)
 
     def forward() -> torch.Tensor:
         with place.autocast():
@@ -188,52 +264,61 @@ def measure(config: Config, train: TrainConfig, compiler: str | None, place: Pla
 
     start = time.perf_counter()
     both()
-    if place.device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(place)
     found = {"first_s": time.perf_counter() - start}
     for call in (forward, both, step):
         found[f"{call.__name__}_s"] = seconds_of(call, place)
+    start = time.perf_counter()
+    both()
+    found["queue_s"] = time.perf_counter() - start  # until the CPU has told the GPU what to do
+    synchronize(place)
     rate = train.batch_size / found["step_s"]  # rows a second
     found["tokens_per_second"] = rate * config.seq_len
-    found["tflops"] = rate * flops(config) / 1e12
-    found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if place.device.type == "cuda" else None
+    found["peak_gb"] = found["mfu"] = None
+    if place.device.type == "cuda":
+        found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        peak = peak_of(torch.cuda.get_device_name())
+        if peak is not None and name != "roberta":
+            found["mfu"] = rate * flops(config) / peak
     return found
 
 
 def gpu_part(result: dict, options: argparse.Namespace, place: Place) -> None:
-    """Measure all ITEMS, or the toy, eager and compiled. Rewrites --out after each. An item that fails is recorded
-    with its error, and the rest goes on."""
+    """Do all items, or those that --only names. Rewrites --out after each. An item that fails is recorded with its
+    error, and the rest goes on."""
+    items = {f"correct {name}": partial(errors, name, options, place) for name in ABLATIONS}
+    items["repeat"] = partial(repeat, options, place)
+    steps = (("toy", "mae-lm", 16), ("toy", "roberta", 16)) if options.tiny else STEPS
+    for kind, compiler in (("eager", None), ("compiled", "eager" if options.tiny else "inductor")):
+        for size, name, rows in steps:
+            items[f"{size} {name} {rows} {kind}"] = partial(measure, size, name, rows, compiler, place)
     start = time.monotonic()
-    items = (("toy", "mae-lm", 16),) if options.tiny else ITEMS
-    for size, name, rows in items:
-        config = make_config(size, name)
-        train = TrainConfig(**TRAIN_PRESETS[size] | {"micro_batch_size": rows})
-        for compiler in (None, "eager" if options.tiny else "inductor"):
-            row = {"size": size, "model": name, "rows": rows, "compiler": compiler}
-            result["runs"].append(row)
-            try:
-                if time.monotonic() - start > BUDGET:
-                    raise TimeoutError(f"skipped, {BUDGET:.0f} s have passed")
-                row |= measure(config, train, compiler, place)
-                row["mfu"] = row["tflops"] / options.peak if options.peak else None
-            except Exception as error:  # too little memory, or no compiler
-                row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-            write_json(options.out, result)
-            print("  ".join(f"{field} {value:.4g}" if isinstance(value, float) else f"{field} {value}"
-                            for field, value in row.items()), flush=True)
-            gc.collect()  # a compiled model refers to itself
-            if place.device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
+    for item, call in items.items():
+        if options.only and not any(word in item for word in options.only):
+            continue
+        try:
+            if time.monotonic() - start > BUDGET:
+                raise TimeoutError(f"skipped, {BUDGET:.0f} s have passed; see --only")
+            row = call()
+        except Exception as error:  # too little memory, or no compiler
+            row = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        result["runs"][item] = row
+        write_json(options.out, result)
+        print(item, *[f"{field} {value:.4g}" if isinstance(value, float) else f"{field} {value}"
+                      for field, value in row.items()], sep="  ", flush=True)
+        gc.collect()  # a compiled model refers to itself
+        if place.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
 
-# ---- 3. Command line ----------------------------------------------------------------------------------------
+# ---- 4. Command line ----------------------------------------------------------------------------------------
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("bench/speed.py", __doc__)
     add = parser.add_argument
     add("--device", default="cpu", choices=("cpu", "cuda"), help="[cpu]")
     add("--tiny", action="store_true", help="the GPU part at a size for tests")
-    add("--peak", type=float, help="dense bf16 TFLOP/s of the GPU, for MFU [known for H200, H100, A100]")
+    add("--only", nargs="+", metavar="WORD", help="of the GPU's items those that contain one of these words [all]")
     add("--sizes", nargs="+", default=list(SIZES), choices=SIZES, help="on a CPU [all]")
     add("--rounds", type=int, default=7, help="on a CPU [7]")
     add("--out", type=Path, help="JSON file [in bench/results; with --tiny in out]")
@@ -244,11 +329,14 @@ def main(argv: list[str] | None = None) -> None:
     with clear_errors("bench/speed.py"):
         place = choose_place("bf16" if cuda or options.tiny else "auto", options.device)
         machine = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads"
-        options.peak = options.peak or next((peak for name, peak in PEAKS.items() if name in machine), None)
+        gpu = cuda or options.tiny
         result = {"machine": machine, "autocast": str(place.dtype).removeprefix("torch."), "commit": commit(),
-                  "versions": {"python": platform.python_version(), "torch": torch.__version__}, "runs": []}
+                  "versions": {"python": platform.python_version(), "torch": torch.__version__},
+                  "runs": {} if gpu else []}
+        if options.only and options.out.is_file():
+            result["runs"] = read_json(options.out)["runs"]
         print(f"{machine}, {result['autocast']}, torch {torch.__version__}, commit {result['commit']}", flush=True)
-        if cuda or options.tiny:
+        if gpu:
             gpu_part(result, options, place)
         else:
             cpu_part(result, options, place)

@@ -11,6 +11,7 @@ import pytest
 import scipy.stats
 
 import train
+from maelm import ABLATIONS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
 import evidence  # noqa: E402
@@ -83,7 +84,12 @@ def test_only_jobs_that_end_well_are_recorded(tmp_path, monkeypatch):
 
 def test_gpu_part_of_speed_runs_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "WINDOW", 0.0)
-    monkeypatch.setattr(speed, "make_config", lambda size, name: train.make_config(size, name, seq_len=16))
-    speed.main(["--tiny", "--peak", "1", "--out", str(tmp_path / "speed.json")])
-    for run in json.loads((tmp_path / "speed.json").read_text())["runs"]:
-        assert "error" not in run and run["first_s"] > 0 and run["mfu"] == run["tflops"] > 0
+    fields = dict(seq_len=16, encoder_dim=64, encoder_heads=2, vocab_size=300)
+    monkeypatch.setattr(speed, "make_config", lambda *names, **more: train.make_config(*names, **fields | more))
+    for words in ["correct"], ["repeat", "toy"]:
+        speed.main(["--tiny", "--only", *words, "--out", str(tmp_path / "speed.json")])
+    runs = json.loads((tmp_path / "speed.json").read_text())["runs"]
+    assert len(runs) == len(ABLATIONS) + 1 + 4
+    assert not [run["error"] for run in runs.values() if "error" in run]
+    assert runs["repeat"]["apart"] == 0
+    assert runs["toy mae-lm 16 compiled"]["tokens_per_second"] > 0
