@@ -416,6 +416,8 @@ class Stack(nn.Module):
             hidden = padding[:, None, None, :]  # (B, 1, 1, k)
             bias = torch.zeros_like(hidden, dtype=torch.float32) if bias is None else bias
             bias = bias.masked_fill(hidden, -torch.inf)
+            k = bias.shape[-1]
+            bias = F.pad(bias, (0, -k % 8))[..., :k]  # masked_fill closed the gaps of RelativeBias
         return bias
 
 

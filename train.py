@@ -64,9 +64,9 @@ class TrainConfig:
     adam_beta2: float = 0.98
     adam_epsilon: float = 1e-6
     clip_norm: float = 2.0  # of the gradient over all parameters
-    precision: str = "auto"  # auto | fp32 | bf16: of matrix products; auto = bf16 where the hardware has it
+    precision: str = "auto"  # auto | fp32 (TF32 on CUDA) | bf16: of matrix products; auto = bf16 if in hardware
     device: str = "auto"  # auto | cpu | cuda | mps
-    compile: str = "auto"  # auto | on | off: torch.compile the model; auto = on CUDA, but not the toy
+    compile: str = "auto"  # auto | on | off: torch.compile the model; auto = on CUDA, if encoder_dim is 256 or more
     seed: int = 0  # 0 or more, below 2^63
     log_interval: int = 100  # steps between lines of log.jsonl
     eval_interval: int = 2_000  # steps between validation losses
@@ -479,6 +479,8 @@ def pretrain(run: Run) -> int:
         torch._dynamo.config.suppress_errors = train.compile == "auto"  # without a compiler, run as it is
         torch._dynamo.config.optimize_ddp = False  # it would cut the model into pieces
         run.model.compile(dynamic=False)  # in place: names of parameters stay as they are
+        if place.first:
+            print("compiling the model in its first steps takes a minute or two (--compile off: without)", flush=True)
     entropy = unigram_entropy(run.rows["val"], train)
     if place.first:
         parameters = sum(p.numel() for p in run.model.parameters())
