@@ -4,15 +4,17 @@
     python finetune.py --init out/base --task rte --sweep       # Table 5's grid, then the median of five seeds
     python finetune.py --init out/base --task glue --data DIR   # all eight tasks and their average, from local files
     python finetune.py --figure3 out/base/step_*.pt --task mnli # Figure 3: metric against pre-training time
+    python finetune.py --init out/rte-base --predict test.tsv   # what a fine-tuned model predicts for new texts
 
 --init is a run folder, a checkpoint, or a folder that this program wrote. --task custom reads train and dev files
 (.csv, .jsonl, .parquet) with columns text[,text2],label from --data. The dev part is evaluated each half epoch, at most
 20 times, and the best checkpoint of a run counts, as in the recipe that the paper refers to. It is chosen on the part
 that it is reported on, so its value is a little too good; result.json has the last one's, too. The same command again
-does the runs that are missing; torchrun's processes share those of a sweep.
+does the runs that are missing; torchrun's processes share those of a sweep. The model of seed 1 is kept for --predict.
 """
 import argparse
 import itertools
+import json
 import math
 import re
 import time
@@ -31,12 +33,13 @@ from tqdm import tqdm
 from maelm import CLS, MAELM, PAD, SEP, require, require_positive
 from rank import CENTERINGS, Moments, tau_rank
 from support.data import VAL_SHARE, rows_of_step, seed_of
-from support.files import (Parser, UserError, alone_in, clear_errors, read_json, refuse_other_files, same_settings,
-                           short_hash, write_json)
+from support.files import (Parser, UserError, alone_in, atomic, clear_errors, read_json, refuse_other_files,
+                           same_settings, short_hash, write_json)
 from support.run import (Place, add_flags, choose_place, figure, given_flags, learning_rate_factor, load_encoder,
-                         read_tensors, run_settings, write_tensors)
+                         read_tensors, run_settings, value_in, write_tensors)
 from support.squad import Spans
-from support.tasks import DEFAULTS, GLUE, METRICS, SWEPT, TASKS, Encoded, Example, grid, locate, read_task
+from support.tasks import (DEFAULTS, GLUE, METRICS, SWEPT, TASKS, Encoded, Example, grid, locate, read_inputs,
+                           read_task)
 
 
 # ---- 1. How an encoder is fine-tuned ------------------------------------------------------------------------
@@ -123,10 +126,12 @@ class Sentences:
                 raise UserError(f"all training records have the label {found[0]!r}: use two labels or more")
             self.labels = tuple(found)
         if not self.labels:  # as the official code, which divides STS-B's 0 ... 5 by 5
-            self.scale = max(abs(self.target(e)) for e in examples) or 1.0
+            self.scale = max([abs(self.target(e)) for e in examples], default=0.0) or 1.0
 
     def target(self, example: Example) -> int | float:
-        """The label as the head sees it. UserError if the task does not have it."""
+        """The label as the head sees it, 0 if it is to be predicted. UserError if the task does not have it."""
+        if example.label is None:
+            return 0
         if self.labels and example.label in self.labels:
             return self.labels.index(example.label)
         if self.labels or not NUMBER.fullmatch(example.label):
@@ -162,15 +167,29 @@ class Sentences:
         return F.mse_loss(logits[:, 0], targets)
 
     def decode(self, logits: Tensor, targets: Tensor, padding: Tensor) -> Tensor:
-        """Logits (B, C) -> the label or the number, (B, 1)."""
-        if self.labels:
-            return logits.argmax(1, keepdim=True).float()
-        return logits[:, :1]
+        """The logits (B, C) as they are."""
+        return logits
 
     def score(self, outputs: np.ndarray, encoded: Encoded) -> tuple[dict[str, float], dict]:
-        """Predictions (N, 1) -> the metric in percent, and files to write: none."""
-        value = METRICS[self.metric](outputs[:, 0], encoded.targets.numpy())
-        return {self.metric: 100 * value}, {}
+        """Logits (N, C) -> the metric in percent, and the lines of the file of all predictions."""
+        predicted = outputs.argmax(1) if self.labels else outputs[:, 0]
+        value = METRICS[self.metric](predicted, encoded.targets.numpy())
+        lines = [json.dumps(row) for row in self.rows(outputs, encoded.examples)]
+        return {self.metric: 100 * value}, {"predictions.jsonl": lines}
+
+    def rows(self, outputs: np.ndarray, examples: list[Example]) -> list[dict]:
+        """Logits (N, C) -> of each example id, label, prediction and the probability of every label."""
+        rows = []
+        for i, (example, logits) in enumerate(zip(examples, torch.from_numpy(outputs))):
+            row = {"id": i}
+            if example.label is not None:
+                row["label"] = example.label if self.labels else float(example.label)
+            if self.labels:
+                row |= {"prediction": self.labels[logits.argmax()], "scores": logits.softmax(0).tolist()}
+            else:
+                row["prediction"] = self.scale * float(logits[0])
+            rows.append(row)
+        return rows
 
 
 # ---- 3. One run: section 4.1, Tables 5 and 6 ----------------------------------------------------------------
@@ -286,11 +305,19 @@ def worth(line: dict) -> float:
     return -math.inf if line["value"] is None else line["value"]
 
 
+def write_files(folder: Path, files: dict) -> None:
+    """Write files by their names and contents: a list of lines, or what becomes JSON."""
+    for name, content in files.items():
+        lines = content if isinstance(content, list) else [json.dumps(content, indent=1)]
+        with atomic(folder / name) as temporary:
+            temporary.write_text("\n".join(lines) + "\n")
+
+
 DIVERGED = {"value": None, "last": None, "metrics": {}, "effective_rank": None}
 
 
 def run_once(job: Job, run: dict) -> dict:
-    """One run, of a setting and a seed -> its line in runs/. Of seed 1 encoder and predictions are kept in --out."""
+    """One run, of a setting and a seed -> its line in runs/. Of seed 1 model and predictions are kept in --out."""
     start, seed = time.perf_counter(), run["seed"]
     encoder = job.text.new_encoder(seed)
     torch.manual_seed(seed_of(seed))  # for the head
@@ -311,10 +338,10 @@ def run_once(job: Job, run: dict) -> dict:
         mismatched, _ = job.kind.score(outputs, job.parts["dev_mm"])
         best["metrics"] |= {f"{name}_mm": value for name, value in mismatched.items()}
     if seed == 1:
-        state = {"config": asdict(job.text.config), "encoder": model.encoder.state_dict()}
-        write_tensors(job.out / "encoder.pt", state)
-        for name, content in files.items():
-            write_json(job.out / name, content)
+        write_tensors(job.out / "encoder.pt", {
+            "config": asdict(job.text.config), "encoder": model.encoder.state_dict(), "head": model.head.state_dict(),
+            "task": job.task, "labels": list(job.kind.labels), "scale": job.kind.scale})
+        write_files(job.out, files)
     seconds = round(time.perf_counter() - start, 2)
     return {**run, **best, "last": last["value"], "seconds": seconds}
 
@@ -326,13 +353,17 @@ def path_of_run(job: Job, run: dict) -> Path:
     return job.out / "runs" / f"{name}.json"
 
 
-def complete(job: Job, runs: list[dict]) -> list[dict]:
+def complete(job: Job, runs: list[dict], options: argparse.Namespace) -> list[dict]:
     """The lines of all `runs`. torchrun's processes share those that are missing by rank."""
     for run in runs[job.place.rank::job.place.world]:
         if not path_of_run(job, run).is_file():
             line = run_once(job, run)
             write_json(path_of_run(job, run), line)
-            print(describe(job, line), flush=True)
+            seconds = [read_json(path)["seconds"] for path in options.out.rglob("runs/*.json")]
+            left = (options.runs - len(seconds)) * np.mean(seconds) / job.place.world
+            setting = "  ".join(f"{name} {line[name]:g}" for name in SWEPT)
+            print(f"{job.task}  {setting}  seed {line['seed']}  {job.kind.metric} {shown(line['value'])}  "
+                  f"{line['seconds']:.0f} s  {left / 3600:.1f} h left", flush=True)
     for run in runs:
         wait_for(path_of_run(job, run))
     return [read_json(path_of_run(job, run)) for run in runs]
@@ -342,13 +373,6 @@ def wait_for(path: Path) -> None:
     """Wait for a file that another of torchrun's processes writes; torchrun ends all of them if one fails."""
     while not path.is_file():
         time.sleep(0.2)
-
-
-def describe(job: Job, line: dict) -> str:
-    """A run in one line."""
-    setting = "  ".join(f"{name} {line[name]:g}" for name in SWEPT)
-    value = shown(line["value"])
-    return f"{job.task}  {setting}  seed {line['seed']}  {job.kind.metric} {value}  {line['seconds']:.0f} s"
 
 
 def make_job(task: str, tune: TuneConfig, options: argparse.Namespace, init: str, place: Place) -> Job:
@@ -385,14 +409,15 @@ def finetune(task: str, tune: TuneConfig, options: argparse.Namespace, init: str
     """Fine-tune one encoder on one task: the grid with --sweep, then seeds 1, 2, ... Writes and returns result.json."""
     job = make_job(task, tune, options, init, place)
     if place.first:
-        print(f"{job.out}: {len(job.parts['train'].ids):,} training inputs", *job.remarks, sep="\n  ", flush=True)
+        title = f"{job.out}: {len(job.parts['train'].ids):,} training inputs; runs in all: {options.runs}"
+        print(title, *job.remarks, sep="\n  ", flush=True)
     setting, sweep = {name: getattr(job.tune, name) for name in SWEPT}, []
     if options.sweep:
         tried = [point | {"seed": 0} for point in grid(TASKS[task].group, job.text.dim, options.given)]
-        sweep = sorted(complete(job, tried), key=worth, reverse=True)
+        sweep = sorted(complete(job, tried, options), key=worth, reverse=True)
         setting = {name: sweep[0][name] for name in SWEPT}
     # The grid has seed 0: the seeds of the result played no part in the choice.
-    finals = complete(job, [setting | {"seed": seed} for seed in range(1, options.seeds + 1)])
+    finals = complete(job, [setting | {"seed": seed} for seed in range(1, options.seeds + 1)], options)
     if not place.first:
         return {}
     result = make_result(job, init, setting, finals, sweep)
@@ -448,7 +473,7 @@ def report(result: dict) -> str:
             f"effective rank on the dev part, before -> after, of {ranks['d']}: {', '.join(changes)}")
 
 
-# ---- 5. Figure 3 and the average of Table 1 -----------------------------------------------------------------
+# ---- 5. Figure 3, the average of Table 1, and predictions for new texts -------------------------------------
 def figure3(hours: dict[str, float], results: list[dict], out: Path) -> None:
     """Write figure3.json and draw figure3.png: the metric against hours of pre-training, a line for each run."""
     points = []
@@ -477,6 +502,34 @@ def table1(results: list[dict], out: Path) -> None:
     print(f"{out}: result.json")
 
 
+def predict_file(options: argparse.Namespace, place: Place) -> None:
+    """Write predictions for the texts of a file by the fine-tuned model in --init. UserError if there is none."""
+    folder, path = Path(options.init), options.predict
+    if not (folder / "encoder.pt").is_file():
+        raise UserError(f"--init {folder}: no encoder.pt there; --predict needs a folder that finetune.py wrote")
+    state = read_tensors(folder / "encoder.pt", "head", "task", "labels", "scale")
+    task = state["task"]
+    if task == "squad2":
+        raise UserError(f"--init {folder}: fine-tuned on squad2, which --predict does not do; choose another task")
+    text = Pretrained(options.init, 0.0)
+    n = min(read_json(folder / "config.json")["seq_len"], text.config.seq_len)
+    kind = Sentences(task, [], text, n)
+    kind.labels, kind.scale = tuple(state["labels"]), state["scale"]
+    model = Tuned(text.new_encoder(0), kind.head()).to(place.device)
+    model.head.load_state_dict(state["head"])
+    encoded = kind.encode(read_inputs(task, path))
+    out = options.out or folder / f"predict-{path.stem}"
+    outputs, _ = predict(model, encoded, Job(task, text, kind, {}, TuneConfig(), place, out, []))
+    rows = kind.rows(outputs, encoded.examples)
+    files = {"predictions.jsonl": [json.dumps(row) for row in rows]}
+    if path.suffix == ".tsv" and task in GLUE:
+        part = {"test_matched": "-m", "test_mismatched": "-mm"}.get(path.stem, "")  # of MNLI
+        lines = [f"{row['id']}\t{row['prediction']}" for row in rows]
+        files[f"{TASKS[task].folder}{part}.tsv"] = ["index\tprediction", *lines]
+    write_files(out, files)
+    print(f"{out}: {', '.join(files)}", *encoded.remarks, *files["predictions.jsonl"][:3], sep="\n  ")
+
+
 # ---- 6. Command line ----------------------------------------------------------------------------------------
 def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, TuneConfig]]:
     """Command line -> options, and for each task its TuneConfig: default < default of the task < flag."""
@@ -489,7 +542,10 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, 
     add("--seeds", type=int, default=5, help="runs whose median is the result [%(default)s]")
     add("--sweep", action="store_true", help="first try the grid of Table 5 or 6; flags replace its rows")
     add("--figure3", nargs="+", metavar="CHECKPOINT", default=[], help="fine-tune each, draw metric against time")
-    add_flags(parser, TuneConfig, {})
+    add("--predict", type=Path, metavar="FILE", help="predict, with the fine-tuned model in --init: "
+        "lines (.txt), columns text[,text2] (.csv, .jsonl, .parquet), or a test file of GLUE (.tsv)")
+    task = value_in(argv, "--task", "docs")
+    add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
     options = parser.parse_args(argv)
     options.given = given_flags(options, TuneConfig)
     if options.seeds < 1:
@@ -512,18 +568,24 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, 
 def main(argv: list[str] | None = None) -> None:
     options, tasks = read_command(argv)
     with clear_errors("finetune.py"):
+        place = choose_place(options.given.get("precision", "auto"))
+        torch.set_float32_matmul_precision("highest")  # TF32 is too coarse for effective ranks
+        if options.predict:
+            return predict_file(options, place)
         # What is missing is found before the first run.
         for task in tasks:
             for split in range(len(TASKS[task].files)):
                 locate(task, options.data, split)
         hours = {path: read_tensors(Path(path), "seconds")["seconds"] / 3600 for path in options.figure3}
-        place = choose_place(options.given.get("precision", "auto"))
-        torch.set_float32_matmul_precision("highest")  # TF32 is too coarse for effective ranks
         name = "figure3" if options.figure3 else name_of(options.init)
         options.out = options.out or Path("out") / f"{options.task}-{name}"
+        jobs = list(itertools.product(tasks, options.figure3 or [options.init]))
+        options.runs = len(jobs) * options.seeds
+        if options.sweep:  # the grid is as large for every encoder
+            options.runs += sum(len(grid(TASKS[task].group, 768, options.given)) for task, _ in jobs)
         with alone_in(options.out) if place.first else nullcontext():
             results = []
-            for task, init in itertools.product(tasks, options.figure3 or [options.init]):
+            for task, init in jobs:
                 results.append(finetune(task, tasks[task], options, init, place))
             if options.figure3 and place.first:
                 figure3(hours, results, options.out)

@@ -48,6 +48,7 @@ def answer_tokens(q: Question, starts: np.ndarray, ends: np.ndarray) -> tuple[in
 class Spans:
     """Inputs `[CLS] question [SEP] window of the context [SEP]`; an answer outside the window is at [CLS]."""
     metric = "f1"
+    labels, scale = (), 1.0  # none, unlike Sentences
 
     def __init__(self, tokenizer: Tokenizer, dim: int, n: int, tune):
         self.tokenizer = tokenizer

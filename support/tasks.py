@@ -77,7 +77,7 @@ TASKS = {
         group="squad", metric="f1", rows=(130_319, 11_873),
         folder="SQuAD", files=("train*.json", "dev*.json"), hub="rajpurkar/squad_v2"),
     "docs": Task(
-        group="docs",
+        group="docs", columns=("text", "label"),
         labels=("torch", "sympy", "python", "pandas", "matplotlib", "numpy", "networkx", "huggingface_hub")),
     "custom": Task(
         group="small", files=("train.*", "dev.*"), columns=("text", "text2", "label")),
@@ -121,7 +121,7 @@ class Example(NamedTuple):
     """One or two texts and a label as it stands in the file."""
     text: str
     text2: str | None
-    label: str
+    label: str | None  # None: to be predicted
 
 
 class Question(NamedTuple):
@@ -142,16 +142,17 @@ class Encoded(NamedTuple):
 
 
 LOADERS = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".parquet": "parquet"}
+INPUTS = LOADERS | {".txt": "text"}  # of texts without labels
 
 
-def records_of(path: Path, header: tuple[str, ...] = ()) -> Iterable[dict]:
+def records_of(path: Path, header: tuple[str, ...] = (), bad_lines: str = "skip") -> Iterable[dict]:
     """The records of a file. A .tsv is GLUE's: quotes are characters; `header` names columns if the file does not."""
     options = {}
     if path.suffix in (".csv", ".tsv"):
         options["keep_default_na"] = False  # the text "None" is not missing
     if path.suffix == ".tsv":
-        options |= {"delimiter": "\t", "quoting": 3, "column_names": list(header) or None, "on_bad_lines": "skip"}
-    return load(LOADERS[path.suffix], [str(path)], str(path), **options)
+        options |= {"delimiter": "\t", "quoting": 3, "column_names": list(header) or None, "on_bad_lines": bad_lines}
+    return load(INPUTS[path.suffix], [str(path)], str(path), **options)
 
 
 def examples_of(records: Iterable[dict], columns: tuple[str, ...], where: str) -> list[Example]:
@@ -166,6 +167,25 @@ def examples_of(records: Iterable[dict], columns: tuple[str, ...], where: str) -
             raise UserError(f"{where}: has two columns `label`; rename one")
         texts = [text.strip() for text in texts]
         found.append(Example(texts[0], texts[1] if len(texts) > 1 else None, str(label).strip()))
+    return found
+
+
+def read_inputs(name: str, path: Path) -> list[Example]:
+    """What task `name` is to predict: lines of a .txt, the task's columns in a .tsv, else columns text[,text2]. A text
+    may be empty, since each record gets a prediction. UserError for a record that lacks a text."""
+    if path.suffix not in INPUTS:
+        raise UserError(f"--predict {path}: the name must end in {', '.join(INPUTS)}")
+    columns = TASKS[name].columns[:-1]
+    if path.suffix != ".tsv":
+        columns = ("text", "text2")[:len(columns)]
+    found = []
+    for number, record in enumerate(records_of(path, bad_lines="error"), start=1):
+        texts = [record[column].strip() for column in columns if isinstance(record.get(column), str)]
+        if len(texts) < (1 if name == "custom" else len(columns)):
+            raise UserError(f"{path}, record {number}: needs {', '.join(columns)}; has {str(record)[:200]}")
+        found.append(Example(texts[0], texts[1] if len(texts) > 1 else None, None))
+    if not found:
+        raise UserError(f"--predict {path}: empty")
     return found
 
 

@@ -1,4 +1,6 @@
 """Claims about finetune.py and the windows of support/squad.py: inputs, runs, sweeps."""
+import argparse
+import json
 import re
 
 import numpy as np
@@ -14,7 +16,7 @@ from support.run import Place, checkpoints, load_encoder
 from support.squad import Spans, answer_tokens, spans_of
 from support.tokenizer import Tokenizer
 from tests.common import fails, little_documents, sentence
-from tests.test_tasks import write_glue
+from tests.test_tasks import FORMATS, examples, write_glue
 
 ONE = Place(0, 1, torch.device("cpu"), torch.float32)
 CONTEXT = f"{sentence(0)} İstanbul'da  ÇOK \"naïve\" café—数学🙂 ΣΑΣα [MASK]\tend.\u00a0x {sentence(18)}"
@@ -139,6 +141,33 @@ def test_a_diverged_run_has_no_value(epochs, finished, tmp_path):
     assert not (tmp_path / "out" / "encoder.pt").exists()
 
 
+@pytest.mark.parametrize("task, file, name", [
+    ("rte", "test", "RTE"), ("cola", "test", "CoLA"), ("stsb", "test", "STS-B"), ("mnli", "test_mismatched", "MNLI-mm")])
+def test_the_kept_model_predicts_what_it_did(task, file, name, finished, tmp_path):
+    tune(finished, task, tmp_path, "--learning-rate", "3e-3", "--seeds", "1")
+    labels, columns, rows = tasks.TASKS[task].labels, tasks.TASKS[task].columns[:-1], examples(FORMATS[tasks.TASKS[task].folder][2])
+    fields = [["index", *columns]] + [[str(i), f'"{a}', b][:len(columns) + 1] for i, (a, b, _) in enumerate(rows)]
+    (tmp_path / f"{file}.tsv").write_text("\n".join(map("\t".join, fields)))
+    finetune.main(["--predict", str(tmp_path / f"{file}.tsv"), "--init", str(tmp_path / "out")])
+    out = tmp_path / f"out/predict-{file}"
+    before, after = [list(map(json.loads, (folder / "predictions.jsonl").read_text().splitlines())) for folder in (out.parent, out)]
+    assert [row | {"label": known["label"]} for row, known in zip(after, before)] == before
+    assert [row["label"] for row in before] == [label if labels else float(label) for _, _, label in rows]
+    assert all(row["prediction"] == labels[np.argmax(row["scores"])] for row in before if labels)
+    assert (out / f"{name}.tsv").read_text().splitlines() == ["index\tprediction"] + [f"{i}\t{row['prediction']}" for i, row in enumerate(after)]
+
+
+def test_each_line_of_a_text_is_predicted(finished, tmp_path):
+    for name, text in (("train.csv", "text,label\na,x\nb,y\n"), ("dev.csv", "text,label\na,x\n"), ("new.txt", "a\n\nb\n")):
+        (tmp_path / name).write_text(text)
+    out = tmp_path / "out"
+    finetune.main(["--init", str(finished), "--task", "custom", "--data", str(tmp_path), "--seeds", "1", "--out", str(out)])
+    finetune.main(["--predict", str(tmp_path / "new.txt"), "--init", str(out)])
+    assert len((out / "predict-new/predictions.jsonl").read_text().splitlines()) == 3
+    kept = torch.load(out / "encoder.pt", weights_only=True)
+    assert (kept["task"], kept["labels"], kept["scale"]) == ("custom", ["x", "y"], 1.0)
+
+
 def fake_runs(monkeypatch, value):
     """Let runs find value(job, run) and take no time; returns the list of seeds that will be run."""
     seeds = []
@@ -146,7 +175,7 @@ def fake_runs(monkeypatch, value):
     def run_once(job, run):
         seeds.append(run["seed"])
         found = dict.fromkeys(("value", "best", "last"), value(job, run))
-        return run | found | {"metrics": {}, "effective_rank": None, "seconds": 0.0}
+        return run | found | {"metrics": {}, "effective_rank": None, "seconds": 1800.0}
 
     monkeypatch.setattr(finetune, "run_once", run_once)
     return seeds
@@ -157,6 +186,7 @@ def test_a_sweep_that_was_cut_continues(finished, tmp_path, capsys, monkeypatch)
     seeds = fake_runs(monkeypatch, lambda job, run: None if run["seed"] == 2 else found[run["learning_rate"]])
     flags = "--sweep --warmup-share 0.06 --batch-size 4".split()  # leaves four rates
     whole = tune(finished, "cola", tmp_path, *flags)
+    assert re.search("runs in all: 6.*2.5 h left.*0.0 h left", capsys.readouterr().out, re.DOTALL)
     assert seeds == [0, 0, 0, 0, 1, 2] and whole["setting"]["learning_rate"] == 4e-5
     assert whole["values"] == [0.0, None]
     assert whole["median"] == 0.0
@@ -179,7 +209,7 @@ def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
             write_json(finetune.path_of_run(job, run), run)
 
     monkeypatch.setattr(finetune.time, "sleep", sleep)
-    lines = finetune.complete(job, runs)
+    lines = finetune.complete(job, runs, argparse.Namespace(out=tmp_path, runs=4))
     assert seeds == [1, 3] and [line["seed"] for line in lines] == [0, 1, 2, 3]
 
 
@@ -199,9 +229,15 @@ def test_figure_3_has_its_points_in_order(finished, tmp_path, monkeypatch):
     assert (tmp_path / "out" / "figure3.png").is_file()
 
 
+def test_help_shows_the_defaults_of_the_task(capsys):
+    with pytest.raises(SystemExit):
+        finetune.main("--task rte -h".split())
+    assert "examples per optimizer step [16]" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("flags, message", [
     ("--init no/such", "no/such: not a run folder"), ("--init hf:a", "--init hf:a: first python -m support.convert"),
-    ("--task sst3", "invalid choice: 'sst3'"), ("--epochs 0", "epochs=0.0"),
+    ("--task sst3", "invalid choice: 'sst3'"), ("--epochs 0", "epochs=0.0"), ("--init no --predict a.txt", "no encoder.pt there"),
     ("--figure3 a.pt --task glue", "needs one --task"), ("--figure3 a.pt ./a.pt", "name each checkpoint once"),
     ("--task custom", "--task custom needs --data"), ("--task docs --data .", "leave --data out"),
     ("--task rte --data no/such", "no train.tsv there or in RTE/")])
