@@ -179,7 +179,7 @@ def corrupt(tokens: Tensor, config: Config, generator: torch.Generator,
     tokens (B, n) int64 and maskable (B, n) bool are on the generator's device. Of M, a random
     round(mask_in_encoder * k) stay in the encoder's input, where it reads `fill`. The rest is removed, so
     every row keeps m positions. Pure: all random numbers come from `generator`, and tokens do not change.
-    The true tokens in M have no effect, except with bert_trick. Raises ValueError if k is 0 or a row has
+    The tokens at M do not change the result, except with bert_trick. Raises ValueError if k is 0 or a row has
     fewer than k positions to choose from."""
     B, n = tokens.shape
     k = config.masks_per_row(n)
@@ -225,9 +225,9 @@ def fill(tokens: Tensor, config: Config, generator: torch.Generator) -> Tensor:
 def relative_bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
     """T5's bidirectional buckets of distance = key position - query position: int64 of any shape -> int64.
 
-    Keys to the right (distance > 0) have the buckets from half = num_buckets // 2 up, others those below.
-    In both halves the first `exact` = half // 2 buckets hold one |distance| each: 0, 1, ... The other r hold
-    ranges, the last one without end. The smallest |distance| in range i = 0 ... r - 1 is
+    The upper half of the buckets, from half = num_buckets // 2, is for keys to the right (distance > 0). In
+    both halves the first `exact` = half // 2 buckets hold one |distance| each: 0, 1, ... The r others hold
+    ranges, the last of them without end. The smallest |distance| in range i = 0 ... r - 1 is
     exact * (max_distance / exact) ** (i / r), rounded up; rounding errors must not move a whole number."""
     # Differs from the paper: its code has another formula, with one bucket unused; the text cites T5.
     half = num_buckets // 2
@@ -308,8 +308,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (B, n_q, d), y (B, n_k, d) -> (B, n_q, d). `query` of x gives queries; `key_value` of y gives
-        keys (first half of the features) and values. There, and in the input of `output`, head h has the
-        h-th block of d / heads features. bias: as in `attention`. Dropout self.p is in training mode only."""
+        keys (first half of the features) and values. Of each of these, and of what `output` reads, head h
+        has the h-th block of d / heads features. bias: as in `attention`. Dropout self.p is in training mode only."""
         def split(z: Tensor) -> Tensor:
             return z.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, length, d_h)
 
@@ -438,7 +438,7 @@ class Encoder(nn.Module):
                 all_layers: bool = False, at: Tensor | None = None) -> Tensor | list[Tensor]:
         """tokens (B, m) int64 at original positions (B, m) or (1, m), padding (B, m) bool, True = ignore
         -> H^L (B, m, d); with all_layers the list H^0 ... H^L of `stack`. H^0 is `norm` of e_x + p_i, then
-        dropout self.p in training mode only. With indices at (B, k) int64, H^L is only there: (B, k, d)."""
+        dropout self.p in training mode only. With indices `at` (B, k) int64, H^L is only there: (B, k, d)."""
         h = self.token_embedding(tokens) + self.position_embedding(positions)  # h_i^0 = e_{x_i} + p_i
         # Differs from the paper: its formula has no LayerNorm here; its code, like BERT, has.
         h = F.dropout(self.norm(h), self.p, self.training)

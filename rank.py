@@ -5,7 +5,7 @@
 
 The effective rank of H (N, d) is the smallest number of singular values whose squares sum to a share tau of all:
 
-    >>> effective_rank(torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0])))  # 16 + 9 + 4 of 30 are 0.9 or more
+    >>> effective_rank(torch.eye(5, 4) * torch.tensor([4.0, 3.0, 2.0, 1.0]))  # 16 + 9 + 4 of 30 are 0.9 or more
     3
 
 Three curves over the layers 0 (embeddings) to L, from the same text (Figure 1; the second one at L is Table 3):
