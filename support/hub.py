@@ -5,11 +5,12 @@ from support.files import UserError
 
 
 def transformers_library():
-    """The module transformers, silent. UserError if it is not installed."""
+    """The module transformers, silent. UserError if it is not installed, or too old."""
     try:
         import transformers
+        transformers.utils.versions.require_version("transformers>=4.55")
     except ImportError as error:
-        raise UserError("this needs the package transformers: pip install transformers") from error
+        raise UserError("this needs the package transformers, 4.55 or later: pip install -U transformers") from error
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

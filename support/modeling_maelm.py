@@ -7,11 +7,21 @@ interface and the heads. Load it with `trust_remote_code=True`.
 """
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
-from transformers.utils import can_return_tuple
+from transformers import PretrainedConfig, PreTrainedModel, modeling_outputs as outputs
+from transformers.utils import can_return_tuple, versions
 
 from .maelm import MASK, Config, Decoder, Encoder, Head, RelativeBias
+
+versions.require_version("transformers>=4.55")  # earlier ones leave new heads without initial weights
+
+
+def read(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where tokens are real, (B, n) bool, and their positions (B, n) int64: those given, or else counted, so that
+    padding may be on any side. A row of padding only counts as real: a softmax over no key is not a number."""
+    real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    real = (real != 0) | (real == 0).all(1, keepdim=True)
+    counted = (real.long().cumsum(1) - 1).clamp(min=0)
+    return real, counted if position_ids is None else position_ids
 
 
 class MAELMConfig(PretrainedConfig):
@@ -23,12 +33,13 @@ class MAELMModel(PreTrainedModel):
     """The encoder. The models with heads are subclasses: a weight has the same name in all, that of maelm.MAELM."""
     config_class = MAELMConfig
     base_model_prefix = "maelm"
-    _keys_to_ignore_on_load_unexpected = [r"^decoder\.", r"^head\."]  # where only the encoder is asked for
+    _keys_to_ignore_on_load_unexpected = [r"^(decoder|head|classifier|qa_outputs)\."]  # if the encoder is asked for
+    accepts_loss_kwargs = False  # so that Trainer divides the loss by its steps of accumulation
 
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
-        # AutoModel.from_pretrained allows to change the dropout, under transformers' name.
-        self.shape = Config(**config.maelm | {"dropout": config.hidden_dropout_prob})
+        # AutoModel.from_pretrained allows to change the dropout, resize_token_embeddings the vocabulary.
+        self.shape = Config(**config.maelm | {"dropout": config.hidden_dropout_prob, "vocab_size": config.vocab_size})
         self.encoder = Encoder(self.shape)
         self.post_init()
 
@@ -43,23 +54,27 @@ class MAELMModel(PreTrainedModel):
         """The embeddings e_x."""
         return self.encoder.token_embedding
 
+    def set_input_embeddings(self, embeddings: nn.Embedding) -> None:
+        """Replace them, as resize_token_embeddings does. The bias of a new token is 0."""
+        self.encoder.token_embedding = embeddings
+        if hasattr(self, "head"):
+            new = embeddings.num_embeddings - self.head.bias.shape[0]
+            self.head.bias = nn.Parameter(nn.functional.pad(self.head.bias.detach(), (0, new)))
+
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
-                output_hidden_states: bool | None = None, **others) -> BaseModelOutput:
-        """input_ids (B, n) int64, attention_mask (B, n), 0 = padding, position_ids (B, n) int64, without which padding
-        has to be on the right. What else the encoders of transformers take, such as token_type_ids, is ignored.
-        ValueError for more tokens than there are positions."""
+                output_hidden_states: bool | None = None, **others) -> outputs.BaseModelOutput:
+        """input_ids (B, n) int64, attention_mask (B, n), 0 = padding, position_ids (B, n) int64. What else the encoders
+        of transformers take, such as token_type_ids, is ignored. ValueError for more tokens than positions."""
         n = input_ids.shape[1]
         if n > self.shape.seq_len:
             raise ValueError(f"{n} tokens, but this model reads at most {self.shape.seq_len}: give the tokenizer "
                              "truncation=True")
-        if position_ids is None:
-            position_ids = torch.arange(n, device=input_ids.device)[None]  # (1, n)
-        padding = None if attention_mask is None else attention_mask == 0
-        states = self.encoder(input_ids, position_ids, padding, all_layers=True)  # H^0 ... H^L, (B, n, d) each
+        real, positions = read(input_ids, attention_mask, position_ids)
+        states = self.encoder(input_ids, positions, ~real, all_layers=True)  # H^0 ... H^L, (B, n, d) each
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        return BaseModelOutput(states[-1], tuple(states) if output_hidden_states else None)
+        return outputs.BaseModelOutput(states[-1], tuple(states) if output_hidden_states else None)
 
 
 class MAELMForMaskedLM(MAELMModel):
@@ -74,23 +89,61 @@ class MAELMForMaskedLM(MAELMModel):
 
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
-                **options) -> MaskedLMOutput:
+                **options) -> outputs.MaskedLMOutput:
         """As MAELMModel; labels (B, n) int64, -100 where there is no loss -> logits (B, n, V)."""
         masked = input_ids == MASK
-        real = torch.ones_like(masked) if attention_mask is None else attention_mask != 0
+        real, positions = read(input_ids, attention_mask, options.pop("position_ids", None))
         reads_mask = self.shape.mask_in_encoder > 0.5  # as pre-training shows a single [MASK] to the encoder
         seen = real if reads_mask else real & ~masked  # by the encoder; the decoder sees [MASK], too
-        if not reads_mask and not self.shape.aligned_positions:  # positions do not skip what is removed
-            options["position_ids"] = ((~masked).cumsum(1) - 1).clamp(min=0)
-        out = super().forward(input_ids, seen, return_dict=True, **options)
+        seen_at = positions if self.shape.aligned_positions else None  # None does not count what is removed
+        out = super().forward(input_ids, seen, seen_at, return_dict=True, **options)
         z = h = out.last_hidden_state  # (B, n, d)
         embeddings = self.encoder.token_embedding.weight
         if self.decoder is not None:
             if not reads_mask or self.shape.decoder_reset:  # e_[MASK] where [MASK] is removed, or to be forgotten
                 h = torch.where(masked[:, :, None], embeddings[MASK], h)
-            z = self.decoder(h, h, padding=~real)  # (B, n, decoder_dim)
+            x = self.decoder.project(h) + self.decoder.position_embedding(positions)  # as Decoder.forward
+            z = self.decoder.stack(self.decoder.norm(x), positions, ~real)[-1]  # (B, n, decoder_dim)
         logits = self.head(z, embeddings)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.shape.vocab_size)
-        return MaskedLMOutput(loss, logits, out.hidden_states)
+        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=logits.shape[-1])
+        return outputs.MaskedLMOutput(loss, logits, out.hidden_states)
+
+
+class MAELMForSequenceClassification(MAELMModel):
+    """The encoder with finetune.py's head for labels and numbers."""
+
+    def __init__(self, config: MAELMConfig):
+        super().__init__(config)
+        d, p = self.shape.encoder_dim, self.shape.dropout
+        self.classifier = nn.Sequential(
+            nn.Dropout(p), nn.Linear(d, d), nn.Tanh(), nn.Dropout(p), nn.Linear(d, config.num_labels))
+        self.post_init()
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
+                **options) -> outputs.SequenceClassifierOutput:
+        """As MAELMModel; labels (B,) int64, or float32 for numbers -> logits (B, C)."""
+        out = super().forward(input_ids, attention_mask, return_dict=True, **options)
+        first = read(input_ids, attention_mask, None)[0].int().argmax(1)  # (B,): where [CLS] is
+        row = torch.arange(first.shape[0], device=first.device)
+        logits = self.classifier(out.last_hidden_state[row, first])
+        loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return outputs.SequenceClassifierOutput(loss, logits, out.hidden_states)
+
+
+class MAELMForQuestionAnswering(MAELMModel):
+    """The encoder with finetune.py's head for SQuAD: the first and the last token of an answer, or [CLS]."""
+
+    def __init__(self, config: MAELMConfig):
+        super().__init__(config)
+        self.qa_outputs = nn.Linear(self.shape.encoder_dim, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, start_positions: Tensor | None = None,
+                end_positions: Tensor | None = None, **options) -> outputs.QuestionAnsweringModelOutput:
+        """As MAELMModel; start_positions and end_positions (B,) int64 -> logits (B, n) of both."""
+        out = super().forward(input_ids, attention_mask, return_dict=True, **options)
+        starts, ends = self.qa_outputs(out.last_hidden_state).unbind(2)
+        loss = self.loss_function(starts, ends, start_positions, end_positions)
+        return outputs.QuestionAnsweringModelOutput(loss, starts, ends, out.hidden_states)

@@ -5,8 +5,10 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from conftest import generator, logits_at, model_and_batch
+from finetune import ClassifierHead, Tuned
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP, corrupt
 from support import convert
 from support.files import UserError, write_json
@@ -162,6 +164,63 @@ def test_the_encoder_of_finetune_is_exported_alone(hub, tmp_path):
         assert theirs.config.architectures == [convert.CLASSES[kind] + "Model"]
 
 
+@pytest.mark.parametrize("fields", [dict(), dict(norm="post"), dict(norm="post", rel_pos_buckets=0)],
+                         ids=["maelm", "mpnet", "roberta"])
+@pytest.mark.parametrize("task, labels, scale", [("rte", ["no", "so", "yes"], 1.0), ("stsb", [], 5.0), ("squad2", [], 1.0)])
+@torch.no_grad()
+def test_a_fine_tuned_model_gives_the_same_logits(task, labels, scale, fields, hub, tmp_path):
+    model = write_run(tmp_path / "run", **fields)
+    head = torch.nn.Linear(32, 2) if task == "squad2" else ClassifierHead(32, max(1, len(labels)), 0.0)
+    write_tensors(tmp_path / "run/encoder.pt", {
+        "config": asdict(model.config), "encoder": model.encoder.state_dict(), "head": head.state_dict(), "task": task,
+        "labels": labels, "scale": scale})
+    convert.main(["export", str(tmp_path / "run"), str(tmp_path / "hub")])
+    tokens, real = texts()
+    inputs = dict(input_ids=tokens, attention_mask=real.long())
+    wanted, _ = Tuned(model.encoder, head).eval()(tokens, ~real)
+    if task == "squad2":
+        found = hub.AutoModelForQuestionAnswering.from_pretrained(tmp_path / "hub", **TRUST)(**inputs)
+        return assert_close(torch.stack([found.start_logits, found.end_logits], dim=2)[real], wanted[real])
+    at = torch.tensor([1, 0, 2]) if labels else torch.tensor([4.5, 1.0, 0.0])
+    theirs = hub.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hub", **TRUST)
+    found = theirs(**inputs, labels=at)
+    assert_close(found.logits, scale * wanted)
+    assert_close(found.loss, F.cross_entropy(wanted, at) if labels else F.mse_loss(scale * wanted[:, 0], at))
+    assert theirs.config.id2label == dict(enumerate(labels or ["number"]))
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(aligned_positions=False), dict(rel_pos_buckets=0)])
+@pytest.mark.parametrize("task", ["MaskedLM", "SequenceClassification", "QuestionAnswering"])
+@torch.no_grad()
+def test_padding_on_the_left_and_new_tokens_change_nothing(task, fields, hub, tmp_path):
+    _, folder = exported(tmp_path, **fields)
+    auto = getattr(hub, f"AutoModelFor{task}")
+    model = auto.from_pretrained(folder, **TRUST)
+    text = texts()[0][1:2, :N // 2]
+    wanted = model(text)[0]
+    padded, mask = F.pad(text, (9, 0), value=PAD), F.pad(torch.ones_like(text), (9, 0))
+    for _ in range(2):
+        found = model(padded, mask)[0]
+        assert_close(found[:, -wanted.shape[1]:][..., :wanted.shape[-1]], wanted)
+        assert model(padded, 0 * mask)[0].isfinite().all()  # padding only
+        model.resize_token_embeddings(V + 3)
+        model.save_pretrained(tmp_path / "larger")
+        model = auto.from_pretrained(tmp_path / "larger", **TRUST)
+    assert model(torch.full((1, 4), V + 2))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("task", ["MaskedLM", "SequenceClassification"])
+@pytest.mark.parametrize("fields", [dict(), dict(aligned_positions=False), MLM])
+@torch.no_grad()
+def test_a_traced_model_runs_with_another_number_of_texts(fields, task, hub, tmp_path):
+    model = getattr(hub, f"AutoModelFor{task}").from_pretrained(exported(tmp_path, **fields)[1], **TRUST)
+    tokens, real = texts()
+    dynamic = {0: torch.export.Dim("texts")}
+    traced = torch.export.export(model, (tokens[:2], real[:2]), dynamic_shapes=(dynamic, dynamic)).module()
+    for count in (1, 3):
+        assert_close(traced(tokens[:count], real[:count]).logits, model(tokens[:count], real[:count]).logits)
+
+
 def test_a_text_that_is_too_long_is_refused(hub, tmp_path):
     _, folder = exported(tmp_path)
     model = hub.AutoModel.from_pretrained(folder, dtype=torch.bfloat16, **TRUST)
@@ -188,7 +247,10 @@ def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "transformers", None)
     for command in ("export", "import"):
         error = fails(lambda: convert.main([command, "run", str(tmp_path / "hub")]), capsys)
-        assert "pip install transformers" in error
+        assert "pip install -U transformers" in error
+    monkeypatch.undo()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.54.1")
+    assert "4.55 or later" in fails(lambda: convert.main(["export", "run", str(tmp_path / "hub")]), capsys)
 
 
 # ---- Import ---------------------------------------------------------------------------------------------------------
@@ -228,7 +290,7 @@ def test_a_head_that_is_missing_is_new(hub, tmp_path, capsys):
     ("config.json", dict(hidden_act="relu"), "has hidden_act='relu'"),
     ("config.json", dict(intermediate_size=64), "has intermediate_size=64, and maelm can only do 128"),
     ("config.json", dict(num_hidden_layers=3), "it lacks weights of the encoder, such as roberta.encoder.layer.2"),
-    ("tokenizer_config.json", dict(add_prefix_space=True), "its tokenizer reads"),
+    ("tokenizer_config.json", dict(add_prefix_space=True), "that maelm's tokenizer cannot"),
 ])
 def test_what_cannot_be_imported_is_refused(file, fields, message, hub, tmp_path, capsys):
     write_hub_model(tmp_path / "hub")
