@@ -309,7 +309,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (B, n_q, d), y (B, n_k, d) -> (B, n_q, d). `query` of x gives queries; `key_value` of y gives
         keys (first half of the features) and values. Of each of these, and of what `output` reads, head h has
-        the h-th block of d / heads features. bias: as in `attention`. Dropout self.p only in training mode."""
+        the h-th block of d / heads features. bias: as in `attention`. Dropout self.p: in training only."""
         def split(z: Tensor) -> Tensor:
             return z.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, length, d_h)
 
