@@ -76,6 +76,7 @@ class Config:
     rel_pos_max_distance: int = 128  # above rel_pos_buckets / 4; all distances from here on share a bucket
     decoder_layers: int = 4  # 0 = none: the encoder predicts, as in standard MLM; needs mask_in_encoder=1
     decoder_dim: int = 0  # a multiple of d / N; 0 = encoder_dim, as without a decoder
+    decoder_relative: bool = False  # relative positions as in the encoder, in a "bi" decoder
     decoder_self: str = "bi"  # bi | uni | none: the decoder's self-attention; uni and none need decoder_cross
     decoder_cross: bool = False  # attention to the encoder's output; needs a decoder
 
@@ -132,18 +133,19 @@ def require_positive(config, *fields: str) -> None:
             raise ValueError(f"{field}={getattr(config, field)!r}: use a positive number")
 
 
+# A short run finds a gap's neighbours, and decoder positions take no dimensions of H^L: docs/results.md.
+SMALL_POSITIONS = dict(position_init="sinusoid", decoder_position_std=0.25, decoder_relative=True)
 PRESETS = {  # as differences from the defaults; section 4.1 and Table 4
     "toy": dict(vocab_size=2048, seq_len=64, dropout=0.0, encoder_layers=3, encoder_dim=128, encoder_heads=2,
-                decoder_layers=1, norm="pre", init_std=0.06, position_init="sinusoid"),
+                decoder_layers=1, norm="pre", init_std=0.06, **SMALL_POSITIONS),
     "small": dict(vocab_size=8192, seq_len=128, encoder_layers=6, encoder_dim=384, encoder_heads=6,
-                  decoder_layers=2, norm="pre", init_std=0.03, position_init="sinusoid"),
+                  decoder_layers=2, norm="pre", init_std=0.03, **SMALL_POSITIONS),
     "base": dict(),
     "base++": dict(vocab_size=64000, rel_pos_buckets=64),
     "large++": dict(vocab_size=64000, encoder_layers=24, encoder_dim=1024, encoder_heads=16,
                     rel_pos_buckets=128, rel_pos_max_distance=256),
 }
-# The toy, trained for longer: smaller positions are enough for its decoder (docs/results.md).
-PRESETS["laptop"] = PRESETS["toy"] | dict(decoder_position_std=0.25)
+PRESETS["laptop"] = PRESETS["toy"]  # trained for longer
 
 ABLATIONS = {  # Table 2, row by row, as differences from MAE-LM; Figure 4 is mask_in_encoder = 0, 0.25 ... 1
     "mae-lm": dict(),
@@ -246,9 +248,9 @@ def relative_bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Te
 
 class RelativeBias(nn.Module):
     """One learned number for each bucket and head, added to attention logits; one table for all layers."""
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, heads: int):
         super().__init__()
-        self.table = nn.Embedding(config.rel_pos_buckets, config.encoder_heads)
+        self.table = nn.Embedding(config.rel_pos_buckets, heads)
         distance = torch.arange(1 - config.seq_len, config.seq_len)  # all there are: (2n - 1,)
         bucket = relative_bucket(distance, config.rel_pos_buckets, config.rel_pos_max_distance)
         self.register_buffer("bucket", bucket, persistent=False)
@@ -431,7 +433,7 @@ class Encoder(nn.Module):
         self.position_embedding = nn.Embedding(config.seq_len, d)
         self.norm = nn.LayerNorm(d)
         self.p = config.dropout
-        rule = RelativeBias(config) if config.rel_pos_buckets > 0 else None
+        rule = RelativeBias(config, config.encoder_heads) if config.rel_pos_buckets > 0 else None
         self.stack = Stack(config, d, config.encoder_layers, config.dropout, rule)
 
     def forward(self, tokens: Tensor, positions: Tensor, padding: Tensor | None = None,
@@ -458,7 +460,11 @@ class Decoder(nn.Module):
         self.position_embedding = nn.Embedding(config.seq_len, d)
         self.norm = nn.LayerNorm(d)
         self.cross = config.decoder_cross
-        rule = causal_bias if config.decoder_self == "uni" else None
+        rule = None
+        if config.decoder_self == "uni":
+            rule = causal_bias
+        elif config.decoder_self == "bi" and config.decoder_relative and config.rel_pos_buckets > 0:
+            rule = RelativeBias(config, d * config.encoder_heads // config.encoder_dim)
         self_attention = config.decoder_self != "none"
         self.stack = Stack(config, d, config.decoder_layers, 0.0, rule, self_attention, self.cross)
 

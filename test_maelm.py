@@ -244,9 +244,24 @@ def test_relative_buckets_agree_with_transformers():
 
 def bias_table():
     """A RelativeBias whose entry for a bucket and a head is bucket + 100 head."""
-    bias = maelm.RelativeBias(tiny())
+    bias = maelm.RelativeBias(tiny(), heads=4)
     bias.table.weight.data.copy_(torch.arange(32.0)[:, None] + torch.arange(4) * 100)
     return bias
+
+
+@catches("maelm.Decoder", 'config.decoder_self == "bi" and config.decoder_relative', "config.decoder_relative")
+@catches("maelm.Decoder", 'config.decoder_relative and config.rel_pos_buckets > 0', "config.rel_pos_buckets > 0")
+def test_relative_tables_are_where_the_config_says_and_learn():
+    cross = dict(decoder_cross=True, decoder_relative=True)
+    for fields, tables in [
+        (dict(), 1), (dict(decoder_relative=True), 2), (dict(decoder_relative=True, decoder_dim=64), 2),
+        (dict(decoder_relative=True, rel_pos_buckets=0), 0),
+        (dict(decoder_self="uni", **cross), 1), (dict(decoder_self="none", **cross), 1),
+    ]:
+        model, tokens, corruption = model_and_batch(**fields)
+        model(tokens, corruption).backward()
+        assert len([name for name, _ in model.named_parameters() if "table" in name]) == tables
+        assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
 
 
 @task("RelativeBias.forward")

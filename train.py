@@ -146,7 +146,8 @@ def config_from(there: Config, ablation: str | None, flags: dict) -> Config:
     if ablation is None:
         config = Config(**asdict(there) | flags)
     else:
-        kept = (*SHAPE, "dropout", "init_std", "position_init", "decoder_position_std", "mask_rate")
+        kept = (*SHAPE, "dropout", "init_std", "position_init", "decoder_position_std", "decoder_relative",
+                "mask_rate")
         start = {name: getattr(there, name) for name in kept}
         # A decoder that is new is as deep as those of the presets.
         start["decoder_layers"] = there.decoder_layers or max(1, min(4, there.encoder_layers // 3))

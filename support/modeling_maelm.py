@@ -48,7 +48,7 @@ class MAELMModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, RelativeBias):
             # transformers makes models without memory before it loads them, which loses what this holds.
-            module.bucket.copy_(RelativeBias(self.shape).bucket)
+            module.bucket.copy_(RelativeBias(self.shape, 1).bucket)
 
     def get_input_embeddings(self) -> nn.Embedding:
         """The embeddings e_x."""
