@@ -14,23 +14,26 @@ import argparse
 import itertools
 import math
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from finetune import rank_after  # noqa: E402
+from maelm import Config  # noqa: E402
 from rank import CENTERINGS, CURVES  # noqa: E402
 from speed import commit, cpu_name  # noqa: E402
+from support.cost import flops  # noqa: E402
 from support.files import Parser, UserError, alone_in, atomic, clear_errors, read_json, write_json  # noqa: E402
 from support.run import checkpoint_path, figure, read_log  # noqa: E402
 from train import TRAIN_PRESETS, TrainConfig  # noqa: E402
@@ -39,7 +42,7 @@ RECORD = HERE / "results" / "evidence.json"
 PAGE = HERE.parent / "docs" / "results.md"
 MODELS = {"mae-lm": "MAE-LM", "mlm": "MLM"}
 KEPT = 6  # checkpoints of a run whose ranks are measured; every second one is fine-tuned for Figure 3
-TUNED, CURVE_TUNED, SHORT_TUNED = 5, 2, 3  # fine-tuning seeds: of a run, of its checkpoints, of a short run
+TUNED, CURVE_TUNED = 3, 2  # fine-tuning seeds: of a run, of its checkpoints
 # Task -> epochs of fine-tuning; docs/results.md says how these and the learning rate were chosen.
 EPOCHS = {"docs": 30.0, "cola": 3.0, "mrpc": 3.0, "rte": 3.0, "stsb": 3.0, "sst2": 1.0}
 TASKS = list(EPOCHS)
@@ -63,12 +66,11 @@ class Job(NamedTuple):
 
 
 def read_training(folder: Path) -> dict:
-    """The validation losses of a run, its seconds, and its median seconds per step: without pauses and slow moments."""
-    log = read_log(folder)
-    lines = [{"step": 0, "seconds": 0.0}] + [line for line in log if "loss" in line]
-    paces = [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in itertools.pairwise(lines)]
-    losses = [[line["step"], round(line["val_loss"], 4)] for line in log if "val_loss" in line]
-    return {"losses": losses, "seconds": round(log[-1]["seconds"]), "seconds_per_step": statistics.median(paces)}
+    """The validation losses of a run, and the FLOPs of its steps, in 10^15."""
+    settings = read_json(folder / "config.json")
+    config = Config(**{field.name: settings[field.name] for field in fields(Config)})
+    losses = [[line["step"], round(line["val_loss"], 4)] for line in read_log(folder) if "val_loss" in line]
+    return {"losses": losses, "petaflops_per_step": settings["batch_size"] * flops(config) / 1e15}
 
 
 def read_ranks(folder: Path) -> dict:
@@ -137,15 +139,17 @@ def jobs(options: argparse.Namespace) -> list[Job]:
               "--keep-checkpoints", 0)
     for run in runs:
         add(f"rank {run}", read_ranks, [f"train {run}"], "rank.py", *checkpoints_of(run), "--tokens", 300_000)
-    for task, run in itertools.product(EPOCHS if options.glue else ["docs"], runs):
-        tune(f"{task} {run}", [f"train {run}"], task, TUNED)
+    for run in runs:
+        tune(f"docs {run}", [f"train {run}"], "docs", TUNED)
     for seed in range(options.seeds):
         pair = [f"{model} {seed}" for model in MODELS]
         paths = [path for run in pair for path in checkpoints_of(run)[1::2]]
         tune(f"figure3 {seed}", [f"train {run}" for run in pair], "docs", CURVE_TUNED, *paths)
     for name, flags in SHORT.items():
         train(f"short train {name}", steps // 5, *flags)
-        tune(f"short docs {name}", [f"short train {name}"], "docs", SHORT_TUNED)
+        tune(f"short docs {name}", [f"short train {name}"], "docs", TUNED)
+    for task, run in itertools.product(TASKS[1:] if options.glue else [], runs):
+        tune(f"{task} {run}", [f"train {run}"], task, TUNED)
     return found
 
 
@@ -166,7 +170,8 @@ def run_jobs(todo: list[Job], options: argparse.Namespace, path: Path) -> list[s
     waiting = [job for job in todo if job.name not in done]
     running, failed = [], []  # (job, process, start) of each in progress; names
     threads = max(1, (os.cpu_count() or 1) // options.at_once)
-    about = {"commit": commit(), "machine": f"{cpu_name()}, {threads} thread(s)"}
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{cpu_name()}, {threads} thread(s)"
+    about = {"commit": commit(), "machine": machine}
     end = time.monotonic() + 3600 * options.hours
     try:
         while time.monotonic() < end:
@@ -210,7 +215,7 @@ class Numbers(NamedTuple):
     ranks: np.ndarray  # (model, seed, centering, curve, checkpoint, layer): rank_0.9
     scores: np.ndarray  # (task, model, seed): medians over fine-tuning seeds
     after: np.ndarray  # (task, model, seed, centering): medians of rank_0.9 of H^L after fine-tuning
-    curves: np.ndarray  # (model, seed, checkpoint, 2): Figure 3, minutes of training and scores
+    curves: np.ndarray  # (model, seed, checkpoint, 2): Figure 3, 10^15 FLOPs of training and scores
     short: np.ndarray  # (run,): scores on docs of the short runs
     tasks: list[int]  # those that all seeds of both models have scores of
 
@@ -243,8 +248,8 @@ def numbers_of(found: dict) -> Numbers:
     curves = np.full((2, seeds, KEPT // 2, 2), math.nan)
     for (m, model), seed in itertools.product(enumerate(MODELS), range(seeds)):
         for c, point in enumerate(results[f"figure3 {seed}"].get(model, [])):
-            pace = results[f"train {model} {seed}"]["seconds_per_step"]
-            curves[m, seed, c] = point["step"] * pace / 60, point["median"]
+            pace = results[f"train {model} {seed}"]["petaflops_per_step"]
+            curves[m, seed, c] = point["step"] * pace, point["median"]
     scores, after = scores.reshape(-1, 2, seeds), after.reshape(-1, 2, seeds, 2)
     tasks = [t for t, values in enumerate(scores) if seeds and np.isfinite(values).all()]
     return Numbers(ranks.reshape(2, seeds, *shape), scores, after, curves, short, tasks)
@@ -330,7 +335,7 @@ def claims(numbers: Numbers) -> list[Claim]:
         gaps[numbers.tasks].mean(0) if numbers.tasks else NOTHING)
     # Between two checkpoints MAE-LM is on the line between them.
     in_time = [np.interp(mlm[-1, 0], *mae.T) - mlm[-1, 1] for mae, mlm in zip(*numbers.curves)]
-    add("Figure 3", "score on docs at the minute at which MLM ends, MAE-LM minus MLM: above 0 if MAE-LM has MLM's last "
+    add("Figure 3", "score on docs at the FLOPs at which MLM ends, MAE-LM minus MLM: above 0 if MAE-LM has MLM's last "
         "score sooner", "after 40 % of MLM's time", np.array(in_time))
     line = linregress([float(delta) for delta in DELTAS], numbers.short[:len(DELTAS)])
     half = t.ppf(0.975, len(DELTAS) - 2) * line.stderr
@@ -371,16 +376,16 @@ def tables(found: dict) -> str:
     short = [[name, in_print([score], digits=1)] for name, score in zip(SHORT, numbers.short) if np.isfinite(score)]
     machines = ", ".join(sorted({job["machine"] for job in found.values()}))
     commits = ", ".join(sorted({one for job in found.values() for one in job["commit"].split(", ")}))
-    seconds = sum(job["found"].get("seconds", 60 * job["minutes"]) for job in found.values())
+    hours = sum(job["minutes"] for job in found.values()) / 60
     return "\n\n".join([
         table(["", "the number that is above 0 if it holds", "paper", "here: mean (95 % interval)",
                "with centered ranks", "by seed", "verdict"], verdicts),
-        f"{len(found)} jobs, {seconds / 3600:.1f} hours one after another, on {machines}; commits {commits}.",
+        f"{len(found)} jobs, {hours:.1f} hours one after another, on {machines}; commits {commits}.",
         "Figure 1, rank_0.9 at layers 0 to L of the last checkpoint:",
         table(["", "", "", *[f"seed {seed}" for seed in range(last.shape[3])]], ranks),
         f"Fine-tuning, medians of {TUNED} seeds without those that diverged:",
         table(["task", "", "score, by pre-training seed", "rank_0.9 of H^L afterwards"], tuned),
-        f"Short runs, one seed, medians of {SHORT_TUNED} fine-tuning seeds (delta 0 is `mae-lm`, 1 is `enc-mask`):",
+        f"Short runs, one seed, medians of {TUNED} fine-tuning seeds (delta 0 is `mae-lm`, 1 is `enc-mask`):",
         table(["", "score on docs"], short)])
 
 
@@ -424,7 +429,7 @@ def draw(numbers: Numbers, path: Path) -> None:
         after.set(ylabel="rank_0.9, MAE-LM minus MLM", title="Table 3: and after fine-tuning?")
         scores.set(ylabel="score, MAE-LM minus MLM (symlog: linear to 5)",
                    title=f"Table 1: does MAE-LM score higher? {answer['Table 1']}")
-        times.set(xlabel="minutes of training (steps x median pace)", ylabel="score on docs",
+        times.set(xlabel="10^15 FLOPs of training", ylabel="score on docs",
                   title=f"Figure 3: is MAE-LM there sooner? {answer['Figure 3']}")
         sweep.set(xlabel="delta: share of [MASK] that the encoder reads", ylabel="score on docs",
                   title=f"Figure 4: does [MASK] hurt? {answer['Figure 4']} (one seed)")

@@ -28,12 +28,12 @@ def test_intervals_are_those_of_scipy():
 
 
 def record_of(sign, pace):
-    """A record of three seeds: MAE-LM, which takes `pace` seconds a step, is ahead (sign 1) or behind (-1)."""
+    """A record of three seeds: MAE-LM, with `pace` FLOPs a step, is ahead (sign 1) or behind (-1)."""
     found = {}
     for seed, (model, ahead) in product(range(3), (("mae-lm", sign), ("mlm", 0))):
         ranks = {"with_mask": 64, "without_mask": 60 + 5 * ahead, "mask_only": 30}
         layers = [dict.fromkeys(evidence.CENTERINGS, ranks | {"mask_only": low}) for low in (30 - 9 * sign, 30)]
-        found[f"train {model} {seed}"] = {"seconds_per_step": pace if ahead else 60}
+        found[f"train {model} {seed}"] = {"petaflops_per_step": pace if ahead else 60}
         found[f"rank {model} {seed}"] = dict.fromkeys("123456", {"layers": layers})
         lead = (1 + seed / 10) * ahead
         after = [None, {"uncentered": 40 + 6 * ahead, "centered": 40}]  # None: that seed diverged
