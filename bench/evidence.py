@@ -3,7 +3,7 @@
     python bench/evidence.py --lecture                         # a quarter of an hour: out/lecture/evidence.md and .png
     python bench/evidence.py --data TEXT --glue DIR --hours 3  # pre-train, measure, fine-tune; run it again to continue
     python bench/evidence.py --out out/evidence --report       # out/evidence/evidence.md and .png, so far
-    python bench/evidence.py --report                          # docs/results.md, from the record of the project
+    python bench/evidence.py --report                          # the same, and docs/results.md, of the project's record
 
 TEXT is what `train.py --data` takes. DIR has the files of GLUE's original releases (`hub`: from the Hub); without
 --glue only the `docs` task is fine-tuned. Each job is a command of this project. When it ends well, its results go into
@@ -31,14 +31,14 @@ sys.path.insert(0, str(HERE.parent))
 
 from finetune import rank_after  # noqa: E402
 from maelm import Config  # noqa: E402
-from rank import CENTERINGS, CURVES  # noqa: E402
+from rank import CENTERINGS, CURVES, LINES  # noqa: E402
 from speed import commit, cpu_name  # noqa: E402
 from support.cost import flops  # noqa: E402
 from support.files import Parser, UserError, alone_in, atomic, clear_errors, read_json, write_json  # noqa: E402
 from support.run import checkpoint_path, figure, read_log  # noqa: E402
 from train import TRAIN_PRESETS, TrainConfig  # noqa: E402
 
-RECORD = HERE / "results" / "evidence.json"
+RECORD = HERE / "results"
 PAGE = HERE.parent / "docs" / "results.md"
 MODELS = {"mae-lm": "MAE-LM", "mlm": "MLM"}
 KEPT = 6  # checkpoints of a run whose ranks are measured; every second one is fine-tuned for Figure 3
@@ -356,17 +356,26 @@ def in_print(values: np.ndarray, digits: int = 0) -> str:
     return ", ".join("-" if math.isnan(value) else f"{value:.{digits}f}" for value in values)
 
 
-def tables(found: dict) -> str:
-    """All tables of the page, in Markdown: verdicts, origin, Figure 1, fine-tuning, short runs."""
+def verdicts(found: dict) -> str:
+    """The table of verdicts, in Markdown, narrow enough for a phone."""
+    rows = []
+    for claim in claims(numbers_of(found)):
+        if claim.where != "ours" and not math.isnan(claim.interval.mean):
+            rows.append([f"{claim.where}: {claim.statement}", claim.paper, claim.interval,
+                         f"**{verdict(claim.interval)}**"])
+    return table(["above 0 if it holds", "paper", "here", "verdict"], rows)
+
+
+def details(found: dict) -> str:
+    """The long tables, in Markdown: claims by seed, origin, Figure 1, fine-tuning, short runs."""
     numbers = numbers_of(found)
-    verdicts, ranks, tuned = [], [], []
+    rows, ranks, tuned = [], [], []
     for claim in claims(numbers):
-        said = "" if claim.where == "ours" else f"**{verdict(claim.interval)}**"
-        verdicts.append([claim.where, claim.statement, claim.paper, claim.interval, claim.centered,
-                         in_print(claim.seeds, digits=1), said])
+        rows.append([claim.where, claim.statement, claim.interval, claim.centered, in_print(claim.seeds, digits=1)])
     last = np.moveaxis(numbers.ranks[..., -1, :], 1, 3)  # (model, centering, curve, seed, layer)
-    for names, rows in zip(itertools.product(MODELS.values(), CENTERINGS, CURVES), last.reshape(12, *last.shape[3:])):
-        ranks.append([*names, *map(in_print, rows)])
+    kinds = itertools.product(MODELS.values(), CENTERINGS, CURVES)
+    for kind, by_seed in zip(kinds, last.reshape(12, *last.shape[3:])):
+        ranks.append([*kind, *map(in_print, by_seed)])
     for task, scores, after in zip(EPOCHS, numbers.scores, numbers.after):
         if not np.isfinite(scores).any():
             continue
@@ -374,84 +383,87 @@ def tables(found: dict) -> str:
             tuned.append([task, name, in_print(values, digits=1), in_print(tops)])
         tuned.append([task, "MAE-LM minus MLM", interval_of(scores[0] - scores[1]), ""])
     short = [[name, in_print([score], digits=1)] for name, score in zip(SHORT, numbers.short) if np.isfinite(score)]
-    machines = ", ".join(sorted({job["machine"] for job in found.values()}))
-    commits = ", ".join(sorted({one for job in found.values() for one in job["commit"].split(", ")}))
+    losses = [[name, job["found"]["losses"][-1][1], job["machine"], job["commit"]]
+              for name, job in found.items() if "losses" in job["found"]]
     hours = sum(job["minutes"] for job in found.values()) / 60
     return "\n\n".join([
-        table(["", "the number that is above 0 if it holds", "paper", "here: mean (95 % interval)",
-               "with centered ranks", "by seed", "verdict"], verdicts),
-        f"{len(found)} jobs, {hours:.1f} hours one after another, on {machines}; commits {commits}.",
+        f"{len(found)} jobs, {hours:.1f} hours one after another. All commands, losses and seeds: evidence.json.",
+        table(["run", "validation loss", "machine", "commit"], losses),
+        "Means with 95 % intervals; then with centered ranks; then by seed:",
+        table(["", "above 0 if it holds", "mean", "centered", "by seed"], rows),
         "Figure 1, rank_0.9 at layers 0 to L of the last checkpoint:",
         table(["", "", "", *[f"seed {seed}" for seed in range(last.shape[3])]], ranks),
         f"Fine-tuning, medians of {TUNED} seeds without those that diverged:",
         table(["task", "", "score, by pre-training seed", "rank_0.9 of H^L afterwards"], tuned),
         f"Short runs, one seed, medians of {TUNED} fine-tuning seeds (delta 0 is `mae-lm`, 1 is `enc-mask`):",
-        table(["", "score on docs"], short)])
-
-
-LINES = {WITH: ("o-", "text with [MASK]"), WITHOUT: ("s--", "text without [MASK]"), MASKS: ("^:", "[MASK] vectors")}
+        table(["", "score on docs"], short)]) + "\n"
 
 
 def draw(numbers: Numbers, path: Path) -> None:
-    """The figure, a panel for each question. Lines are as in rank.png."""
-    from matplotlib.ticker import FixedLocator
+    """The figure, a panel for each question. Markers are those of rank.png."""
     answer = {claim.where: verdict(claim.interval) for claim in claims(numbers)}
-    with figure(path, panels=3, rows=2) as (_, ((layers, before, after), (scores, times, sweep))):
+    with figure(path, panels=3) as (_, (layers, training, sweep)):
         for m, name in enumerate(MODELS.values()):
             style = {"color": f"C{m}", "alpha": 0.6, "markersize": 4}
             ranks = numbers.ranks[m, :, 0]  # (seed, curve, checkpoint, layer)
-            for curve, (line, _) in LINES.items():
+            for curve, (_, line, _) in enumerate(LINES.values()):
                 layers.plot(ranks[:, curve, -1].T, line, **style)
-            before.plot(range(1, KEPT + 1), ranks[:, WITHOUT, :, -1].T, "s--", **style)
-            times.plot(*numbers.curves[m].T, "o-", **style)
-            for axis in (layers, before, times):
+            training.plot(range(1, ranks.shape[2] + 1), ranks[:, WITHOUT, :, -1].T, "s--", **style)
+            for axis in (layers, training):
                 axis.plot([], [], color=style["color"], label=name)
-        for line, label in LINES.values():
+        for _, line, label in LINES.values():
             layers.plot([], [], line, color="gray", markersize=4, label=label)
-        for axis in (layers, before, times):
+        for axis in (layers, training):
             axis.legend(fontsize="small")
-        scores.set_yscale("symlog", linthresh=5)  # one encoder can be far ahead
-        for axis, values in ((after, numbers.after[..., 0]), (scores, numbers.scores)):
-            axis.plot((values[:, 0] - values[:, 1])[numbers.tasks], "o", color="C2", alpha=0.7)
-            axis.axhline(0, color="gray")
-            axis.margins(x=0.1)
-        scores.yaxis.set_major_locator(FixedLocator([-50, -10, -5, 0, 5, 10, 50]))
-        scores.yaxis.set_major_formatter("{x:g}")
-        names = [TASKS[task] for task in numbers.tasks]
-        scores.set_xticks(range(len(names)), names)
-        after.set_xticks(range(len(names)), [f"{name}\n{answer[f'Table 3, {name}']}" for name in names], fontsize=8)
         sweep.plot([float(delta) for delta in DELTAS], numbers.short[:len(DELTAS)], "o-")
         layers.xaxis.get_major_locator().set_params(integer=True)
         layers.set(xlabel="layer (0 = embeddings)", ylabel="rank_0.9",
-                   title=f"Figure 1: does [MASK] take up rank? a {answer['Figure 1a']}, b {answer['Figure 1b']}")
-        before.set(xlabel="checkpoint, evenly spaced", ylabel="rank_0.9 of H^L, text without [MASK]",
-                   title=f"Table 3: has MAE-LM the higher rank? {answer['Table 3']}")
-        after.set(ylabel="rank_0.9, MAE-LM minus MLM", title="Table 3: and after fine-tuning?")
-        scores.set(ylabel="score, MAE-LM minus MLM (symlog: linear to 5)",
-                   title=f"Table 1: does MAE-LM score higher? {answer['Table 1']}")
-        times.set(xlabel="10^15 FLOPs of training", ylabel="score on docs",
-                  title=f"Figure 3: is MAE-LM there sooner? {answer['Figure 3']}")
+                   title=f"Figure 1: a {answer['Figure 1a']}, b {answer['Figure 1b']}")
+        training.set(xlabel="checkpoint, evenly spaced", ylabel="rank_0.9 of H^L, text without [MASK]",
+                     title=f"Table 3: has MAE-LM the higher rank? {answer['Table 3']}")
         sweep.set(xlabel="delta: share of [MASK] that the encoder reads", ylabel="score on docs",
                   title=f"Figure 4: does [MASK] hurt? {answer['Figure 4']} (one seed)")
 
 
-def report(path: Path) -> None:
-    """Put the tables of the project's record between the marks of docs/results.md and draw docs/evidence.png; those of
-    another record into files next to it. UserError if there is no record, or no marks."""
-    found = recorded(path)
+def first_picture(numbers: Numbers, path: Path) -> None:
+    """The README's figure: ranks by layer, means over the seeds, with the names on the lines."""
+    shown = {("MLM", MASKS): "its vectors at [MASK]", ("MLM", WITHOUT): "text without [MASK]",
+             ("MAE-LM", WITHOUT): "text without [MASK]", ("MAE-LM", MASKS): "vectors at [MASK]"}
+    with figure(path) as (drawn, axes):
+        drawn.set_size_inches(7.5, 4.2)
+        for (model, curve), label in shown.items():
+            m, style = list(MODELS.values()).index(model), LINES[CURVES[curve]][1]
+            ranks = numbers.ranks[m, :, 0, curve, -1].mean(0)  # (layer,)
+            axes.plot(ranks, style, color=f"C{m}")
+            axes.annotate(f"{model}: {label}", (len(ranks) - 1, ranks[-1]), (8, 0), textcoords="offset points",
+                          color=f"C{m}", va="center")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlim(0, 1.75 * (len(ranks) - 1))  # room for the names
+        axes.set_ylim(bottom=0)
+        axes.set_xticks(range(len(ranks)))
+        axes.set(xlabel="layer (0 = embeddings)", ylabel="effective rank, of 128 dimensions")
+
+
+def report(folder: Path) -> None:
+    """Write evidence.md next to evidence.json, with all tables. Of the project's own record also put the verdicts
+    between the marks of docs/results.md and draw the figures of docs/. UserError if there is no record, or no marks."""
+    found = recorded(folder / "evidence.json")
     if not found:
-        raise UserError(f"{path}: nothing is recorded yet; give --data or --lecture")
-    page, text = path.with_suffix(".md"), "<!-- tables --><!-- end of tables -->\n"
-    if path == RECORD:
-        page, text = PAGE, PAGE.read_text(encoding="utf-8")
-    picture = page.with_name("evidence.png")
-    before, start, rest = text.partition("<!-- tables -->")
-    _, end, after = rest.partition("<!-- end of tables -->")
-    if not end:
-        raise UserError(f"{page}: lacks <!-- tables --> and <!-- end of tables -->, between which the tables go")
-    content = f"\n![a panel for each question]({picture.name})\n\n{tables(found)}\n"
+        raise UserError(f"{folder}: nothing is recorded yet; give --data or --lecture")
+    page, picture, text = folder / "evidence.md", folder / "evidence.png", details(found)
+    if folder == RECORD:
+        picture = PAGE.with_name("evidence.png")
+        before, start, rest = PAGE.read_text(encoding="utf-8").partition("<!-- verdicts -->")
+        _, end, after = rest.partition("<!-- end of verdicts -->")
+        if not end:
+            raise UserError(f"{PAGE}: lacks <!-- verdicts --> and <!-- end of verdicts -->, between which they go")
+        with atomic(PAGE) as temporary:
+            temporary.write_text(f"{before}{start}\n{verdicts(found)}\n{end}{after}", encoding="utf-8")
+        first_picture(numbers_of(found), PAGE.with_name("rank.png"))
+    else:
+        text = f"{verdicts(found)}\n\n![figure](evidence.png)\n\n{text}"
     with atomic(page) as temporary:
-        temporary.write_text(before + start + content + end + after, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
     draw(numbers_of(found), picture)
     print(f"{len(found)} jobs recorded: {page}, {picture}")
 
@@ -479,7 +491,7 @@ def main(argv: list[str] | None = None) -> None:
         options = parser.parse_args(argv)
     if not options.data and not options.report:
         parser.error("give --lecture, --data TEXT, or --report")
-    options.out = options.out or (Path("out/evidence") if options.data else RECORD.parent)
+    options.out = options.out or (Path("out/evidence") if options.data else RECORD)
     path = options.out / "evidence.json"
     failed = []
     with clear_errors("bench/evidence.py"):
@@ -487,7 +499,7 @@ def main(argv: list[str] | None = None) -> None:
             with alone_in(options.out):
                 failed = run_jobs(jobs(options), options, path)
         if options.report:
-            report(path)
+            report(options.out)
     if failed:
         sys.exit(1)
 

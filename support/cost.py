@@ -23,6 +23,7 @@ def flops(config: Config) -> int:
     return counter.get_total_flops()
 
 
+SHARE = 0.25  # of the peak, as measured for base on an H100: docs/results.md
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12}
 
 
@@ -51,7 +52,7 @@ def duration(hours: float) -> str:
 
 
 def estimate(config: Config, train, rows: int | None) -> str:
-    """A table of what a run by a TrainConfig takes, on A100s at half of their peak. `rows` are those of the corpus, or
+    """A table of what a run by a TrainConfig takes, on H100s at SHARE of their peak. `rows` are those of the corpus, or
     None if it is not prepared."""
     with torch.device("meta"):
         model = MAELM(config)
@@ -60,13 +61,13 @@ def estimate(config: Config, train, rows: int | None) -> str:
     encoder = sum(p.numel() for p in model.encoder.parameters())
     adamw = sum(p.numel() for p in optimizers[0].param_groups[0]["params"])
     row, batch = flops(config), train.batch_size
-    hours = row * batch * train.last_step / (PEAKS["A100"] / 2) / 3600
+    hours = row * batch * train.last_step / (SHARE * PEAKS["H100"]) / 3600
     lines = {
         "parameters": f"{parameters:,}, of which {encoder:,} are the encoder's",
-        "checkpoint": f"{(2 * parameters + adamw) * 4 / 1e6:,.3g} MB",  # AdamW keeps two numbers for each, Muon one
+        "checkpoint": f"{(2 * parameters + adamw) * 4 / 1e6:,.0f} MB",  # AdamW keeps two numbers for each, Muon one
         "FLOPs per token": f"{row / config.seq_len / 1e9:.3g} G",
         "step": f"{batch * config.seq_len:,} tokens, {row * batch / 1e15:.3g} PFLOP",
         "run": passes(train, config, rows),
-        "time": ", ".join(f"{duration(hours / n)} on {n}" for n in (1, 8, 64)) + " A100s at half of their peak",
+        "time": ", ".join(f"{duration(hours / n)} on {n}" for n in (1, 8, 64)) + " H100s at a quarter of their peak",
     }
     return "\n".join(f"{name:<20}{text}" for name, text in lines.items())

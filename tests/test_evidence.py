@@ -1,6 +1,7 @@
 """bench/: intervals and verdicts, claims on a made-up record, the jobs, and the GPU part of speed.py on a CPU."""
 import json
 import math
+import shutil
 import sys
 from itertools import product
 from pathlib import Path
@@ -55,14 +56,18 @@ def test_claims_follow_the_sign_of_differences(sign, pace, in_time):
 
 
 def test_project_record_gives_its_page(tmp_path, monkeypatch):
-    page = tmp_path / "results.md"
-    page.write_text("before <!-- tables -->\nstale\n<!-- end of tables --> after")
+    page, record = tmp_path / "results.md", tmp_path / "record"
+    pages = [evidence.PAGE, page]
+    page.write_text("before <!-- verdicts -->\nstale\n<!-- end of verdicts --> after")
+    shutil.copytree(evidence.RECORD, record)
+    committed = (record / "evidence.md").read_text(encoding="utf-8")
     monkeypatch.setattr(evidence, "PAGE", page)
+    monkeypatch.setattr(evidence, "RECORD", record)
     evidence.main(["--report"])
-    text = page.read_text(encoding="utf-8")
-    assert text.startswith("before <!-- tables -->\n![") and text.endswith("\n<!-- end of tables --> after")
-    assert "stale" not in text and (tmp_path / "evidence.png").is_file()
-    assert "| -12.0 (-16.3 to -7.7) | -13.7 (-18.8 to -8.5) | -11.0, -14.0, -11.0 | **reversed** |" in text
+    ours, made = [path.read_text(encoding="utf-8").partition("<!-- verdicts -->")[2] for path in pages]
+    assert made.endswith("<!-- end of verdicts --> after") and ours.startswith(made.removesuffix(" after"))
+    assert (record / "evidence.md").read_text(encoding="utf-8") == committed
+    assert (tmp_path / "evidence.png").is_file() and (tmp_path / "rank.png").is_file()
 
 
 def test_lecture_trains_both_models_alike():

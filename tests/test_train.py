@@ -233,7 +233,7 @@ def test_an_estimate_makes_no_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     train.main("--preset base --estimate".split())
     printed = capsys.readouterr().out
-    hours = 333_695_102_976 * 2048 * 125_000 / 8 / 156e12 / 3600
+    hours = 333_695_102_976 * 2048 * 125_000 / 8 / (0.25 * 989e12) / 3600
     assert f"{hours:,.3g} hours on 8" in printed and "131.1 G tokens of docs" in printed
     assert not list(tmp_path.iterdir())
 
