@@ -185,7 +185,8 @@ class Sentences:
             if example.label is not None:
                 row["label"] = example.label if self.labels else float(example.label)
             if self.labels:
-                row |= {"prediction": self.labels[logits.argmax()], "scores": logits.softmax(0).tolist()}
+                row["prediction"] = self.labels[logits.argmax()]
+                row["scores"] = dict(zip(self.labels, logits.softmax(0).tolist()))
             else:
                 row["prediction"] = self.scale * float(logits[0])
             rows.append(row)
@@ -422,7 +423,8 @@ def finetune(task: str, tune: TuneConfig, options: argparse.Namespace, init: str
         return {}
     result = make_result(job, init, setting, finals, sweep)
     write_json(job.out / "result.json", result)
-    print(report(result), f"{job.out}: result.json, runs/", sep="\n", flush=True)
+    files = sorted(path.name for path in job.out.glob("[!.]*"))
+    print(report(result), f"{job.out}: {', '.join(files)}", sep="\n", flush=True)
     return result
 
 
@@ -537,7 +539,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, 
     add = parser.add_argument
     add("--init", default="out/toy", help="run folder, checkpoint, or random:FOLDER [%(default)s]")
     add("--task", default="docs", choices=[*TASKS, "glue"], help="glue: all eight and their average [%(default)s]")
-    add("--data", help="folder with the files of the original releases [the Hugging Face Hub]")
+    add("--data", help="folder with the files of the original releases [GLUE and SQuAD: the Hub]")
     add("--out", type=Path, help="folder for the runs and result.json [out/TASK-INIT]")
     add("--seeds", type=int, default=5, help="runs whose median is the result [%(default)s]")
     add("--sweep", action="store_true", help="first try the grid of Table 5 or 6; flags replace its rows")

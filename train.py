@@ -5,11 +5,12 @@
     python train.py --preset base --data texts/ --prepare   # only tokenize, into --cache
     torchrun --standalone --nproc_per_node 8 train.py --preset base --data hf:wikimedia/wikipedia:20231101.en
 
-Every field of both configurations is a flag; [defaults] are base's. The same command again continues an unfinished run.
-Everything random in a step is a function of (seed, step): rows do not depend on the number of processes, nor do masks
-and dropout as long as each process has micro_batch_size sequences of a batch.
+Every field of both configurations is a flag; -h shows the values of --preset. The same command again continues an
+unfinished run. Everything random in a step is a function of (seed, step): rows do not depend on the number of
+processes, nor do masks and dropout as long as each process has micro_batch_size sequences of a batch.
 """
 import argparse
+import importlib.util
 import json
 import math
 import shutil
@@ -178,6 +179,10 @@ def parse(argv: list[str] | None) -> tuple[Config, TrainConfig, argparse.Namespa
     try:
         if recipe.get("init", "").startswith("hf:"):
             raise ValueError(f"--init {options.init}: first python -m support.convert import {options.init} FOLDER")
+        if "init" in recipe and "tokenizer" in recipe:
+            raise ValueError("--tokenizer: --init comes with its own")
+        if recipe.get("wandb") and importlib.util.find_spec("wandb") is None:
+            raise ValueError("--wandb: this needs the package wandb: pip install wandb")
         if "init" in recipe and options.fill_mask is None:
             options.start = load_model(Path(options.init))
             model, options.tokenizer = options.start

@@ -46,7 +46,7 @@ TUNED, CURVE_TUNED = 3, 2  # fine-tuning seeds: of a run, of its checkpoints
 # Task -> epochs of fine-tuning; docs/results.md says how these and the learning rate were chosen.
 EPOCHS = {"docs": 30.0, "cola": 3.0, "mrpc": 3.0, "rte": 3.0, "stsb": 3.0, "sst2": 1.0}
 TASKS = list(EPOCHS)
-# Short runs, a fifth of the steps, one seed: the sweep of Figure 4, and rows of Table 2. Name -> flags.
+# Short runs, a fifth of the preset's steps, one seed: the sweep of Figure 4, and rows of Table 2. Name -> flags.
 DELTAS = ("0", "0.25", "0.5", "0.75", "1")
 SHORT = {f"delta {delta}": ["--mask-in-encoder", delta] for delta in DELTAS}
 SHORT |= {name: ["--ablation", name] for name in ("mlm", "enc-mask-dec-resets", "random-replace")}
@@ -146,7 +146,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         paths = [path for run in pair for path in checkpoints_of(run)[1::2]]
         tune(f"figure3 {seed}", [f"train {run}" for run in pair], "docs", CURVE_TUNED, *paths)
     for name, flags in SHORT.items():
-        train(f"short train {name}", steps // 5, *flags)
+        train(f"short train {name}", recipe.max_steps // 5, *flags)
         tune(f"short docs {name}", [f"short train {name}"], "docs", TUNED)
     for task, run in itertools.product(TASKS[1:] if options.glue else [], runs):
         tune(f"{task} {run}", [f"train {run}"], task, TUNED)
@@ -339,8 +339,8 @@ def claims(numbers: Numbers) -> list[Claim]:
         "score sooner", "after 40 % of MLM's time", np.array(in_time))
     line = linregress([float(delta) for delta in DELTAS], numbers.short[:len(DELTAS)])
     half = t.ppf(0.975, len(DELTAS) - 2) * line.stderr
-    add("Figure 4", "fall of the score on docs from delta 0 to 1, along a straight line through five deltas (one seed, "
-        "a fifth of the steps)", "above 0", NOTHING, 0, Interval(-line.slope, -line.slope - half, -line.slope + half))
+    add("Figure 4", "fall of the score on docs from delta 0 to 1, along a straight line through five deltas (one "
+        "pre-training seed)", "above 0", NOTHING, 0, Interval(-line.slope, -line.slope - half, -line.slope + half))
     return found
 
 

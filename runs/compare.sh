@@ -3,12 +3,13 @@
 # TEXT is what --data takes. GLUE and SQuAD come from the Hugging Face Hub. The hours are estimates: of training by
 # FLOPs, at the quarter of the peak that was measured on one H100; of fine-tuning at a tenth. Run it again to continue.
 set -e
+text=${1:?TEXT}
 on_node() { torchrun --standalone --nproc_per_node 8 "$@"; }
 
-python train.py --preset base --data "$1" --prepare
-on_node train.py --preset base --data "$1"                                            # 12 hours
-on_node train.py --preset base --data "$1" --ablation mlm                             # 11 hours: equal steps
-on_node train.py --preset base --data "$1" --ablation mlm --max-steps 146700 --out out/base-mlm-compute  # 12: equal FLOPs
+python train.py --preset base --data "$text" --prepare
+on_node train.py --preset base --data "$text"                                            # 12 hours
+on_node train.py --preset base --data "$text" --ablation mlm                             # 11 hours: equal steps
+on_node train.py --preset base --data "$text" --ablation mlm --max-steps 146700 --out out/base-mlm-compute  # 12: equal FLOPs
 
 on_node rank.py out/base out/base-mlm out/base-mlm-compute --out out/table-3          # minutes: Figure 1 and Table 3
 for run in base base-mlm base-mlm-compute; do
@@ -17,6 +18,6 @@ for run in base base-mlm base-mlm-compute; do
 done
 
 for row in enc-mask enc-mask-dec-resets random-replace misaligned no-relative bi+cross uni+cross cross dec-2 dec-6 dec-512 dec-1024; do
-    on_node train.py --preset base --data "$1" --ablation $row                        # about 12 hours each: Table 2
+    on_node train.py --preset base --data "$text" --ablation $row                        # about 12 hours each: Table 2
     on_node finetune.py --init out/base-$row --task glue --sweep                      # 2 hours
 done

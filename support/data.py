@@ -122,7 +122,7 @@ class Part(NamedTuple):
 
 def parts(source: str, column: str = "text") -> list[Part]:
     """--data as parts in a fixed order. UserError if a name in it has no text."""
-    names = [source] if Path(source).expanduser().exists() else source.split("+")
+    names = [source] if source and Path(source).expanduser().exists() else source.split("+")
     found = []
     for name in names:
         if name == "docs":
@@ -131,7 +131,7 @@ def parts(source: str, column: str = "text") -> list[Part]:
             found.append(Part(name, "hub", column=column))
         else:
             by_loader = {}
-            for path in files_in(name):
+            for path in files_in(name) if name else []:
                 by_loader.setdefault(loader_of(path), []).append(str(path))
             by_loader.pop(None, None)
             if not by_loader:
@@ -146,7 +146,7 @@ def files_in(name: str) -> list[Path]:
     """The files that a path or a pattern such as texts/*.txt names, and all in its folders but hidden ones."""
     found = []
     given = Path(name).expanduser()
-    for path in [given] if name and given.exists() else sorted(map(Path, glob.glob(str(given)))):
+    for path in [given] if given.exists() else sorted(map(Path, glob.glob(str(given)))):
         inside = sorted(path.rglob("*")) if path.is_dir() else [path]
         for file in inside:
             hidden = any(part.startswith(".") for part in file.relative_to(path).parts)

@@ -62,7 +62,7 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
     """What the model expects in place of a whole word in the middle of SHOWN validation rows."""
     model.eval()
     lines = ["held-out text: the word in [brackets] was masked; below it are the model's three best guesses"]
-    chosen = np.linspace(0, len(rows) - 1, 20 * SHOWN).astype(np.int64)  # not all rows have such a word
+    chosen = np.unique(np.linspace(0, len(rows) - 1, 20 * SHOWN).astype(np.int64))  # not all have such a word
     for row in torch.from_numpy(rows[chosen]):
         if len(lines) > 2 * SHOWN:
             break

@@ -326,12 +326,8 @@ def draw_loss(out: Path) -> None:
 
 
 def open_wandb(project: str, out: Path, settings: dict):
-    """The run of Weights & Biases that belongs to a run folder: new, or the one that it names. UserError without the
-    package."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(f"--wandb {project}: this needs the package wandb: pip install wandb") from error
+    """The run of Weights & Biases that belongs to a run folder: new, or the one that it names."""
+    import wandb
     file = out / "wandb-id"
     known = file.read_text() if file.is_file() else None
     run = wandb.init(project=project, id=known, resume="allow", name=str(out), dir=str(out), config=settings)

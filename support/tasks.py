@@ -152,7 +152,10 @@ def records_of(path: Path, header: tuple[str, ...] = (), bad_lines: str = "skip"
         options["keep_default_na"] = False  # the text "None" is not missing
     if path.suffix == ".tsv":
         options |= {"delimiter": "\t", "quoting": 3, "column_names": list(header) or None, "on_bad_lines": bad_lines}
-    return load(INPUTS[path.suffix], [str(path)], str(path), **options)
+    for record in load(INPUTS[path.suffix], [str(path)], str(path), **options):
+        if "__index_level_0__" in record:  # pandas takes the first field of such rows as their name
+            raise UserError(f"{path}: has rows with more fields than columns; put texts with a comma in quotes")
+        yield record
 
 
 def examples_of(records: Iterable[dict], columns: tuple[str, ...], where: str) -> list[Example]:

@@ -88,14 +88,15 @@ class Tokenizer:
 
     @classmethod
     def read(cls, name: str) -> "Tokenizer":
-        """The byte-level BPE of a tokenizer.json, or of hf:NAME on the Hub. UserError if there is none."""
+        """The byte-level BPE of a tokenizer.json, alone or in a folder, or of hf:NAME. UserError if there is none."""
         try:
             if name.startswith("hf:"):
                 text = tokenizers.Tokenizer.from_pretrained(name.removeprefix("hf:")).to_str()
             else:
-                text = tokenizers.Tokenizer.from_file(name).to_str()
+                path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+                text = tokenizers.Tokenizer.from_file(str(path)).to_str()
         except Exception as error:  # it raises nothing more specific
-            raise UserError(f"--tokenizer {name}: no tokenizer.json ({str(error)[:200]})") from error
+            raise UserError(f"--tokenizer {name}: cannot be read as tokenizer.json ({str(error)[:200]})") from error
         return cls.of_json(name, text)
 
     @classmethod

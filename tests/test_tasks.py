@@ -173,6 +173,7 @@ def test_bad_files_to_predict_are_refused(name, file, content, message, tmp_path
 
 @pytest.mark.parametrize("name, file, content, message", [
     ("custom", "train.csv", "text,kind\na,b\n", "train.csv, record 1: needs text, text2, label; has"),
+    ("custom", "train.csv", "text,label\nb, c,x\n", "more fields than columns"),
     ("custom", "train.csv", "text,label\na,x\nb,\n", "record 2: needs text"),
     ("custom", "train.csv", "text,label,label\na,x,y\n", "two columns `label`"),
     ("rte", "train.tsv", "sentence1\tsentence2\tlabel\n", "rte, part train: empty"),

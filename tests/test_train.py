@@ -255,6 +255,8 @@ def test_wandb_gets_every_number_of_the_log_as_one_run(text, tmp_path, monkeypat
     class Wandb(list):
         log, define_metric, finish = list.append, (lambda *a, **b: None), (lambda self: None)
 
+        __spec__ = "as of a module"
+
         def init(self, id, **others):
             self.id = id or f"run {len(names)}"
             names.append(self.id)
