@@ -371,7 +371,9 @@ def details(found: dict) -> str:
     numbers = numbers_of(found)
     rows, ranks, tuned = [], [], []
     for claim in claims(numbers):
-        rows.append([claim.where, claim.statement, claim.interval, claim.centered, in_print(claim.seeds, digits=1)])
+        if not math.isnan(claim.interval.mean):
+            name = claim.statement if claim.where == "ours" else claim.where
+            rows.append([name, claim.interval, claim.centered, in_print(claim.seeds, digits=1)])
     last = np.moveaxis(numbers.ranks[..., -1, :], 1, 3)  # (model, centering, curve, seed, layer)
     kinds = itertools.product(MODELS.values(), CENTERINGS, CURVES)
     for kind, by_seed in zip(kinds, last.reshape(12, *last.shape[3:])):
@@ -389,8 +391,8 @@ def details(found: dict) -> str:
     return "\n\n".join([
         f"{len(found)} jobs, {hours:.1f} hours one after another. All commands, losses and seeds: evidence.json.",
         table(["run", "validation loss", "machine", "commit"], losses),
-        "Means with 95 % intervals; then with centered ranks; then by seed:",
-        table(["", "above 0 if it holds", "mean", "centered", "by seed"], rows),
+        "The claims of docs/results.md, each a number that is above 0 if it holds:",
+        table(["", "mean (95 % interval)", "with centered ranks", "by seed"], rows),
         "Figure 1, rank_0.9 at layers 0 to L of the last checkpoint:",
         table(["", "", "", *[f"seed {seed}" for seed in range(last.shape[3])]], ranks),
         f"Fine-tuning, medians of {TUNED} seeds without those that diverged:",
@@ -427,20 +429,21 @@ def draw(numbers: Numbers, path: Path) -> None:
 
 def first_picture(numbers: Numbers, path: Path) -> None:
     """The README's figure: ranks by layer, means over the seeds, with the names on the lines."""
-    shown = {("MLM", MASKS): "its vectors at [MASK]", ("MLM", WITHOUT): "text without [MASK]",
-             ("MAE-LM", WITHOUT): "text without [MASK]", ("MAE-LM", MASKS): "vectors at [MASK]"}
+    names = {WITHOUT: "text without [MASK]", MASKS: "its vectors at [MASK]"}
+    means = numbers.ranks[:, :, 0, :, -1].mean(1)  # (model, curve, layer)
+    lines = [(means[m, curve], m, curve) for m in range(2) for curve in names]
+    last = means.shape[2] - 1
+    height = math.inf  # of the name above
     with figure(path) as (drawn, axes):
         drawn.set_size_inches(7.5, 4.2)
-        for (model, curve), label in shown.items():
-            m, style = list(MODELS.values()).index(model), LINES[CURVES[curve]][1]
-            ranks = numbers.ranks[m, :, 0, curve, -1].mean(0)  # (layer,)
-            axes.plot(ranks, style, color=f"C{m}")
-            axes.annotate(f"{model}: {label}", (len(ranks) - 1, ranks[-1]), (8, 0), textcoords="offset points",
-                          color=f"C{m}", va="center")
+        for ranks, m, curve in sorted(lines, key=lambda line: -line[0][last]):
+            axes.plot(ranks, LINES[CURVES[curve]][1], color=f"C{m}")
+            height = min(ranks[last], height - 5)
+            axes.text(last + 0.07, height, f"{list(MODELS.values())[m]}: {names[curve]}", color=f"C{m}", va="center")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlim(0, 1.75 * (len(ranks) - 1))  # room for the names
+        axes.set_xlim(0, 1.75 * last)  # room for the names
         axes.set_ylim(bottom=0)
-        axes.set_xticks(range(len(ranks)))
+        axes.set_xticks(range(last + 1))
         axes.set(xlabel="layer (0 = embeddings)", ylabel="effective rank, of 128 dimensions")
 
 
