@@ -464,6 +464,7 @@ class Decoder(nn.Module):
         if config.decoder_self == "uni":
             rule = causal_bias
         elif config.decoder_self == "bi" and config.decoder_relative and config.rel_pos_buckets > 0:
+            # Differs from the paper: its decoder has no relative positions. The small presets have them.
             rule = RelativeBias(config, d * config.encoder_heads // config.encoder_dim)
         self_attention = config.decoder_self != "none"
         self.stack = Stack(config, d, config.decoder_layers, 0.0, rule, self_attention, self.cross)
