@@ -171,22 +171,22 @@ class Sentences:
         return logits
 
     def score(self, outputs: np.ndarray, encoded: Encoded) -> tuple[dict[str, float], dict]:
-        """Logits (N, C) -> the metric in percent, and the lines of the file of all predictions."""
+        """Logits (N, C) -> the metric in percent, and the file of all predictions."""
         predicted = outputs.argmax(1) if self.labels else outputs[:, 0]
         value = METRICS[self.metric](predicted, encoded.targets.numpy())
-        lines = [json.dumps(row) for row in self.rows(outputs, encoded.examples)]
-        return {self.metric: 100 * value}, {"predictions.jsonl": lines}
+        return {self.metric: 100 * value}, {"predictions.jsonl": self.rows(outputs, encoded.examples)}
 
     def rows(self, outputs: np.ndarray, examples: list[Example]) -> list[dict]:
         """Logits (N, C) -> of each example id, label, prediction and the probability of every label."""
+        scores = torch.from_numpy(outputs).softmax(1).tolist()
         rows = []
-        for i, (example, logits) in enumerate(zip(examples, torch.from_numpy(outputs))):
+        for i, (example, logits) in enumerate(zip(examples, outputs)):
             row = {"id": i}
             if example.label is not None:
                 row["label"] = example.label if self.labels else float(example.label)
             if self.labels:
                 row["prediction"] = self.labels[logits.argmax()]
-                row["scores"] = dict(zip(self.labels, logits.softmax(0).tolist()))
+                row["scores"] = dict(zip(self.labels, scores[i]))
             else:
                 row["prediction"] = self.scale * float(logits[0])
             rows.append(row)
@@ -307,9 +307,12 @@ def worth(line: dict) -> float:
 
 
 def write_files(folder: Path, files: dict) -> None:
-    """Write files by their names and contents: a list of lines, or what becomes JSON."""
+    """Write files by their names and contents: what becomes JSON, or a list of rows (.jsonl) or lines."""
     for name, content in files.items():
-        lines = content if isinstance(content, list) else [json.dumps(content, indent=1)]
+        if name.endswith(".json"):
+            write_json(folder / name, content)
+            continue
+        lines = [json.dumps(row) for row in content] if name.endswith(".jsonl") else content
         with atomic(folder / name) as temporary:
             temporary.write_text("\n".join(lines) + "\n")
 
@@ -523,13 +526,13 @@ def predict_file(options: argparse.Namespace, place: Place) -> None:
     out = options.out or folder / f"predict-{path.stem}"
     outputs, _ = predict(model, encoded, Job(task, text, kind, {}, TuneConfig(), place, out, []))
     rows = kind.rows(outputs, encoded.examples)
-    files = {"predictions.jsonl": [json.dumps(row) for row in rows]}
+    files = {"predictions.jsonl": rows}
     if path.suffix == ".tsv" and task in GLUE:
         part = {"test_matched": "-m", "test_mismatched": "-mm"}.get(path.stem, "")  # of MNLI
         lines = [f"{row['id']}\t{row['prediction']}" for row in rows]
         files[f"{TASKS[task].folder}{part}.tsv"] = ["index\tprediction", *lines]
     write_files(out, files)
-    print(f"{out}: {', '.join(files)}", *encoded.remarks, *files["predictions.jsonl"][:3], sep="\n  ")
+    print(f"{out}: {', '.join(files)}", *encoded.remarks, *map(json.dumps, rows[:3]), sep="\n  ")
 
 
 # ---- 6. Command line ----------------------------------------------------------------------------------------

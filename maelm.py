@@ -469,11 +469,12 @@ class Decoder(nn.Module):
         self_attention = config.decoder_self != "none"
         self.stack = Stack(config, d, config.decoder_layers, 0.0, rule, self_attention, self.cross)
 
-    def forward(self, x: Tensor, memory: Tensor, at: Tensor | None = None,
-                padding: Tensor | None = None) -> Tensor:
-        """H-hat^0 (B, n, d) without p_i, memory H^L (B, m, d), padding (B, n) bool, True = ignore
-        -> (B, k, decoder_dim) at positions at (B, k) int64, or (B, n, decoder_dim) for None."""
-        positions = torch.arange(x.shape[1], device=x.device)[None]  # (1, n)
+    def forward(self, x: Tensor, memory: Tensor, at: Tensor | None = None, padding: Tensor | None = None,
+                positions: Tensor | None = None) -> Tensor:
+        """H-hat^0 (B, n, d) without p_i, memory H^L (B, m, d), padding (B, n) bool, True = ignore, positions
+        (B, n) int64, None for 0 ... n - 1 -> (B, k, decoder_dim) at indices at (B, k) int64, or of all n."""
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)[None]  # (1, n)
         x = self.project(x) + self.position_embedding(positions)  # h-hat_i^0 = e_[MASK] + p_i or h_i^L + p_i
         memory = self.project(memory) if self.cross else None
         return self.stack(self.norm(x), positions, padding, memory, at)[-1]

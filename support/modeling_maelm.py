@@ -102,8 +102,7 @@ class MAELMForMaskedLM(MAELMModel):
         if self.decoder is not None:
             if not reads_mask or self.shape.decoder_reset:  # e_[MASK] where [MASK] is removed, or to be forgotten
                 h = torch.where(masked[:, :, None], embeddings[MASK], h)
-            x = self.decoder.project(h) + self.decoder.position_embedding(positions)  # as Decoder.forward
-            z = self.decoder.stack(self.decoder.norm(x), positions, ~real)[-1]  # (B, n, decoder_dim)
+            z = self.decoder(h, h, padding=~real, positions=positions)  # (B, n, decoder_dim)
         logits = self.head(z, embeddings)
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=logits.shape[-1])
         return outputs.MaskedLMOutput(loss, logits, out.hidden_states)

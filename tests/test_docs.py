@@ -38,7 +38,7 @@ def test_every_flag_of_the_pages_exists(capsys):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_torchrun_knows_the_flags_of_the_scripts(script, capsys):
+def test_torchrun_knows_the_flags_of_the_scripts(script):
     parser = torch.distributed.run.get_args_parser()
     for options in re.findall(r"torchrun ((?:--.*\\?\n? *)+)", script.read_text()):
         options = options.replace("\\\n", " ").partition(".py")[0].replace('"$@"', "")
