@@ -97,10 +97,8 @@ def choose_format(config: Config, wanted: str) -> str:
 
 def read_tuned(file: Path) -> tuple[Config, dict[str, Tensor], str, list[str]]:
     """finetune.py's encoder.pt -> configuration, weights, how the name of their class ends, labels."""
-    state = read_tensors(file, "config", "encoder")
+    state = read_tensors(file, "config", "encoder", "head")
     weights = {f"encoder.{name}": weight for name, weight in state["encoder"].items()}
-    if "head" not in state:
-        return Config(**state["config"]), weights, "", []
     head, module, labels = "ForSequenceClassification", "classifier", state["labels"] or ["number"]
     if state["task"] == "squad2":
         head, module, labels = "ForQuestionAnswering", "qa_outputs", []

@@ -62,7 +62,7 @@ def test_ids_are_specials_then_bytes_then_merges(tokenizer):
 
 
 def test_odd_texts_come_back_from_their_tokens(tokenizer):
-    for text in ODD:
+    for text in (*ODD, "[CLS] [MASK]"):  # special tokens in a text are plain text
         ids = tokenizer.encode(text)
         assert all(NUM_SPECIAL <= i < len(tokenizer) for i in ids)
         letters = map(str.lower, text) if tokenizer.uncased else text
@@ -103,21 +103,12 @@ def test_a_given_bpe_gives_its_ids_after_ours(layers, tmp_path):
         assert ours.encode(example).tolist() == [NUM_SPECIAL + i for i in theirs.encode(example).ids]
 
 
-@pytest.mark.parametrize("model, layers, message", [
-    (tokenizers.models.WordPiece({"a": 0}), [], "not a byte-level BPE"),
-    (tokenizers.models.Unigram([("a", 0.0)]), [], "not a byte-level BPE"),
-    (tokenizers.models.BPE({x: i for i, x in enumerate(byte_letters().values())}, []), [BYTES(True)], "in a way that"),
-])
-def test_a_tokenizer_of_another_kind_is_refused(model, layers, message, tmp_path):
-    write_tokenizer(tmp_path / "t.json", model, *layers)
-    with pytest.raises(UserError, match=message):
+def test_a_tokenizer_of_another_kind_is_refused(tmp_path):
+    write_tokenizer(tmp_path / "t.json", tokenizers.models.WordPiece({"a": 0}))
+    with pytest.raises(UserError, match="not a byte-level BPE"):
         Tokenizer.read(str(tmp_path / "t.json"))
     with pytest.raises(UserError, match="cannot be read"):
         Tokenizer.read(str(tmp_path / "none.json"))
-
-
-def test_special_tokens_in_a_text_are_plain_text(tokenizer):
-    assert min(tokenizer.encode("[CLS] anna sees [MASK]")) >= NUM_SPECIAL
 
 
 # ---- Documents ------------------------------------------------------------------------------------------------------
@@ -159,11 +150,9 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
     ("a.parquet", b"PAR1 not really", "a.parquet: cannot be read .Parquet magic bytes not found"),
     ("a.txt", b"", "its train part is too small for one row of seq_len=64 tokens"),
     ("a.csv", b"a,b", "a.csv' is not docs, hf:NAME, or a file or folder with .txt, .jsonl"),
-    ("nothing", None, "nothing' is not docs, hf:NAME, or a file or folder"),
 ])
 def test_unreadable_input_gets_one_line(name, content, message, tmp_path, capsys):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(content)
     flags = ["--data", str(tmp_path / name), "--out", str(tmp_path / "out"), "--cache", str(tmp_path)]
     line = fails(lambda: train.main(flags), capsys)
     assert re.search(message, line), line
@@ -204,17 +193,6 @@ def test_docs_leave_out_near_duplicates_of_validation(tmp_path, monkeypatch):
 
 
 # ---- Packing --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("n", [2, 5, 9])
-def test_packing_keeps_every_token_in_order(n):
-    stream = np.random.default_rng(0).integers(0, 10, 100)
-    packed, rest = [], stream[:0]
-    for part in np.split(stream, [0, 3, 4, 30, 31, 77]):
-        rows, rest = data.pack(np.concatenate([rest, part]), n)
-        assert rows.shape[1] == n and (rows[:, 0] == CLS).all() and len(rest) < n - 1
-        packed += rows[:, 1:].flatten().tolist()
-    assert packed + rest.tolist() == stream.tolist()
-
-
 def test_rows_are_documents_joined_by_sep(text, folder):
     tokenizer = Tokenizer.load(folder)
     expected = {"train": [], "val": []}

@@ -11,8 +11,7 @@ from conftest import generator, logits_at, model_and_batch
 from finetune import ClassifierHead, Tuned
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP, corrupt
 from support import convert
-from support.files import UserError, write_json
-from support.hub import open_hub
+from support.files import write_json
 from support.run import load_model, run_settings, save_checkpoint, write_tensors
 from support.tokenizer import Tokenizer
 from tests.common import contents, fails, little_documents
@@ -21,7 +20,8 @@ N, V = 160, 320  # longer than the last bucket of relative positions
 SAME_IDS = torch.arange(V)
 MLM = dict(mask_in_encoder=1.0, decoder_layers=0)
 TRUST = dict(trust_remote_code=True)
-ODD_TEXTS = ["", " ", "\n\n\t  x  ", "The cat's 12,345 naïve cafés", "ΟΔΟΣ 漢字 🙂 İı ﬁ½", "\x00\u200b\u0301e", "</a> <x>"]
+ODD_TEXTS = ["", " ", "\n\n\t  x  ", "The cat's 12,345 naïve cafés", "ΟΔΟΣ 漢字 🙂 İı ﬁ½", "\x00\u200b\u0301e",
+             "</a> <x>"]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def assert_close(found, wanted):
 
 @torch.no_grad()
 def assert_same(model, encoder, with_head=None, order=SAME_IDS):
-    """All hidden states of padded texts and, with a head, the logits at [MASK] are equal. Our token i is their order[i]."""
+    """Hidden states of padded texts and, with a head, logits at [MASK] are equal. Our token i is their order[i]."""
     # A model with mask_in_encoder=0.5 reads some of several masks and none of one.
     tokens, real = texts(every=N if model.config.mask_in_encoder == 0.5 else 7)
     inputs = dict(input_ids=order[tokens], attention_mask=real.long())
@@ -153,20 +153,16 @@ def test_an_exported_tokenizer_gives_our_ids(uncased, hub, tmp_path):
     assert batch["input_ids"][1] == [CLS, *ours.encode("a"), SEP] + [PAD] * (N - 3)
 
 
-def test_the_encoder_of_finetune_is_exported_alone(hub, tmp_path):
+def test_any_encoder_can_keep_our_code(hub, tmp_path):
     model = write_run(tmp_path / "run", norm="post", **MLM)
-    state = {"config": asdict(model.config), "encoder": model.encoder.state_dict()}
-    write_tensors(tmp_path / "run/encoder.pt", state)
-    for source, kind in (("run", "maelm"), ("run/encoder.pt", "mpnet")):
-        convert.main(["export", str(tmp_path / source), str(tmp_path / kind), "--format", kind])
-        theirs = hub.AutoModel.from_pretrained(tmp_path / kind, **TRUST)
-        assert_same(model, theirs)
-        assert theirs.config.architectures == [convert.CLASSES[kind] + "Model"]
+    convert.main(["export", str(tmp_path / "run"), str(tmp_path / "hub"), "--format", "maelm"])
+    assert_same(model, hub.AutoModel.from_pretrained(tmp_path / "hub", **TRUST))
 
 
 @pytest.mark.parametrize("fields", [dict(), dict(norm="post"), dict(norm="post", rel_pos_buckets=0)],
                          ids=["maelm", "mpnet", "roberta"])
-@pytest.mark.parametrize("task, labels, scale", [("rte", ["no", "so", "yes"], 1.0), ("stsb", [], 5.0), ("squad2", [], 1.0)])
+@pytest.mark.parametrize("task, labels, scale", [
+    ("rte", ["no", "so", "yes"], 1.0), ("stsb", [], 5.0), ("squad2", [], 1.0)])
 @torch.no_grad()
 def test_a_fine_tuned_model_gives_the_same_logits(task, labels, scale, fields, hub, tmp_path):
     model = write_run(tmp_path / "run", **fields)
@@ -232,7 +228,6 @@ def test_a_text_that_is_too_long_is_refused(hub, tmp_path):
 @pytest.mark.parametrize("arguments, message", [
     (["run", "run"], "not empty"),
     (["run", "hub", "--format", "roberta"], "use --format maelm"),
-    (["missing", "hub"], "not a run folder"),
 ])
 def test_what_cannot_be_exported_is_refused(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -245,12 +240,8 @@ def test_what_cannot_be_exported_is_refused(arguments, message, tmp_path, monkey
 
 def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    for command in ("export", "import"):
-        error = fails(lambda: convert.main([command, "run", str(tmp_path / "hub")]), capsys)
-        assert "pip install -U transformers" in error
-    monkeypatch.undo()
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.54.1")
-    assert "4.55 or later" in fails(lambda: convert.main(["export", "run", str(tmp_path / "hub")]), capsys)
+    error = fails(lambda: convert.main(["export", "run", str(tmp_path / "hub")]), capsys)
+    assert "pip install -U transformers" in error
 
 
 # ---- Import ---------------------------------------------------------------------------------------------------------
@@ -267,23 +258,6 @@ def test_an_imported_model_computes_the_same(kind, hub, tmp_path):
     assert_same(model, theirs.base_model, theirs, order)
 
 
-@pytest.mark.parametrize("kind", ["roberta", "mpnet"])
-def test_export_of_an_import_gives_equal_files_again(kind, hub, tmp_path):
-    write_hub_model(tmp_path / "hub0", kind)
-    for turn in (0, 1):
-        convert.main(["import", str(tmp_path / f"hub{turn}"), str(tmp_path / f"run{turn}")])
-        convert.main(["export", str(tmp_path / f"run{turn}"), str(tmp_path / f"hub{turn + 1}")])
-    for name in ("model.safetensors", "config.json", "tokenizer.json"):
-        assert (tmp_path / "hub1" / name).read_bytes() == (tmp_path / "hub2" / name).read_bytes(), name
-
-
-def test_a_head_that_is_missing_is_new(hub, tmp_path, capsys):
-    model, _ = write_hub_model(tmp_path / "hub")
-    model.roberta.save_pretrained(tmp_path / "hub")
-    convert.main(["import", str(tmp_path / "hub"), str(tmp_path / "run")])
-    assert "with a new head" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("file, fields, message", [
     ("config.json", dict(model_type="bert"), "model_type='bert' in its config.json; import takes roberta or mpnet"),
     ("config.json", dict(layer_norm_eps=1e-12), "has layer_norm_eps=1e-12, and maelm can only do 1e-05"),
@@ -298,13 +272,3 @@ def test_what_cannot_be_imported_is_refused(file, fields, message, hub, tmp_path
     write_json(tmp_path / "hub" / file, found | fields)
     error = fails(lambda: convert.main(["import", str(tmp_path / "hub"), str(tmp_path / "run")]), capsys)
     assert message in error and not (tmp_path / "run").exists()
-
-
-def test_open_hub_gives_encoder_tokenizer_and_longest_text(hub, tmp_path):
-    theirs, their_tokenizer = write_hub_model(tmp_path)
-    model, tokenizer, longest = open_hub(f"hf:{tmp_path}")
-    ids = torch.tensor([their_tokenizer("the cat sees a tree")["input_ids"]])
-    assert longest == 24 and tokenizer.mask_token_id == their_tokenizer.mask_token_id
-    assert torch.equal(model(ids).last_hidden_state, theirs.base_model(ids).last_hidden_state)
-    with pytest.raises(UserError, match="cannot load it"):
-        open_hub(f"hf:{tmp_path / 'missing'}")

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from support.run import read_log
 from tests.common import ROOT, arguments, checkpoints, last_checkpoint, losses, short_run
 
 PROGRAM = """
@@ -35,7 +36,7 @@ train.main()
 
 
 def test_two_processes_equal_one_that_accumulates(text, tmp_path):
-    flags = ["--micro-batch-size", 2, "--encoder-dim", 128, "--precision", "fp32"]  # gradients of more than a megabyte
+    flags = ["--micro-batch-size", 2, "--eval-rows", 13, "--encoder-dim", 128]  # gradients of more than a megabyte
     whole = short_run(text, tmp_path / "whole", *flags)
     out = tmp_path / "run"
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -45,12 +46,15 @@ def test_two_processes_equal_one_that_accumulates(text, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "prepared-by").read_text() in ("0", "1")  # one prepares, the other waits
-    assert sorted((tmp_path / "graphs-of").read_text()) == ["0", "0", "1", "1"]  # evaluation and step: nothing is cut
+    # Evaluation, its last row, which the first process has, and step: nothing is cut.
+    assert sorted((tmp_path / "graphs-of").read_text()) == ["0", "0", "0", "1", "1"]
     assert done.stdout.count("2 x cpu in float32, from step 0") == 1  # one prints
     assert [path.name for path in checkpoints(out)] == ["step_0000003.pt", "step_0000004.pt"]
 
     short_run(text, out, *flags)  # one process continues
     assert [step for step, _ in losses(out)] == [1, 2, 3, 4, 5, 6]
+    first, expected = [read_log(folder)[0]["val_loss"] for folder in (out, whole)]
+    assert first == pytest.approx(expected, abs=1e-6)
     assert losses(out) == [(step, pytest.approx(loss, abs=1e-6)) for step, loss in losses(whole)]
     found, expected = [last_checkpoint(folder) for folder in (out, whole)]
     for part in ("model", "optimizers"):
