@@ -124,7 +124,11 @@ class Sentences:
             found = sorted({e.label for e in examples})
             if len(found) == 1:
                 raise UserError(f"all training records have the label {found[0]!r}: use two labels or more")
-            self.labels = tuple(found)
+            numbers = [float(label) for label in found if NUMBER.fullmatch(label)]
+            if len(numbers) == len(found) and not all(number.is_integer() for number in numbers):
+                self.metric = "spearman"  # labels such as 3.5: to be predicted as numbers
+            else:
+                self.labels = tuple(found)
         if not self.labels:  # as the official code, which divides STS-B's 0 ... 5 by 5
             self.scale = max([abs(self.target(e)) for e in examples], default=0.0) or 1.0
 

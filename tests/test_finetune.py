@@ -172,6 +172,13 @@ def test_each_line_of_a_text_is_predicted(finished, tmp_path):
     assert len((out / "predict-new/predictions.jsonl").read_text().splitlines()) == 3
 
 
+def test_labels_with_fractions_are_numbers(finished):
+    start = finetune.Pretrained(str(finished), 0.1)
+    for labels, metric, classes in ((["1", "2.5"], "spearman", ()), (["1.0", "2"], "accuracy", ("1.0", "2"))):
+        kind = finetune.Sentences("custom", [tasks.Example("a", None, label) for label in labels], start, 24)
+        assert (kind.metric, kind.labels) == (metric, classes)
+
+
 def fake_runs(monkeypatch, value):
     """Let runs find value(job, run) and take no time; returns the list of seeds that will be run."""
     seeds = []
