@@ -401,25 +401,28 @@ def details(found: dict) -> str:
 def draw(numbers: Numbers, path: Path) -> None:
     """The figure, a panel for each question. Markers are those of rank.png."""
     answer = {claim.where: verdict(claim.interval) for claim in claims(numbers)}
-    with figure(path, panels=3) as (_, (layers, training, sweep)):
+    after = [answer[f"Table 3, {TASKS[task]}"] for task in numbers.tasks]
+    with figure(path, panels=3) as (_, (layers, tuned, sweep)):
         for m, name in enumerate(MODELS.values()):
             style = {"color": f"C{m}", "alpha": 0.6, "markersize": 4}
             ranks = numbers.ranks[m, :, 0]  # (seed, curve, checkpoint, layer)
             for curve, (_, line, _) in enumerate(LINES.values()):
                 layers.plot(ranks[:, curve, -1].T, line, **style)
-            training.plot(range(1, ranks.shape[2] + 1), ranks[:, WITHOUT, :, -1].T, "s--", **style)
-            for axis in (layers, training):
-                axis.plot([], [], color=style["color"], label=name)
+            tops = [ranks[:, WITHOUT, -1, -1], *numbers.after[numbers.tasks, m, :, 0]]  # (task, seed)
+            tuned.plot(tops, "s", **style)
+            for axis in (layers, tuned):
+                axis.plot([], [], "s", color=style["color"], label=name)
         for _, line, label in LINES.values():
             layers.plot([], [], line, color="gray", markersize=4, label=label)
-        for axis in (layers, training):
+        for axis in (layers, tuned):
             axis.legend(fontsize="small")
         sweep.plot([float(delta) for delta in DELTAS], numbers.short[:len(DELTAS)], "o-")
         layers.xaxis.get_major_locator().set_params(integer=True)
         layers.set(xlabel="layer (0 = embeddings)", ylabel="rank_0.9",
                    title=f"Figure 1: a {answer['Figure 1a']}, b {answer['Figure 1b']}")
-        training.set(xlabel="checkpoint, evenly spaced", ylabel="rank_0.9 of H^L, text without [MASK]",
-                     title=f"Table 3: has MAE-LM the higher rank? {answer['Table 3']}")
+        tuned.set_xticks(range(len(tops)), ["before", *[TASKS[task] for task in numbers.tasks]])
+        tuned.set(xlabel="fine-tuned on", ylabel="rank_0.9 of H^L, text without [MASK]",
+                  title=f"Table 3: {answer['Table 3']}; fine-tuned, {after.count('shown')} of {len(after)} shown")
         sweep.set(xlabel="delta: share of [MASK] that the encoder reads", ylabel="score on docs",
                   title=f"Figure 4: does [MASK] hurt? {answer['Figure 4']} (one seed)")
 
