@@ -381,13 +381,18 @@ def details(found: dict) -> str:
         for name, values, tops in zip(MODELS.values(), scores, after[..., 0]):
             tuned.append([task, name, in_print(values, digits=1), in_print(tops)])
         tuned.append([task, "MAE-LM minus MLM", interval_of(scores[0] - scores[1]), ""])
-    short = [[name, in_print([score], digits=1)] for name, score in zip(SHORT, numbers.short) if np.isfinite(score)]
-    losses = [[name, job["found"]["losses"][-1][1], job["machine"], job["commit"]]
-              for name, job in found.items() if "losses" in job["found"]]
+    losses = {name: job["found"]["losses"][-1][1] for name, job in found.items() if "losses" in job["found"]}
+    trained = []
+    for model, name in MODELS.items():
+        runs = [run for run in sorted(losses) if run.startswith(f"train {model} ")]
+        trained.append([name, in_print([losses[run] for run in runs], 3)])
+    short = [[name, in_print([losses[f"short train {name}"]], 3), in_print([score], 1)]
+             for name, score in zip(SHORT, numbers.short) if np.isfinite(score)]
     hours = sum(job["minutes"] for job in found.values()) / 60
+    made = sorted({f"{job['machine']} (commit {job['commit']})" for job in found.values()})
     return "\n\n".join([
-        f"{len(found)} jobs, {hours:.1f} hours one after another. All commands, losses and seeds: evidence.json.",
-        table(["run", "validation loss", "machine", "commit"], losses),
+        f"{len(found)} jobs, {hours:.1f} hours one after another, on {', '.join(made)}. All commands: evidence.json.",
+        table(["", "validation loss, by seed"], trained),
         "The claims of docs/results.md, each a number that is above 0 if it holds:",
         table(["", "mean (95 % interval)", "with centered ranks", "by seed"], rows),
         "Figure 1, rank_0.9 at layers 0 to L of the last checkpoint:",
@@ -395,7 +400,7 @@ def details(found: dict) -> str:
         f"Fine-tuning, medians of {TUNED} seeds without those that diverged:",
         table(["task", "", "score, by pre-training seed", "rank_0.9 of H^L afterwards"], tuned),
         f"Short runs, one seed, medians of {TUNED} fine-tuning seeds (delta 0 is `mae-lm`, 1 is `enc-mask`):",
-        table(["", "score on docs"], short)]) + "\n"
+        table(["", "validation loss", "score on docs"], short)]) + "\n"
 
 
 def draw(numbers: Numbers, path: Path) -> None:
