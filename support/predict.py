@@ -31,6 +31,7 @@ def predict(model: MAELM, tokens: Tensor, masked: Tensor, top: int = 3) -> tuple
 
 def fill_mask(model: MAELM, tokenizer: Tokenizer, text: str) -> str:
     """Three words with their probabilities for each [MASK] of a text, a line each. UserError without [MASK]."""
+    text = text.encode(errors="replace").decode()  # a terminal can send half a character
     # A word has its space before it, so [MASK] stands for both.
     ids = []
     for part in text.replace(" [MASK]", "[MASK]").split("[MASK]"):

@@ -242,6 +242,9 @@ def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "transformers", None)
     error = fails(lambda: convert.main(["export", "run", str(tmp_path / "hub")]), capsys)
     assert "pip install -U transformers" in error
+    monkeypatch.undo()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.54.1")
+    assert "4.55 or later" in fails(lambda: convert.main(["export", "run", str(tmp_path / "hub")]), capsys)
 
 
 # ---- Import ---------------------------------------------------------------------------------------------------------
@@ -256,6 +259,13 @@ def test_an_imported_model_computes_the_same(kind, hub, tmp_path):
         ids = torch.tensor([CLS, *tokenizer.encode(text).tolist(), SEP])
         assert their_tokenizer(text)["input_ids"] == order[ids].tolist(), text
     assert_same(model, theirs.base_model, theirs, order)
+
+
+def test_a_head_that_is_missing_is_new(hub, tmp_path, capsys):
+    model, _ = write_hub_model(tmp_path / "hub")
+    model.roberta.save_pretrained(tmp_path / "hub")
+    convert.main(["import", str(tmp_path / "hub"), str(tmp_path / "run")])
+    assert "with a new head" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("file, fields, message", [

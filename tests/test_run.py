@@ -14,7 +14,7 @@ import torch
 import train
 from maelm import MAELM, Config
 from support import run
-from support.files import UserError, alone_in
+from support.files import UserError, alone_in, read_json
 from tests.common import ROOT, arguments, contents, fails, last_checkpoint, losses, same, short_run, write_corpus
 
 
@@ -142,6 +142,24 @@ def test_want_of_memory_names_the_flag(text, tmp_path, monkeypatch, capsys):
         short_run(text, tmp_path / "run")
 
 
+@pytest.mark.parametrize("module, name", [(torch, "load"), (run.zipfile.ZipFile, "testzip")])
+def test_want_of_memory_is_not_taken_for_damage(module, name, text, copy, monkeypatch):
+    before = contents(copy)
+    monkeypatch.setattr(module, name, raises(MemoryError()))
+    with pytest.raises(MemoryError):
+        short_run(text, copy)
+    assert contents(copy) == before
+
+
+def test_a_run_without_a_checkpoint_can_begin_anew(text, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "loop", lambda run: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            short_run(text, tmp_path / "run")
+    short_run(text, tmp_path / "run", "--learning-rate", "1e-3")
+    assert read_json(tmp_path / "run" / "config.json")["learning_rate"] == 1e-3
+
+
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
 def test_a_damaged_checkpoint_is_passed_over(text, finished, copy, capsys):
     newest = copy / "step_0000006.pt"
@@ -233,6 +251,11 @@ def test_a_bad_command_line_gets_one_line(flags, message, text, tmp_path, monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert re.search(message, fails(lambda: short_run(text, tmp_path / "new", *flags.split()), capsys))
     assert not (tmp_path / "new" / "config.json").exists()
+
+
+def test_several_processes_need_torchrun(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "WORLD_SIZE=2 without RANK" in fails(lambda: short_run(text, tmp_path / "run"), capsys)
 
 
 def test_auto_takes_the_best_device(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 
 import train
 from maelm import MAELM, NUM_SPECIAL, PRESETS, Config
-from support import cost, data, muon
+from support import cost, data, muon, predict
 from support.run import Place, load_model, read_log
 from tests.common import arguments, contents, fails, same, short_run
 
@@ -70,6 +70,26 @@ def test_training_learns_the_little_language(ablation, text, tmp_path, capsys):
     train.main(["--fill-mask", "my friend likes [MASK] bread [MASK], number 12.", "--init", str(out)])
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("[MASK] 1: some 0.") and second.startswith("[MASK] 2: today 0.")
+
+
+def test_half_a_character_does_not_break_fill_mask(finished, capsys):
+    train.main(["--fill-mask", "a \ud800 [MASK]", "--init", str(finished)])
+    assert capsys.readouterr().out.startswith("[MASK] 1: ")
+
+
+def test_examples_mask_whole_words(monkeypatch):
+    class Words:
+        def decode(self, ids):
+            return "".join(f" {chr(97 + i % 26)}" if i < 280 else "." for i in ids)
+
+    def guess(model, tokens, masked):
+        row, at = tokens[0], masked[0].tolist().index(True)
+        assert (row[at:at + 2] < 280).all()
+        return torch.tensor([[row[at], 5, 6]]), torch.tensor([[0.5, 0.2, 0.1]])
+
+    monkeypatch.setattr(predict, "predict", guess)
+    printed = predict.examples(MAELM(TINY), Words(), RandomRows(300))
+    assert printed.count("0.50  f 0.20  g 0.10") == predict.SHOWN
 
 
 # ---- Batches and evaluation -----------------------------------------------------------------------------------------
