@@ -1,21 +1,17 @@
 """How many dimensions a text encoder uses: Figure 1 and Table 3 of the paper, for any model.
 
     python rank.py out/toy out/toy-mlm                     # run folders of train.py or finetune.py, or checkpoints
-    torchrun --nproc_per_node 8 rank.py hf:roberta-base --data PATH --tokens 5000000
+    python rank.py hf:roberta-base --data PATH --tokens 5000000
 
-The effective rank of H (N, d) is the smallest number of singular values whose squares sum to a share tau of all:
-
-    >>> effective_rank(torch.eye(5, 4) * torch.tensor([4.0, 3.0, 2.0, 1.0]))  # 16 + 9 + 4 of 30 are 0.9 or more
-    3
-
-Three curves over the layers 0 (embeddings) to L, from the same text (Figure 1; the second one at L is Table 3):
+The effective rank of H (N, d) is the smallest number of singular values whose squares sum to a share tau of all. Three
+curves over the layers 0 (embeddings) to L, of the same text (Figure 1; the second one at L is Table 3):
 
     with_mask     all tokens, 15 % of them replaced by [MASK] as in MLM: H^l of section 2.2
     without_mask  all tokens of the unmasked text, as downstream tasks have it: H~^l of section 2.2
     mask_only     of the masked text, the representations at [MASK] only: H_M^l, Figure 1(b)
 
 The paper's formula takes the singular values of H itself ("uncentered"); its text speaks of variance ("centered": the
-mean row is subtracted first). A mean that is common to all rows can make the first rank 1, so both are reported.
+mean row is subtracted first).
 """
 import argparse
 import math
@@ -26,16 +22,17 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from maelm import CLS, MASK, NUM_SPECIAL, SEP, Config, Encoder, corrupt, require, require_positive
+from maelm import CLS, MASK, NUM_SPECIAL, SEP, Config, Encoder, corrupt
+from support.checkpoints import corpus_settings, load_encoder, run_settings
+from support.convert import open_hub
 from support.data import VAL_SHARE, Rows, corpus, documents, in_validation, parts, seed_of
-from support.files import Parser, UserError, alone_in, clear_errors, write_json
-from support.hub import open_hub
-from support.run import (Place, add_flags, choose_place, corpus_settings, figure, given_flags, load_encoder,
-                         run_settings)
+from support.device import make_worker
+from support.files import UserError, clear_errors, lock_folder, write_json
+from support.flags import Parser, add_flags, given_flags, require, require_positive
+from support.log import figure
 
 CURVES = ("with_mask", "without_mask", "mask_only")
 CENTERINGS = {"uncentered": False, "centered": True}
@@ -43,44 +40,32 @@ MASKING = Config(mask_rate=0.15)  # section 2.2
 
 
 # ---- 1. Effective rank: section 2.2 -------------------------------------------------------------------------
-def tau_rank(values: Tensor, tau: float) -> int:
-    """rank_tau of section 2.2: the smallest k such that the k largest values add up to at least tau times the total.
-
-    values (d,) float64 are all sigma_i^2, in descending order, none below 0. Returns an int from 1 to d, or 0 if all
-    values are 0. A sum that falls short by at most 1e-9 times the total is enough: despite rounding, 9 of 10 equal
-    values are then 0.9 of all. Raises ValueError unless 0 < tau < 1."""
+def tau_rank(values, tau: float) -> int:
+    """The smallest k such that the k first of the values sigma_i^2, (d,) float64 in descending order, hold at least a
+    share tau of their sum (rank_tau of section 2.2); 0 if all are 0."""
     if not 0 < tau < 1:
         raise ValueError(f"tau={tau}: use 0 < tau < 1")
     if values[0] == 0:  # the largest
         return 0
-    reached = values.cumsum(0) >= (tau - 1e-9) * values.sum()
+    reached = values.cumsum(0) >= (tau - 1e-9) * values.sum()  # 9 of 10 equal values are 0.9, despite rounding
     return int((~reached).sum()) + 1
 
 
-def effective_rank(h_or_gram: Tensor | np.ndarray, tau: float = 0.9) -> int:
-    """rank_tau(H), section 2.2, by `tau_rank` in float64. The argument, of any real dtype, is H (N, d) or its Gram
-    matrix H^T H (d, d), whose eigenvalues are the squared singular values of H.
-
-    A square matrix that equals its transpose (to 1e-9 of each entry or 1e-12 of the largest) is a Gram matrix, any
-    other one is H. The mean is not subtracted. Raises ValueError if the input is not 2-D, is empty, or has NaN or
-    infinity, or if a Gram matrix has an eigenvalue below -1e-6 times the largest (others below 0 count as 0)."""
-    x = torch.as_tensor(h_or_gram).double()
+def effective_rank(h, tau: float = 0.9) -> int:
+    """rank_tau(H) of H (N, d) of any real dtype, in float64; section 2.2. Raises ValueError for what has none."""
+    x = torch.as_tensor(h).double()
     if x.ndim != 2 or x.numel() == 0 or not x.isfinite().all():
-        raise ValueError("effective_rank: needs a matrix (N, d) or (d, d), not empty and without NaN or infinity; "
-                         f"this one has shape {tuple(x.shape)}")
-    square = x.shape[0] == x.shape[1]
-    is_gram = square and torch.allclose(x, x.T, rtol=1e-9, atol=1e-12 * float(x.abs().max()))
-    if not is_gram:
-        return tau_rank(torch.linalg.svdvals(x) ** 2, tau)
-    values = torch.linalg.eigvalsh(x).flip(0)  # ascending -> descending
-    if values[-1] < -1e-6 * values.abs().max():
-        raise ValueError(f"effective_rank: this Gram matrix has the eigenvalue {values[-1]:.3g} < 0")
-    return tau_rank(values.clamp(min=0), tau)
+        raise ValueError(f"effective_rank: needs finite numbers of shape (N, d), not {tuple(x.shape)}")
+    return tau_rank(torch.linalg.svdvals(x) ** 2, tau)
+
+
+def gram_spectrum(gram):
+    """The squared singular values of H from H^T H (d, d) float64, whose eigenvalues they are: (d,), descending."""
+    return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0)  # rounding can push them below 0
 
 
 class Moments:
     """Count, sum and Gram matrix of the rows of H (N, d) in float64, batch by batch; H is never held."""
-
     def __init__(self, d: int, device: torch.device | str = "cpu"):
         if torch.device(device).type == "mps":
             device = "cpu"  # mps has no float64
@@ -88,32 +73,24 @@ class Moments:
         self.total = torch.zeros(d, dtype=torch.float64, device=device)
         self.gram = torch.zeros(d, d, dtype=torch.float64, device=device)
 
-    def add(self, h: Tensor) -> None:
+    def add(self, h):
         """Include the rows of h (N, d)."""
         h = h.to(self.gram)
         self.count += len(h)
         self.total += h.sum(0)
         self.gram += h.T @ h
 
-    def spectrum(self, centered: bool) -> Tensor:
+    def spectrum(self, centered: bool):
         """sigma_i^2 of H, or of H minus its mean row: (d,) float64, descending. UserError for NaN or infinity."""
         gram = self.gram
         if centered:
             gram = gram - torch.outer(self.total, self.total) / max(1, self.count)
         if not gram.isfinite().all():
             raise UserError("hidden states with NaN or infinity; use another checkpoint")
-        # Equal rows minus their mean leave float32 noise, about 1e-14 of the squares. Its spectrum is flat and would
-        # pass for a high rank: so little counts as zero.
+        # Equal rows minus their mean leave rounding errors, whose flat spectrum would pass for a high rank.
         if gram.trace() <= 1e-12 * self.gram.trace():
             return torch.zeros_like(self.total)
-        return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0)
-
-    def all_reduce(self, place: Place) -> None:
-        """Include the rows of all processes."""
-        self.count = round(sum(place.sum(self.count)))
-        if place.world > 1:
-            dist.all_reduce(self.total)
-            dist.all_reduce(self.gram)
+        return gram_spectrum(gram)
 
 
 # ---- 2. What is measured, on which text ---------------------------------------------------------------------
@@ -132,14 +109,10 @@ class RankConfig:
 
     def __post_init__(self):
         require_positive(self, "tokens", "seq_len", "batch_size")
-        require(
-            self,
-            tau=all(0 < tau < 1 for tau in self.tau),
-            seed=0 <= self.seed < 2 ** 63,
-        )
+        require(self, tau=all(0 < tau < 1 for tau in self.tau), seed=0 <= self.seed < 2 ** 63)
 
 
-class Subject(NamedTuple):
+class Measurement(NamedTuple):
     """An encoder and the rows of tokens to measure it on."""
     name: str
     encode: Callable[[Tensor], list[Tensor]]  # (B, n) int64 on the CPU -> H^0 ... H^L, (B, n, d) float32
@@ -153,11 +126,10 @@ class Subject(NamedTuple):
     reads_mask: bool = True  # whether it was trained on [MASK]
 
 
-def run_subject(name: str, config: RankConfig, place: Place) -> Subject:
-    """A model of this repository, on the text of --data, else on the validation rows of its own corpus, else (after
-    fine-tuning or import) on docs. UserError if there is no model."""
+def measurement_of_run(name: str, config: RankConfig, device: torch.device) -> Measurement:
+    """A model of ours on --data, else on its own validation rows, else (fine-tuned or imported) on docs."""
     path = Path(name)
-    encoder, tokenizer, shape = load_encoder(path, place.device)
+    encoder, tokenizer, shape = load_encoder(path, device)
     home = path if path.is_dir() else path.parent
     settings = run_settings(home)
     text = config.data or settings.get("data", "docs")
@@ -165,26 +137,27 @@ def run_subject(name: str, config: RankConfig, place: Place) -> Subject:
         rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config)
     else:
         rows = Rows(corpus(**corpus_settings(shape, settings, tokenizer)), "val")
-    positions = torch.arange(shape.seq_len, device=place.device)[None]  # (1, n)
+    positions = torch.arange(shape.seq_len, device=device)[None]  # (1, n)
 
-    def encode(tokens: Tensor) -> list[Tensor]:
-        return encoder(tokens.to(place.device), positions, all_layers=True)
+    def encode(tokens):
+        return encoder(tokens.to(device), positions, all_layers=True)
 
-    return Subject(name, encode, rows, text, shape.encoder_dim, shape.seq_len, MASK, list(range(NUM_SPECIAL)), encoder,
-                   reads_mask=shape.mask_in_encoder > 0 and shape.encoder_fill == "mask")
+    reads_mask = shape.mask_in_encoder > 0 and shape.encoder_fill == "mask"
+    return Measurement(name, encode, rows, text, shape.encoder_dim, shape.seq_len, MASK, list(range(NUM_SPECIAL)),
+                       encoder, reads_mask)
 
 
-def hub_subject(name: str, config: RankConfig, place: Place) -> Subject:
+def measurement_of_hub(name: str, config: RankConfig, device: torch.device) -> Measurement:
     """Any encoder of transformers' AutoModel with its own tokenizer, on the validation documents of --data or docs."""
     model, tokenizer, longest = open_hub(name)
-    model = model.to(place.device)
+    model = model.to(device)
 
     def encode_text(text: str) -> list[int]:
         text = text.replace(tokenizer.mask_token, "")
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def encode(tokens: Tensor) -> list[Tensor]:
-        tokens = tokens.to(place.device)
+    def encode(tokens):
+        tokens = tokens.to(device)
         out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True)
         # The last of hidden_states lacks the final LayerNorm in some families.
         return [*out.hidden_states[:-1], out.last_hidden_state]
@@ -199,13 +172,11 @@ def hub_subject(name: str, config: RankConfig, place: Place) -> Subject:
     text, n = config.data or "docs", min(config.seq_len, longest)
     rows = text_rows(text, encode_text, frame, n, config)
     specials = sorted(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
-    return Subject(name, encode, rows, text, model.config.hidden_size, n, tokenizer.mask_token_id, specials)
+    return Measurement(name, encode, rows, text, model.config.hidden_size, n, tokenizer.mask_token_id, specials)
 
 
-def text_rows(source: str, encode: Callable, frame: tuple[list[int], list[int], list[int]], n: int,
-              config: RankConfig) -> np.ndarray:
-    """Validation documents of `source`, as --val-share draws them, as full rows (rows, n) int64 of at most --tokens
-    tokens. `frame`: the ids before each row, after each document and after each row. UserError if there is no row."""
+def text_rows(source: str, encode: Callable, frame: tuple[list[int], list[int], list[int]], n: int, config: RankConfig):
+    """Validation documents as rows (rows, n) int64. `frame`: ids before a row, after a document, after a row."""
     before, between, after = frame
     room = n - len(before) - len(after)
     read = parts(source, config.column)
@@ -218,8 +189,7 @@ def text_rows(source: str, encode: Callable, frame: tuple[list[int], list[int], 
             break
     count = min(size // room, math.ceil(config.tokens / n)) if room > 0 else 0
     if count == 0:
-        raise UserError(f"--data {source}: its validation part has {size} tokens, less than a row of {n}; use more "
-                        "text, or all of it with --val-share 1")
+        raise UserError(f"--data {source}: {size} validation tokens are less than a row of {n}; use --val-share 1")
     body = np.concatenate(pieces)[:count * room].reshape(count, room)
     before, after = np.tile(before, (count, 1)), np.tile(after, (count, 1))
     return np.concatenate([before, body, after], axis=1).astype(np.int64)  # an empty frame is float64
@@ -227,35 +197,30 @@ def text_rows(source: str, encode: Callable, frame: tuple[list[int], list[int], 
 
 # ---- 3. Measuring -------------------------------------------------------------------------------------------
 @torch.no_grad()
-def measure(subject: Subject, config: RankConfig, place: Place) -> dict[str, list[Moments]]:
-    """Curve -> the moments of layers 0 to L, over all processes. UserError if there is too little text."""
-    n, d = subject.seq_len, subject.dim
-    count = min(len(subject.rows), math.ceil(config.tokens / n))
+def measure(measurement: Measurement, config: RankConfig) -> dict[str, list[Moments]]:
+    """Curve -> the moments of layers 0 to L. UserError if there is too little text."""
+    n, d = measurement.seq_len, measurement.dim
+    count = min(len(measurement.rows), math.ceil(config.tokens / n))
     masks = count * MASKING.masks_per_row(n)
     batches = range(0, count, config.batch_size)
-    if masks < 10 * d or len(batches) < place.world:
-        raise UserError(f"{subject.name}: {count} rows of {n} tokens hold {masks:,} [MASK], fewer than 10 d = "
-                        f"{10 * d:,} or than one batch for each process: too little for a rank. Raise --tokens, or "
-                        "give more text: --data, --val-share 1")
-    indices = np.linspace(0, len(subject.rows) - 1, count).astype(np.int64)  # from the whole text
+    if masks < 10 * d:
+        raise UserError(f"{measurement.name}: {masks:,} [MASK] are fewer than 10 d = {10 * d:,}, too few for a rank; "
+                        "raise --tokens, or give more text: --data, --val-share 1")
+    indices = np.linspace(0, len(measurement.rows) - 1, count).astype(np.int64)  # from the whole text
     moments = {curve: [] for curve in CURVES}
-    mine = batches[place.rank::place.world]
-    for start in tqdm(mine, subject.name, leave=False, disable=None if place.first else True):
-        tokens = torch.from_numpy(subject.rows[indices[start:start + config.batch_size]])  # (B, n)
-        maskable = ~torch.isin(tokens, torch.tensor(subject.specials))
+    for start in tqdm(batches, measurement.name, leave=False, disable=None):
+        tokens = torch.from_numpy(measurement.rows[indices[start:start + config.batch_size]])  # (B, n)
+        maskable = ~torch.isin(tokens, torch.tensor(measurement.specials))
         generator = torch.Generator().manual_seed(seed_of(config.seed, start))
         masked = corrupt(tokens, MASKING, generator, maskable).masked
-        with_mask = subject.encode(tokens.masked_fill(masked, subject.mask))
+        with_mask = measurement.encode(tokens.masked_fill(masked, measurement.mask))
         add_rows(moments["with_mask"], with_mask)
         add_rows(moments["mask_only"], [h[masked.to(h.device)] for h in with_mask])
-        add_rows(moments["without_mask"], subject.encode(tokens))
-    for layers in moments.values():
-        for layer in layers:
-            layer.all_reduce(place)
+        add_rows(moments["without_mask"], measurement.encode(tokens))
     return moments
 
 
-def add_rows(moments: list[Moments], states: list[Tensor]) -> None:
+def add_rows(moments: list[Moments], states):
     """Include the rows of H^0 ... H^L, each (..., d), in the moments of their layers, which are made at first."""
     if not moments:
         moments += [Moments(h.shape[-1], h.device) for h in states]
@@ -263,9 +228,9 @@ def add_rows(moments: list[Moments], states: list[Tensor]) -> None:
         layer.add(h.reshape(-1, h.shape[-1]))
 
 
-def analyse(subject: Subject, config: RankConfig, place: Place) -> dict:
+def analyse(measurement: Measurement, config: RankConfig) -> dict:
     """A model's part of rank.json: for each layer the ranks by centering, curve and tau."""
-    moments = measure(subject, config, place)
+    moments = measure(measurement, config)
     layers = []
     for layer in range(len(moments["with_mask"])):
         ranks = {centering: {} for centering in CENTERINGS}
@@ -274,12 +239,12 @@ def analyse(subject: Subject, config: RankConfig, place: Place) -> dict:
                 values = moments[curve][layer].spectrum(centered)
                 ranks[centering][curve] = {str(tau): tau_rank(values, tau) for tau in config.tau}
         layers.append(ranks)
-    return {"d": subject.dim, "n": {curve: moments[curve][0].count for curve in CURVES}, "text": subject.text,
-            "trained_on_mask": subject.reads_mask, "layers": layers}
+    return {"d": measurement.dim, "n": {curve: moments[curve][0].count for curve in CURVES}, "text": measurement.text,
+            "trained_on_mask": measurement.reads_mask, "layers": layers}
 
 
 # ---- 4. Table and figure ------------------------------------------------------------------------------------
-def select(model: dict, curve: str, centering: str, tau: float) -> list[int]:
+def ranks_of(model: dict, curve: str, centering: str, tau: float) -> list[int]:
     """The ranks of one curve of a model in rank.json, layers 0 to L."""
     return [layer[centering][curve][str(tau)] for layer in model["layers"]]
 
@@ -289,14 +254,14 @@ def size_of(model: dict) -> str:
     return f"{model['n']['without_mask']:,} tokens ({model['n']['mask_only']:,} [MASK]), d = {model['d']}"
 
 
-def table(name: str, model: dict, tau: float) -> str:
+def format_table(name: str, model: dict, tau: float) -> str:
     """The ranks of a model at one tau, by layer, curve and centering."""
     heads = "".join(f"{head:>9}" for head in ("with", "without", "[MASK]"))
     lines = [f"{name}: rank_{tau} of {size_of(model)}, text {model['text']}",
              f"     {'uncentered (formula)':>27} |{'centered (variance)':>27}", f"layer{heads} |{heads}"]
     columns = []
     for centering in CENTERINGS:
-        columns += [select(model, curve, centering, tau) for curve in CURVES]
+        columns += [ranks_of(model, curve, centering, tau) for curve in CURVES]
     for layer, ranks in enumerate(zip(*columns)):
         cells = [f"{rank:>9}" for rank in ranks]
         lines.append(f"{layer:>5}{''.join(cells[:3])} |{''.join(cells[3:])}")
@@ -309,13 +274,13 @@ LINES = {"with_mask": (0, "o-", "input with [MASK]"), "without_mask": (0, "s--",
          "mask_only": (1, "^-", "[MASK] vectors")}  # curve: panel, style, label
 
 
-def draw(models: dict[str, dict], config: RankConfig) -> None:
+def draw(models: dict[str, dict], config: RankConfig):
     """rank.png as Figure 1: (a) rank with and without [MASK] in the input, (b) rank of [MASK], by layer."""
     tau = config.tau[0]
     with figure(config.out / "rank.png", panels=2) as (drawn, axes):
         for number, (name, model) in enumerate(models.items()):
             for curve, (panel, style, label) in LINES.items():
-                ranks = select(model, curve, "uncentered", tau)
+                ranks = ranks_of(model, curve, "uncentered", tau)
                 axes[panel].plot(ranks, style, color=f"C{number}", label=f"{name}, {label}")
         for axis, title in zip(axes, ("(a) all tokens", "(b) [MASK] tokens")):
             axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {tau}", title=title)
@@ -327,7 +292,7 @@ def draw(models: dict[str, dict], config: RankConfig) -> None:
 
 
 # ---- 5. Command line ----------------------------------------------------------------------------------------
-def read_options(argv: list[str] | None) -> tuple[list[str], RankConfig]:
+def read_options(argv) -> tuple[list[str], RankConfig]:
     """Command line -> names of models, and what to do."""
     parser = Parser("rank.py", __doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a run folder, a checkpoint, or hf:NAME_OR_FOLDER")
@@ -340,34 +305,27 @@ def read_options(argv: list[str] | None) -> tuple[list[str], RankConfig]:
         config = RankConfig(**given_flags(options, RankConfig))
     except ValueError as error:
         parser.error(str(error))
-    local = [name for name in options.models if not name.startswith("hf:")]
-    for name in local:
-        if not Path(name).exists():  # before the first is measured
+    for name in options.models:
+        if not name.startswith("hf:") and not Path(name).exists():  # before the first is measured
             parser.error(f"{name}: no such run folder or checkpoint")
-    if len({Path(name).resolve() for name in local}) < len(local):
-        parser.error("MODEL: name each model once")
     return options.models, config
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv=None):
     names, config = read_options(argv)
     with clear_errors("rank.py"):
-        place = choose_place("fp32")
+        device = make_worker("fp32").device
         torch.set_float32_matmul_precision("highest")  # TF32, as in training, is too coarse for a covariance
         models = {}
         for name in names:
-            subject = hub_subject(name, config, place) if name.startswith("hf:") else run_subject(name, config, place)
-            place.join()
-            models[name] = analyse(subject, config, place)
-            if place.first:
-                print(table(name, models[name], config.tau[0]), flush=True)
-        if place.first:
-            with alone_in(config.out):
-                write_json(config.out / "rank.json", {"tau": list(config.tau), "models": models})
-                draw(models, config)
-            print("with: all tokens of the text with 15 % [MASK]; without: of the same text unmasked; [MASK]: at masks")
-            print(f"{config.out}: rank.json, rank.png")
-        place.leave()
+            open_model = measurement_of_hub if name.startswith("hf:") else measurement_of_run
+            models[name] = analyse(open_model(name, config, device), config)
+            print(format_table(name, models[name], config.tau[0]), flush=True)
+        with lock_folder(config.out):
+            write_json(config.out / "rank.json", {"tau": list(config.tau), "models": models})
+            draw(models, config)
+        print("with: all tokens of the text with 15 % [MASK]; without: of the same text unmasked; [MASK]: at masks")
+        print(f"{config.out}: rank.json, rank.png")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@
     torchrun --standalone --nproc_per_node 8 train.py --preset base --data hf:wikimedia/wikipedia:20231101.en
 
 Every field of both configurations is a flag; -h shows the values of --preset. The same command again continues an
-unfinished run. Everything random in a step is a function of (seed, step): rows do not depend on the number of
-processes, nor do masks and dropout as long as each process has micro_batch_size sequences of a batch.
+unfinished run. A step's rows never depend on the number of processes; masks and dropout do only if a process gets fewer
+than micro_batch_size rows.
 """
-import argparse
 import importlib.util
 import json
 import math
@@ -18,7 +17,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,16 +27,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from maelm import ABLATIONS, MAELM, NUM_SPECIAL, PRESETS, Config, Corruption, corrupt, require, require_positive
-from support.cost import estimate, flops, passes, peak_of
+from maelm import ABLATIONS, MAELM, NUM_SPECIAL, PRESETS, Config, Corruption, corrupt
+from support.checkpoints import (checkpoint_of, checkpoints, corpus_settings, load_checkpoint, load_model,
+                                 save_checkpoint)
+from support.cost import describe_epochs, estimate, flops, peak_of
 from support.data import CACHE, VAL_SHARE, Rows, corpus, corpus_folder, rows_of_step, seed_of
-from support.files import (Parser, UserError, alone_in, atomic, clear_errors, file_hash, read_json, refuse_other_files,
-                           same_settings, write_json)
+from support.device import Interrupt, Worker, explain_out_of_memory, make_worker
+from support.files import (UserError, atomic, clear_errors, lock_folder, read_json, refuse_other_files, same_settings,
+                           short_hash, write_json)
+from support.flags import Parser, add_flags, given_flags, require, require_positive, value_in
+from support.log import draw_loss, open_wandb, read_log
 from support.muon import make_optimizers
 from support.predict import examples, fill_mask
-from support.run import (Interrupt, Place, add_flags, checkpoint_of, checkpoints, choose_place, corpus_settings,
-                         draw_loss, given_flags, learning_rate_factor, load_checkpoint, load_model,
-                         name_want_of_memory, open_wandb, read_log, save_checkpoint, set_damaged_aside, value_in)
 from support.tokenizer import Tokenizer
 
 
@@ -117,9 +118,8 @@ MAY_CHANGE = {"init", "tokenizer", "stop_at", "micro_batch_size", "device", "com
 
 
 def make_config(preset: str = "base", ablation: str = "mae-lm", start: dict | None = None, **flags) -> Config:
-    """Default < preset (or the fields `start`) < ablation < flag. The decoder sizes of Table 2 are base's. With another
-    preset they keep their ratios, to the encoder's width in whole heads and to the depth of the preset's own decoder.
-    ValueError for a bad field, and where such a depth is not a whole number."""
+    """Default < preset (or the fields `start`) < ablation < flag. Table 2 has base's decoder sizes: other presets keep
+    their ratios, in whole heads and to the preset's own depth. ValueError for a bad field or a broken depth."""
     own = PRESETS[preset] if start is None else start
     change = {field: value for field, value in ABLATIONS[ablation].items() if field not in flags}
     if "decoder_layers" in change:
@@ -139,19 +139,17 @@ def make_config(preset: str = "base", ablation: str = "mae-lm", start: dict | No
 
 SHAPE = ("vocab_size", "seq_len", "encoder_layers", "encoder_dim", "encoder_heads", "norm", "rel_pos_buckets",
          "rel_pos_max_distance")  # fields that the encoder's weights decide
+OBJECTIVE = set().union(*ABLATIONS.values()) - {*SHAPE}  # fields that rows of Table 2 decide
 
 
 def config_from(there: Config, ablation: str | None, flags: dict) -> Config:
-    """The configuration of a run that begins with the weights of a model of configuration `there`: the same, but for
-    flags and what an ablation says about masks and decoder. ValueError for another SHAPE, and as make_config."""
+    """The configuration `there` of a model, with flags and the OBJECTIVE of an ablation. ValueError: another SHAPE."""
     if ablation is None:
-        config = Config(**asdict(there) | flags)
+        config = replace(there, **flags)
     else:
-        kept = (*SHAPE, "dropout", "init_std", "position_init", "decoder_position_std", "decoder_relative",
-                "mask_rate")
-        start = {name: getattr(there, name) for name in kept}
         # A decoder that is new is as deep as those of the presets.
-        start["decoder_layers"] = there.decoder_layers or max(1, min(4, there.encoder_layers // 3))
+        depth = there.decoder_layers or max(1, min(4, there.encoder_layers // 3))
+        start = asdict(there) | {name: getattr(Config, name) for name in OBJECTIVE} | {"decoder_layers": depth}
         config = make_config(ablation=ablation, start=start, **flags)
     for name in SHAPE:
         if getattr(config, name) != getattr(there, name):
@@ -159,8 +157,22 @@ def config_from(there: Config, ablation: str | None, flags: dict) -> Config:
     return config
 
 
-def parse(argv: list[str] | None) -> tuple[Config, TrainConfig, argparse.Namespace]:
-    """Command line -> what is computed, how it is trained, and the rest."""
+@dataclass(frozen=True)
+class Command:
+    """What the command line asks for."""
+    config: Config
+    train: TrainConfig
+    out: Path
+    resume: bool
+    prepare: bool
+    estimate: bool
+    fill_mask: str | None
+    start: MAELM | None  # the model of --init, to begin with
+    tokenizer: Tokenizer | None  # that of --init or --tokenizer; without it, the corpus has its own
+
+
+def parse(argv) -> Command:
+    """Read the command line. It ends the program for flags that are not possible."""
     parser = Parser("train.py", __doc__)
     add = parser.add_argument
     add("--preset", default="toy", choices=PRESETS, help="section 4.1 and Table 4 [toy]")
@@ -175,36 +187,33 @@ def parse(argv: list[str] | None) -> tuple[Config, TrainConfig, argparse.Namespa
     add_flags(parser, TrainConfig, TRAIN_PRESETS.get(preset, {}))
     options = parser.parse_args(argv)
     flags, recipe = given_flags(options, Config), given_flags(options, TrainConfig)
-    name, options.start, options.tokenizer = options.preset, None, None
+    name, start, tokenizer = options.preset, None, None
     try:
-        if recipe.get("init", "").startswith("hf:"):
-            raise ValueError(f"--init {options.init}: first python -m support.convert import {options.init} FOLDER")
         if "init" in recipe and "tokenizer" in recipe:
             raise ValueError("--tokenizer: --init comes with its own")
         if recipe.get("wandb") and importlib.util.find_spec("wandb") is None:
             raise ValueError("--wandb: this needs the package wandb: pip install wandb")
         if "init" in recipe and options.fill_mask is None:
-            options.start = load_model(Path(options.init))
-            model, options.tokenizer = options.start
-            config = config_from(model.config, options.ablation, flags)
-            name = f"{folder_of(options.init).resolve().name}-{options.ablation or 'more'}"
+            start, tokenizer = load_model(Path(options.init))
+            config = config_from(start.config, options.ablation, flags)
+            name = f"{checkpoint_of(Path(options.init)).resolve().parent.name}-{options.ablation or 'more'}"
         else:
             if "tokenizer" in recipe:
-                options.tokenizer = Tokenizer.read(recipe["tokenizer"])
-                flags.setdefault("vocab_size", len(options.tokenizer))
+                tokenizer = Tokenizer.read(recipe["tokenizer"])
+                flags.setdefault("vocab_size", len(tokenizer))
             config = make_config(options.preset, options.ablation or "mae-lm", **flags)
             if options.ablation not in (None, "mae-lm"):
                 name += f"-{options.ablation}"
-        if options.tokenizer is not None:
-            fits(options.tokenizer, config, recipe)
+        if tokenizer is not None:
+            check_tokenizer(tokenizer, config, recipe)
         train = TrainConfig(**TRAIN_PRESETS[options.preset] | recipe)
     except ValueError as error:
         parser.error(str(error))
-    options.out = options.out or Path("out") / name
-    return config, train, options
+    return Command(config, train, options.out or Path("out") / name, options.resume, options.prepare, options.estimate,
+                   options.fill_mask, start, tokenizer)
 
 
-def fits(tokenizer: Tokenizer, config: Config, recipe: dict) -> None:
+def check_tokenizer(tokenizer: Tokenizer, config: Config, recipe: dict):
     """Take `uncased` from a tokenizer that is given. ValueError for flags that contradict it."""
     if recipe.setdefault("uncased", tokenizer.uncased) != tokenizer.uncased:
         raise ValueError(f"uncased={recipe['uncased']}: the given tokenizer has {tokenizer.uncased}")
@@ -212,12 +221,14 @@ def fits(tokenizer: Tokenizer, config: Config, recipe: dict) -> None:
         raise ValueError(f"vocab_size={config.vocab_size}: the given tokenizer has {len(tokenizer)} tokens")
 
 
-def folder_of(init: str) -> Path:
-    """The run folder that --init names, itself or by a checkpoint in it."""
-    return Path(init).parent if Path(init).is_file() else Path(init)
-
-
 # ---- 2. One training step, and evaluation -------------------------------------------------------------------
+def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
+    """Share of the peak learning rate at a step: linear warm-up, then linear decay to 0 (Table 4)."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return (max_steps - step) / (max_steps - warmup_steps)
+
+
 Batch = tuple[Tensor, Corruption]  # tokens (B, n) int64, and what is masked in them
 
 
@@ -230,17 +241,16 @@ def micro_batch(train: TrainConfig, world: int) -> int:
     return size
 
 
-def batch_of_step(step: int, rows: Rows, config: Config, train: TrainConfig, place: Place) -> list[Batch]:
-    """This process's micro-batches of a step: those whose number modulo `world` is its rank. The rows are a function of
-    (seed, step), and the masks of (seed, step, number of the micro-batch)."""
-    size = micro_batch(train, place.world)
+def batch_of_step(step: int, rows: Rows, config: Config, train: TrainConfig, worker: Worker) -> list[Batch]:
+    """This process's micro-batches of a step: rows by (seed, step), masks by (seed, step, micro-batch)."""
+    size = micro_batch(train, worker.world_size)
     chosen = rows_of_step(train.seed, step, train.batch_size, len(rows))
     batches = []
-    for number in range(place.rank, train.batch_size // size, place.world):
+    for number in range(worker.rank, train.batch_size // size, worker.world_size):
         tokens = torch.from_numpy(rows[chosen[number * size:(number + 1) * size]])  # (size, n)
         generator = torch.Generator().manual_seed(seed_of(train.seed, step, number))
         batch = tokens, corrupt(tokens, config, generator)
-        if place.device.type == "cuda":  # from pinned memory a copy does not wait for the GPU
+        if worker.device.type == "cuda":  # from pinned memory a copy does not wait for the GPU
             batch = tokens.pin_memory(), Corruption(*[x.pin_memory() for x in batch[1]])
         batches.append(batch)
     return batches
@@ -252,19 +262,16 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return tokens, Corruption(*fields)
 
 
-def train_step(model: nn.Module, optimizers: list, batches: list[Batch], step: int, train: TrainConfig,
-               place: Place) -> tuple[Tensor, Tensor]:
-    """One optimizer step. Returns this process's mean loss and the norm of the gradient before clipping, scalars. Every
-    row has the same number of masks and every micro-batch the same number of rows, so the mean of means is the mean
-    over masked tokens."""
-    total = torch.zeros((), device=place.device)
+def train_step(model: nn.Module, optimizers: list, batches: list[Batch], step: int, train: TrainConfig, worker: Worker):
+    """One optimizer step -> this process's mean loss, and the norm of the gradient before clipping, scalars."""
+    total = torch.zeros((), device=worker.device)
     for i, batch in enumerate(batches):  # their gradients add up in p.grad
-        torch.manual_seed(seed_of(train.seed, step, i * place.world + place.rank, 1))  # for dropout
-        wait = place.world > 1 and i < len(batches) - 1
+        torch.manual_seed(seed_of(train.seed, step, i * worker.world_size + worker.rank, 1))  # for dropout
+        wait = worker.world_size > 1 and i < len(batches) - 1
         # DDP averages the gradients over processes in the backward pass, unless it is told to wait.
         with model.no_sync() if wait else nullcontext():
-            with place.autocast():
-                loss = model(*to_device(batch, place.device)) / len(batches)
+            with worker.autocast():
+                loss = model(*to_device(batch, worker.device)) / len(batches)
             loss.backward()
         total += loss.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm)
@@ -277,27 +284,27 @@ def train_step(model: nn.Module, optimizers: list, batches: list[Batch], step: i
     return total, norm
 
 
-def evaluation_tokens(rows: Rows, train: TrainConfig) -> Tensor:
+def evaluation_tokens(rows: Rows, train: TrainConfig):
     """At most eval_rows validation rows (rows, n) int64, evenly spaced over the whole text."""
     chosen = np.linspace(0, len(rows) - 1, min(train.eval_rows, len(rows))).astype(np.int64)
     return torch.from_numpy(rows[chosen])
 
 
 @torch.no_grad()
-def evaluate(model: MAELM, rows: Rows, train: TrainConfig, place: Place) -> float:
+def evaluate(model: MAELM, rows: Rows, train: TrainConfig, worker: Worker) -> float:
     """Mean loss on the evaluation_tokens with fixed masks, in nats per masked token."""
     model.eval()
     tokens = evaluation_tokens(rows, train)
     corruption = corrupt(tokens, model.config, torch.Generator().manual_seed(0))
     size, total, count = train.micro_batch_size, 0.0, 0
     # Each process takes every world-th micro-batch; the last one may be smaller, so rows are counted.
-    for start in range(place.rank * size, len(tokens), place.world * size):
+    for start in range(worker.rank * size, len(tokens), worker.world_size * size):
         part = tokens[start:start + size], Corruption(*[x[start:start + size] for x in corruption])
-        with place.autocast():
-            total += model(*to_device(part, place.device)).item() * len(part[0])
+        with worker.autocast():
+            total += model(*to_device(part, worker.device)).item() * len(part[0])
         count += len(part[0])
     model.train()
-    total, count = place.sum(total, count)
+    total, count = worker.all_reduce(total, count)
     return total / count
 
 
@@ -314,7 +321,7 @@ class Run:
     """A run, as far as it is after `step` steps."""
     out: Path
     train: TrainConfig
-    place: Place
+    worker: Worker
     rows: dict[str, Rows]
     model: MAELM
     optimizers: list
@@ -325,9 +332,9 @@ class Run:
 
 def loop(run: Run) -> int:
     """Train from run.step to train.last_step. Returns 0, or the number of the signal that ended it."""
-    model, train, place, out, step = run.model, run.train, run.place, run.out, run.step
+    model, train, worker, out, step = run.model, run.train, run.worker, run.out, run.step
     network = model
-    if place.world > 1:
+    if worker.world_size > 1:
         network = DistributedDataParallel(model, gradient_as_bucket_view=True)
         network.broadcast_buffers = False  # they never change (as an argument, it has another name in each version)
     tokens = train.batch_size * model.config.seq_len  # in a step
@@ -335,8 +342,8 @@ def loop(run: Run) -> int:
     stopped = False
     start = time.perf_counter() - run.seconds  # later by the time of evaluations
     logged = run.seconds  # seconds at the last line of the log
-    draw = partial(batch_of_step, rows=run.rows["train"], config=model.config, train=train, place=place)
-    bar = tqdm(total=train.last_step, initial=step, unit="step", disable=None if place.first else True)
+    draw = partial(batch_of_step, rows=run.rows["train"], config=model.config, train=train, worker=worker)
+    bar = tqdm(total=train.last_step, initial=step, unit="step", disable=None if worker.is_main else True)
     # Rows and masks of the next step are drawn by a thread while this step is computed.
     with Interrupt() as interrupt, bar, ThreadPoolExecutor(1) as ahead:
         coming = ahead.submit(draw, step)
@@ -345,7 +352,7 @@ def loop(run: Run) -> int:
             coming = ahead.submit(draw, step + 1)
 
             # ---- one training step ----
-            loss, norm = train_step(network, run.optimizers, batches, step, train, place)
+            loss, norm = train_step(network, run.optimizers, batches, step, train, worker)
             losses.append(loss)
             norms.append(norm)
             step += 1
@@ -353,21 +360,20 @@ def loop(run: Run) -> int:
             # ---------------------------
 
             # All processes stop if one is told to. To ask them makes a GPU wait: not after every step.
-            if place.world == 1 or step % 4 == 0:
-                stopped = sum(place.sum(interrupt.signal)) > 0
+            if worker.world_size == 1 or step % 4 == 0:
+                stopped = sum(worker.all_reduce(interrupt.signal)) > 0
             last = step == train.last_step or stopped
             saving = step % train.checkpoint_interval == 0 or last
 
             # ---- log, evaluate, save ----
             if step % train.log_interval == 0 or saving:  # also where a run can go on: its lines stay the same
                 # The mean over steps and processes: each process has an equal share of every batch.
-                loss = sum(place.sum(sum(losses))) / place.world / len(losses)
+                loss = sum(worker.all_reduce(sum(losses))) / worker.world_size / len(losses)
                 if not math.isfinite(loss):
-                    raise UserError(f"step {step}: the loss is not finite; checkpoints are as they were; start again "
-                                    "with a lower --learning-rate or --clip-norm in another --out")
+                    raise UserError(f"step {step}: the loss is not finite; start again with a lower --learning-rate")
                 seconds = time.perf_counter() - start
                 speed = len(losses) * tokens / (seconds - logged)
-                if place.first:
+                if worker.is_main:
                     norm = float(sum(norms)) / len(norms)
                     write_log(run, step=step, loss=loss, grad_norm=norm, seconds=seconds, tokens_per_second=speed,
                               **progress(run, step, speed))
@@ -375,15 +381,15 @@ def loop(run: Run) -> int:
                 losses, norms, logged = [], [], seconds
             if step % train.eval_interval == 0 or (last and not stopped):
                 seconds = time.perf_counter() - start
-                val_loss = evaluate(model, run.rows["val"], train, place)
+                val_loss = evaluate(model, run.rows["val"], train, worker)
                 start = time.perf_counter() - seconds
-                if place.first:
+                if worker.is_main:
                     write_log(run, step=step, val_loss=val_loss, seconds=seconds)
                     left = (train.last_step - step) / step * seconds / 60
                     bar.write(f"step {step:>6,}/{train.last_step:,}  validation loss {val_loss:.3f}  "
                               f"{step * tokens / seconds:,.0f} tokens/s  {left:.1f} min left")
                     sys.stdout.flush()
-            if saving and place.first:
+            if saving and worker.is_main:
                 save_checkpoint(out, step, model, run.optimizers, logged, train.keep_checkpoints)
                 draw_loss(out)
     return (interrupt.signal or 15) if stopped else 0
@@ -395,16 +401,16 @@ def progress(run: Run, step: int, speed: float) -> dict[str, float]:
     rows = step * run.train.batch_size
     found = dict(zip(("lr", "muon_lr"), rates)) | {
         "tokens": rows * run.model.config.seq_len, "epoch": round(rows / len(run.rows["train"]), 4)}
-    if run.place.device.type == "cuda":
+    if run.worker.device.type == "cuda":
         found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
         peak = peak_of(torch.cuda.get_device_name())
         if peak is not None:
             config = run.model.config
-            found["mfu"] = speed / config.seq_len * flops(config) / (peak * run.place.world)
+            found["mfu"] = speed / config.seq_len * flops(config) / (peak * run.worker.world_size)
     return found
 
 
-def write_log(run: Run, **line) -> None:
+def write_log(run: Run, **line):
     """Append a JSON object to log.jsonl, as a line."""
     with open(run.out / "log.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
@@ -413,56 +419,53 @@ def write_log(run: Run, **line) -> None:
 
 
 def copy_weights(model: MAELM, start: MAELM) -> str:
-    """Copy the weights of `start` that have the same names and shapes in a model: the encoder's, and of decoder and
-    head what fits. Returns the names of what is new."""
+    """Copy the weights of `start` that have the same name and shape in a model. Returns the names of what is new."""
     here = model.state_dict()
     taken = {name: x for name, x in start.state_dict().items() if name in here and x.shape == here[name].shape}
     model.load_state_dict(taken, strict=False)
     return ", ".join(dict.fromkeys(".".join(name.split(".")[:3]) for name in here if name not in taken))
 
 
-def open_run(config: Config, train: TrainConfig, options: argparse.Namespace, folder: Path, place: Place) -> Run:
-    """A run of this configuration on the prepared corpus `folder`: new, or as far as it is in --out. UserError if the
-    run there is another one; nothing is changed then."""
-    out = options.out
+def open_run(command: Command, folder: Path, worker: Worker) -> Run:
+    """A run on the prepared corpus `folder`: new, or as far as it is in --out. UserError if that is another run."""
+    config, train, out, start = command.config, command.train, command.out, command.start
     rows = {part: Rows(folder, part) for part in ("train", "val")}
     k, least = config.masks_per_row(config.seq_len), rows["train"].min_real
     if not 0 < k <= least:
-        raise UserError(f"mask_rate={config.mask_rate} masks {k} of {config.seq_len} tokens, but the rows have at "
-                        f"least {least} real tokens; use 1 to {least} masks")
+        raise UserError(f"mask_rate={config.mask_rate} masks {k} of {config.seq_len} tokens in a row: use 1 to {least}")
     torch.manual_seed(train.seed)
     model = MAELM(config)
-    if place.first:  # the others wait in join
-        settings = {"corpus": folder.name, "vocabulary": file_hash(folder / "tokenizer.json"), "init_weights": None,
-                    **asdict(config), **asdict(train)}
-        if options.start is not None:
-            settings["init_weights"] = file_hash(checkpoint_of(Path(train.init)))
-        claim(out, settings, options.resume)
+    if worker.is_main:  # the others wait in join
+        vocabulary = short_hash((folder / "tokenizer.json").read_bytes())
+        settings = {"corpus": folder.name, "vocabulary": vocabulary, "init_weights": None}
+        settings |= asdict(config) | asdict(train)
+        if start is not None:
+            settings["init_weights"] = short_hash(checkpoint_of(Path(train.init)).read_bytes())
+        check_run_folder(out, settings, command.resume)
         shutil.copyfile(folder / "tokenizer.json", out / "tokenizer.json")
-        set_damaged_aside(out)
-    place.join()
-    place.sum(0)  # until the first process is here
+    worker.init_process_group()
+    worker.all_reduce(0)  # until the first process is here
     state = load_checkpoint(out)
-    if options.start is not None and state is None:
-        new = copy_weights(model, options.start[0])
-        if place.first:
+    if start is not None and state is None:
+        new = copy_weights(model, start)
+        if worker.is_main:
             print(f"the weights of --init are copied; new: {new or 'nothing'}")
-    model = model.to(place.device)
-    run = Run(out, train, place, rows, model, make_optimizers(model, train, place.dtype))
+    model = model.to(worker.device)
+    run = Run(out, train, worker, rows, model, make_optimizers(model, train, worker.dtype))
     if state is not None:
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         run.step, run.seconds = state["step"], state["seconds"]
-    if sum(place.sum(run.step)) != place.world * run.step:
+    if sum(worker.all_reduce(run.step)) != worker.world_size * run.step:
         raise UserError(f"{out}: not all processes see the same checkpoints; --out must be one folder for all of them")
     return run
 
 
-def claim(out: Path, settings: dict, resume: bool) -> None:
+def check_run_folder(out: Path, settings: dict, resume: bool):
     """Write config.json to a new run folder, or compare it: UserError if the folder is of another run."""
     path = out / "config.json"
-    if path.is_file() and any(out.glob("step_*.pt*")):
+    if path.is_file() and checkpoints(out):
         same_settings(out, read_json(path), {name: settings[name] for name in settings if name not in MAY_CHANGE})
     elif resume:
         raise UserError(f"--resume: {out} holds no run to continue")
@@ -475,23 +478,23 @@ def claim(out: Path, settings: dict, resume: bool) -> None:
 
 def pretrain(run: Run) -> int:
     """Run or continue a pre-training run. Returns the exit code: 0, or 128 + the number of the signal that ended it."""
-    train, place, out = run.train, run.place, run.out
+    train, worker, out = run.train, run.worker, run.out
     if run.step >= train.last_step:
-        if place.first:
+        if worker.is_main:
             print(f"{out} is finished at step {run.step}: nothing to do; choose another --out for another run")
         return 0
     small = run.model.config.encoder_dim < 256  # a whole run takes less time than the compilation
-    if train.compile == "on" or (train.compile == "auto" and place.device.type == "cuda" and not small):
+    if train.compile == "on" or (train.compile == "auto" and worker.device.type == "cuda" and not small):
         torch._dynamo.config.suppress_errors = train.compile == "auto"  # without a compiler, run as it is
         torch._dynamo.config.optimize_ddp = False  # it would cut the model into pieces
         run.model.compile(dynamic=False)  # in place: names of parameters stay as they are
-        if place.first:
+        if worker.is_main:
             print("compiling the model in its first steps takes a minute or two (--compile off: without)", flush=True)
     entropy = unigram_entropy(run.rows["val"], train)
-    if place.first:
+    if worker.is_main:
         parameters = sum(p.numel() for p in run.model.parameters())
-        print(f"{out}: {parameters:,} parameters, {passes(train, run.model.config, len(run.rows['train']))}\n"
-              f"{place.world} x {place.device.type} in {str(place.dtype).removeprefix('torch.')}, "
+        print(f"{out}: {parameters:,} parameters, {describe_epochs(train, run.model.config, len(run.rows['train']))}\n"
+              f"{worker.world_size} x {worker.device.type} in {str(worker.dtype).removeprefix('torch.')}, "
               f"{'continuing at' if run.step else 'from'} step {run.step}\n"
               f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context", flush=True)
         # What an interrupted run logged after its checkpoint goes: those steps are trained again.
@@ -500,13 +503,13 @@ def pretrain(run: Run) -> int:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         if train.wandb:
             run.wandb = open_wandb(train.wandb, out, asdict(run.model.config) | asdict(train))
-    with name_want_of_memory():
+    with explain_out_of_memory():
         if run.step == 0:
-            val_loss = evaluate(run.model, run.rows["val"], train, place)
-            if place.first:
+            val_loss = evaluate(run.model, run.rows["val"], train, worker)
+            if worker.is_main:
                 write_log(run, step=0, unigram_entropy=entropy, val_loss=val_loss)
         stopped = loop(run)
-    if place.first:
+    if worker.is_main:
         if run.wandb is not None:
             run.wandb.finish()
         if stopped:
@@ -517,29 +520,30 @@ def pretrain(run: Run) -> int:
     return 128 + stopped if stopped else 0
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv=None):
     with clear_errors("train.py"), ExitStack() as held:
-        config, train, options = parse(argv)
-        if options.fill_mask is not None:
-            model, tokenizer = load_model(Path(train.init or options.out))
-            print(fill_mask(model, tokenizer, options.fill_mask))
+        command = parse(argv)
+        config, train = command.config, command.train
+        if command.fill_mask is not None:
+            model, tokenizer = load_model(Path(train.init or command.out))
+            print(fill_mask(model, tokenizer, command.fill_mask))
             return
-        source = corpus_settings(config, asdict(train), options.tokenizer)
-        if options.estimate:
+        source = corpus_settings(config, asdict(train), command.tokenizer)
+        if command.estimate:
             folder = corpus_folder(**source)
             print(estimate(config, train, len(Rows(folder, "train")) if folder.is_dir() else None))
             return
-        place = choose_place(train.precision, train.device, small=config.encoder_dim < 256)
-        micro_batch(train, place.world)
-        if place.first and not options.prepare:
-            held.enter_context(alone_in(options.out))  # until this process ends
+        worker = make_worker(train.precision, train.device, small=config.encoder_dim < 256)
+        micro_batch(train, worker.world_size)
+        if worker.is_main and not command.prepare:
+            held.enter_context(lock_folder(command.out))  # until this process ends
         folder = corpus(**source)
-        if options.prepare:
+        if command.prepare:
             print(f"{folder}: prepared")
             return
-        run = open_run(config, train, options, folder, place)
+        run = open_run(command, folder, worker)
         code = pretrain(run)
-        place.leave(code)
+        worker.destroy_process_group(code)
     if code:
         sys.exit(code)
 

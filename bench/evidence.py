@@ -1,14 +1,13 @@
 """The evidence in docs/results.md: what a laptop can check of the paper's claims, with seeds and intervals.
 
-    python bench/evidence.py --lecture                         # a quarter of an hour: out/lecture/evidence.md and .png
-    python bench/evidence.py --data TEXT --glue DIR --hours 3  # pre-train, measure, fine-tune; run it again to continue
-    python bench/evidence.py --out out/evidence --report       # out/evidence/evidence.md and .png, so far
-    python bench/evidence.py --report                          # the same, and docs/results.md, of the project's record
+    python -m bench.evidence --data TEXT --glue DIR --hours 3  # pre-train, measure, fine-tune; run it again to continue
+    python -m bench.evidence --out out/evidence --report       # out/evidence/evidence.md and .png, so far
+    python -m bench.evidence --report                          # the same, and docs/results.md, of the project's record
 
 TEXT is what `train.py --data` takes. DIR has the files of GLUE's original releases (`hub`: from the Hub); without
---glue only the `docs` task is fine-tuned. Each job is a command of this project. When it ends well, its results go into
-the record, evidence.json in --out, and it is not run again. --hours stops the jobs in progress; they continue next
-time. One job for each core (--at-once) is faster than one job with many threads. The tables need requirements-test.txt.
+--glue only `docs` is fine-tuned. Each job is a command of this project. What it finds goes into evidence.json in --out,
+and it is not run again. --hours stops jobs in progress, which continue next time. One job for each core (--at-once) is
+faster than one with many threads. The tables need requirements-test.txt.
 """
 import argparse
 import itertools
@@ -26,17 +25,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-from finetune import rank_after  # noqa: E402
-from maelm import Config  # noqa: E402
-from rank import CENTERINGS, CURVES, LINES  # noqa: E402
-from speed import commit, cpu_name  # noqa: E402
-from support.cost import flops  # noqa: E402
-from support.files import Parser, UserError, alone_in, atomic, clear_errors, read_json, write_json  # noqa: E402
-from support.run import checkpoint_path, figure, read_log  # noqa: E402
-from train import TRAIN_PRESETS, TrainConfig  # noqa: E402
+from bench.speed import HERE, commit, cpu_name
+from finetune import rank_after
+from maelm import Config
+from rank import CENTERINGS, CURVES, LINES
+from support.checkpoints import checkpoint_path
+from support.cost import flops
+from support.files import UserError, atomic, clear_errors, lock_folder, read_json, write_json
+from support.flags import Parser
+from support.log import figure, read_log
+from train import TRAIN_PRESETS, TrainConfig
 
 RECORD = HERE / "results"
 PAGE = HERE.parent / "docs" / "results.md"
@@ -50,8 +48,6 @@ TASKS = list(EPOCHS)
 DELTAS = ("0", "0.25", "0.5", "0.75", "1")
 SHORT = {f"delta {delta}": ["--mask-in-encoder", delta] for delta in DELTAS}
 SHORT |= {name: ["--ablation", name] for name in ("mlm", "enc-mask-dec-resets", "random-replace")}
-LECTURE = {"preset": "toy", "data": "docs", "seeds": 1, "only": ["train", "rank", "docs"], "docs_epochs": 5.0,
-           "learning_rate": 8e-4, "out": Path("out/lecture"), "report": True}
 PAUSE = 1.0  # seconds between looks at the jobs in progress
 
 
@@ -118,12 +114,12 @@ def jobs(options: argparse.Namespace) -> list[Job]:
             command = [*map(str, command), "--out", str(folder_of(name))]
             found.append(Job(name, command, folder_of(name), read, needs))
 
-    def train(name: str, steps: int, *flags) -> None:
+    def add_training(name: str, steps: int, *flags) -> None:
         warmup = round(recipe.warmup_steps * steps / recipe.max_steps)
         add(name, read_training, [], "train.py", "--preset", options.preset, "--data", options.data, *flags,
             "--max-steps", steps, "--warmup-steps", warmup)
 
-    def tune(name: str, needs: list[str], task: str, seeds: int, *checkpoints: Path) -> None:
+    def add_tuning(name: str, needs: list[str], task: str, seeds: int, *checkpoints: Path) -> None:
         what = ["--figure3", *checkpoints] if checkpoints else ["--init", folder_of(needs[0])]
         data = [] if task == "docs" or options.glue == "hub" else ["--data", options.glue]
         epochs = options.docs_epochs if task == "docs" else EPOCHS[task]
@@ -135,21 +131,21 @@ def jobs(options: argparse.Namespace) -> list[Job]:
 
     for run in runs:
         model, seed = run.split()
-        train(f"train {run}", steps, "--ablation", model, "--seed", seed, "--checkpoint-interval", interval,
-              "--keep-checkpoints", 0)
+        add_training(f"train {run}", steps, "--ablation", model, "--seed", seed, "--checkpoint-interval", interval,
+                     "--keep-checkpoints", 0)
     for run in runs:
         add(f"rank {run}", read_ranks, [f"train {run}"], "rank.py", *checkpoints_of(run), "--tokens", 300_000)
     for run in runs:
-        tune(f"docs {run}", [f"train {run}"], "docs", TUNED)
+        add_tuning(f"docs {run}", [f"train {run}"], "docs", TUNED)
     for seed in range(options.seeds):
         pair = [f"{model} {seed}" for model in MODELS]
         paths = [path for run in pair for path in checkpoints_of(run)[1::2]]
-        tune(f"figure3 {seed}", [f"train {run}" for run in pair], "docs", CURVE_TUNED, *paths)
+        add_tuning(f"figure3 {seed}", [f"train {run}" for run in pair], "docs", CURVE_TUNED, *paths)
     for name, flags in SHORT.items():
-        train(f"short train {name}", recipe.max_steps // 5, *flags)
-        tune(f"short docs {name}", [f"short train {name}"], "docs", TUNED)
+        add_training(f"short train {name}", recipe.max_steps // 5, *flags)
+        add_tuning(f"short docs {name}", [f"short train {name}"], "docs", TUNED)
     for task, run in itertools.product(TASKS[1:] if options.glue else [], runs):
-        tune(f"{task} {run}", [f"train {run}"], task, TUNED)
+        add_tuning(f"{task} {run}", [f"train {run}"], task, TUNED)
     return found
 
 
@@ -228,11 +224,6 @@ def rank_array(checkpoints: dict) -> np.ndarray:
     return np.array(rows, float).reshape(2, 3, len(checkpoints), -1)
 
 
-def ranks_after(tuned: dict) -> list[float | None]:
-    """The medians over seeds of rank_0.9 of H^L after fine-tuning, by centering."""
-    return [rank_after(tuned["effective_rank"], by) if tuned else None for by in CENTERINGS]
-
-
 def numbers_of(found: dict) -> Numbers:
     """The numbers of a record."""
     results = defaultdict(dict, {name: job["found"] for name, job in found.items()})
@@ -240,7 +231,7 @@ def numbers_of(found: dict) -> Numbers:
     runs = [f"{model} {seed}" for model in MODELS for seed in range(seeds)]
     tuned = [results[f"{task} {run}"] for task in EPOCHS for run in runs]
     scores = np.array([one.get("median") for one in tuned], float)  # None becomes NaN
-    after = np.array([ranks_after(one) for one in tuned], float)
+    after = [rank_after(one["effective_rank"], by) if one else None for one in tuned for by in CENTERINGS]
     short = np.array([results[f"short docs {name}"].get("median") for name in SHORT], float)
     ranks = {run: rank_array(results[f"rank {run}"]) for run in runs if results[f"rank {run}"]}
     shape = next((one.shape for one in ranks.values()), (2, 3, KEPT, 2))
@@ -250,13 +241,12 @@ def numbers_of(found: dict) -> Numbers:
         for c, point in enumerate(results[f"figure3 {seed}"].get(model, [])):
             pace = results[f"train {model} {seed}"]["petaflops_per_step"]
             curves[m, seed, c] = point["step"] * pace, point["median"]
-    scores, after = scores.reshape(-1, 2, seeds), after.reshape(-1, 2, seeds, 2)
+    scores, after = scores.reshape(-1, 2, seeds), np.array(after, float).reshape(-1, 2, seeds, 2)
     tasks = [t for t, values in enumerate(scores) if seeds and np.isfinite(values).all()]
     return Numbers(ranks.reshape(2, seeds, *shape), scores, after, curves, short, tasks)
 
 
 # ---- 4. Intervals, verdicts, claims -------------------------------------------------------------------------
-NOTHING = np.array([])
 ROUNDING = (1 / 12) ** 0.5  # standard deviation of the error of a rank, which is a whole number
 
 
@@ -294,7 +284,7 @@ def verdict(interval: Interval) -> str:
 
 class Claim(NamedTuple):
     """A statement as a number that is above 0 if it holds."""
-    where: str  # in the paper, or "ours"
+    where: str  # in the paper
     statement: str
     paper: str  # its number
     seeds: np.ndarray  # the number for each pre-training seed
@@ -303,16 +293,13 @@ class Claim(NamedTuple):
 
 
 def claims(numbers: Numbers) -> list[Claim]:
-    """The paper's claims, and three comparisons of ours."""
-    from scipy.stats import linregress, t
+    """The paper's claims."""
     found = []
 
-    def add(where: str, statement: str, paper: str, values: np.ndarray, ranks: int = 0,
-            interval: Interval | None = None) -> None:
+    def add(where: str, statement: str, paper: str, values: np.ndarray, ranks: int = 0) -> None:
         """values (seed,), or (seed, centering) of sums of `ranks` ranks."""
-        plain, centered = values.T if ranks else (values, NOTHING)
-        interval = interval or interval_of(plain, ranks)
-        found.append(Claim(where, statement, paper, plain, interval, interval_of(centered, ranks)))
+        plain, centered = values.T if ranks else (values, np.array([]))
+        found.append(Claim(where, statement, paper, plain, interval_of(plain, ranks), interval_of(centered, ranks)))
 
     last = numbers.ranks[..., -1, :]  # (model, seed, centering, curve, layer)
     top = last[..., -1]
@@ -320,35 +307,27 @@ def claims(numbers: Numbers) -> list[Claim]:
     rise = top[..., MASKS] - last[..., MASKS, 0]
     mae, mlm = last[..., WITHOUT, :]  # (seed, centering, layer)
     add("Figure 1a", "MLM's top rank, text with `[MASK]` minus without", "above 0", masks_add[1], 2)
-    add("ours", "that, minus MAE-LM's, whose encoder never reads `[MASK]`", "", masks_add[1] - masks_add[0], 4)
     add("Figure 1b", "MLM's rank at `[MASK]`, top minus embeddings", "above 0", rise[1], 2)
-    add("ours", "that, minus MAE-LM's", "", rise[1] - rise[0], 4)
     add("Table 3", "top rank of text without `[MASK]`, MAE-LM minus MLM", "29 of 768", mae[..., -1] - mlm[..., -1], 2)
-    add("ours", "that of the layer below the top, added after the first runs", "", mae[..., -2] - mlm[..., -2], 2)
     names = [TASKS[task] for task in numbers.tasks]
     for name, (ours, theirs) in zip(names, numbers.after[numbers.tasks]):
         add(f"Table 3, {name}", "the same after fine-tuning", "62 (MNLI), 157 (SQuAD)", ours - theirs, 2)
     gaps = numbers.scores[:, 0] - numbers.scores[:, 1]  # (task, seed)
     add("Table 1", f"score, MAE-LM minus MLM, mean of {', '.join(names)}", "0.9 (GLUE)",
-        gaps[numbers.tasks].mean(0) if numbers.tasks else NOTHING)
+        gaps[numbers.tasks].mean(0) if numbers.tasks else np.array([]))
     # Between two checkpoints MAE-LM is on the line between them.
     in_time = [np.interp(mlm[-1, 0], *mae.T) - mlm[-1, 1] for mae, mlm in zip(*numbers.curves)]
     add("Figure 3", "score on docs at the MLM's last FLOPs, MAE-LM minus MLM", "above 0", np.array(in_time))
-    line = linregress([float(delta) for delta in DELTAS], numbers.short[:len(DELTAS)])
-    half = t.ppf(0.975, len(DELTAS) - 2) * line.stderr
-    add("Figure 4", "fall of the score on docs from delta 0 to 1 (one seed)", "above 0", NOTHING, 0,
-        Interval(-line.slope, -line.slope - half, -line.slope + half))
     return found
 
 
 # ---- 5. The page --------------------------------------------------------------------------------------------
 def table(head: list[str], rows: list[list[str]]) -> str:
     """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [head, ["---"] * len(head), *rows])
 
 
-def in_print(values: np.ndarray, digits: int = 0) -> str:
+def format_numbers(values: np.ndarray, digits: int = 0) -> str:
     """Numbers for print; - for what is not measured."""
     return ", ".join("-" if math.isnan(value) else f"{value:.{digits}f}" for value in values)
 
@@ -357,9 +336,9 @@ def verdicts(found: dict) -> str:
     """The table of verdicts, in Markdown, narrow enough for a phone."""
     rows = []
     for claim in claims(numbers_of(found)):
-        if claim.where != "ours" and not math.isnan(claim.interval.mean):
-            rows.append([f"{claim.where}: {claim.statement}", claim.paper, claim.interval,
-                         f"**{verdict(claim.interval)}**"])
+        if not math.isnan(claim.interval.mean):
+            answer = f"**{verdict(claim.interval)}**"
+            rows.append([f"{claim.where}: {claim.statement}", claim.paper, claim.interval, answer])
     return table(["above 0 if it holds", "paper", "here", "verdict"], rows)
 
 
@@ -369,24 +348,22 @@ def details(found: dict) -> str:
     rows, ranks, tuned = [], [], []
     for claim in claims(numbers):
         if not math.isnan(claim.interval.mean):
-            name = claim.statement if claim.where == "ours" else claim.where
-            rows.append([name, claim.interval, claim.centered, in_print(claim.seeds, digits=1)])
-    last = np.moveaxis(numbers.ranks[..., -1, :], 1, 3)  # (model, centering, curve, seed, layer)
-    kinds = itertools.product(MODELS.values(), CENTERINGS, CURVES)
-    for kind, by_seed in zip(kinds, last.reshape(12, *last.shape[3:])):
-        ranks.append([*kind, *map(in_print, by_seed)])
+            rows.append([claim.where, claim.interval, claim.centered, format_numbers(claim.seeds, digits=1)])
+    last = np.moveaxis(numbers.ranks[:, :, 0, :, -1], 1, 2)  # (model, curve, seed, layer), uncentered
+    for (name, curve), by_seed in zip(itertools.product(MODELS.values(), CURVES), last.reshape(6, *last.shape[2:])):
+        ranks.append([name, curve, *map(format_numbers, by_seed)])
     for task, scores, after in zip(EPOCHS, numbers.scores, numbers.after):
         if not np.isfinite(scores).any():
             continue
         for name, values, tops in zip(MODELS.values(), scores, after[..., 0]):
-            tuned.append([task, name, in_print(values, digits=1), in_print(tops)])
+            tuned.append([task, name, format_numbers(values, digits=1), format_numbers(tops)])
         tuned.append([task, "MAE-LM minus MLM", interval_of(scores[0] - scores[1]), ""])
     losses = {name: job["found"]["losses"][-1][1] for name, job in found.items() if "losses" in job["found"]}
     trained = []
     for model, name in MODELS.items():
         runs = [run for run in sorted(losses) if run.startswith(f"train {model} ")]
-        trained.append([name, in_print([losses[run] for run in runs], 3)])
-    short = [[name, in_print([losses[f"short train {name}"]], 3), in_print([score], 1)]
+        trained.append([name, format_numbers([losses[run] for run in runs], 3)])
+    short = [[name, format_numbers([losses[f"short train {name}"]], 3), format_numbers([score], 1)]
              for name, score in zip(SHORT, numbers.short) if np.isfinite(score)]
     hours = sum(job["minutes"] for job in found.values()) / 60
     made = sorted({f"{job['machine']} (commit {job['commit']})" for job in found.values()})
@@ -396,7 +373,7 @@ def details(found: dict) -> str:
         "The claims of docs/results.md, each a number that is above 0 if it holds:",
         table(["", "mean (95 % interval)", "with centered ranks", "by seed"], rows),
         "Figure 1, rank_0.9 at layers 0 to L of the last checkpoint:",
-        table(["", "", "", *[f"seed {seed}" for seed in range(last.shape[3])]], ranks),
+        table(["", "", *[f"seed {seed}" for seed in range(last.shape[2])]], ranks),
         f"Fine-tuning, medians of {TUNED} seeds without those that diverged:",
         table(["task", "", "score, by pre-training seed", "rank_0.9 of H^L afterwards"], tuned),
         f"Short runs, one seed, medians of {TUNED} fine-tuning seeds (delta 0 is `mae-lm`, 1 is `enc-mask`):",
@@ -429,7 +406,7 @@ def draw(numbers: Numbers, path: Path) -> None:
         tuned.set(xlabel="fine-tuned on", ylabel="rank_0.9 of H^L, text without [MASK]",
                   title=f"Table 3: {answer['Table 3']}; fine-tuned, {after.count('shown')} of {len(after)} shown")
         sweep.set(xlabel="delta: share of [MASK] that the encoder reads", ylabel="score on docs",
-                  title=f"Figure 4: does [MASK] hurt? {answer['Figure 4']} (one seed)")
+                  title="Figure 4: does [MASK] hurt? (one seed)")
 
 
 def first_picture(numbers: Numbers, path: Path) -> None:
@@ -457,7 +434,7 @@ def report(folder: Path) -> None:
     between the marks of docs/results.md and draw the figures of docs/. UserError if there is no record, or no marks."""
     found = recorded(folder / "evidence.json")
     if not found:
-        raise UserError(f"{folder}: nothing is recorded yet; give --data or --lecture")
+        raise UserError(f"{folder}: nothing is recorded yet; give --data")
     page, picture, text = folder / "evidence.md", folder / "evidence.png", details(found)
     if folder == RECORD:
         picture = PAGE.with_name("evidence.png")
@@ -478,7 +455,7 @@ def report(folder: Path) -> None:
 
 # ---- 6. Command line ----------------------------------------------------------------------------------------
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser("bench/evidence.py", __doc__)
+    parser = Parser("bench.evidence", __doc__)
     add = parser.add_argument
     add("--data", help="text for pre-training")
     add("--glue", help="folder of GLUE's files, or hub")
@@ -492,19 +469,15 @@ def main(argv: list[str] | None = None) -> None:
     add("--docs-epochs", type=float, default=EPOCHS["docs"], help="of fine-tuning on docs [%(default)s]")
     add("--out", type=Path, help="for the runs and the record [out/evidence]")
     add("--report", action="store_true", help="make the tables and the figure from the record")
-    add("--lecture", action="store_true", help="a quarter of an hour: toy, docs, one seed, and --report")
     options = parser.parse_args(argv)
-    if options.lecture:
-        parser.set_defaults(**LECTURE)
-        options = parser.parse_args(argv)
     if not options.data and not options.report:
-        parser.error("give --lecture, --data TEXT, or --report")
+        parser.error("give --data TEXT or --report")
     options.out = options.out or (Path("out/evidence") if options.data else RECORD)
     path = options.out / "evidence.json"
     failed = []
-    with clear_errors("bench/evidence.py"):
+    with clear_errors("bench.evidence"):
         if options.data:
-            with alone_in(options.out):
+            with lock_folder(options.out):
                 failed = run_jobs(jobs(options), options, path)
         if options.report:
             report(options.out)

@@ -1,23 +1,19 @@
 """Training speed on this machine.
 
-    python bench/speed.py                  # CPU: MAE-LM, our MLM and transformers' RoBERTa, like for like
-    python bench/speed.py --device cuda    # one GPU, in less than eight minutes: errors, then steps
-    python bench/speed.py --device cuda --only small repeat   # the items with these words, into the same file
-    python bench/speed.py --tiny           # the GPU part at a size that measures nothing, on a CPU too
+    python -m bench.speed                  # CPU: MAE-LM, our MLM and transformers' RoBERTa, like for like
+    python -m bench.speed --device cuda    # one GPU: errors, then steps
+    python -m bench.speed --device cuda --only small   # the items with these words, into the same file
+    python -m bench.speed --tiny           # the GPU part at a size that measures nothing, on a CPU too
 
 Rewrites bench/results/speed.json, or speed-cuda.json, after each result. Tokens are random; all n of a row count.
 
-CPU: a step is forward, backward, clipping and a fused AdamW update. The models take turns: a round is a few steps of
-each, so noise of the machine meets all of them alike. Same layers, width, heads, vocabulary, sequence length, batch,
-dropout and autocast. RoBERTa (`pip install -r requirements-test.txt`) has no relative positions and applies its head to
-all positions.
+CPU: a step is forward, backward, clipping and a fused AdamW update; the models take turns, so noise meets all alike.
+Size, batch, dropout and autocast are the same. RoBERTa has no relative positions, and its head reads all positions.
 
 GPU: first the loss and the gradients of each row of Table 2, in bf16 next to float64 on the CPU, for the attention bias
-of pre-training and for that of padded texts; then two equal runs; then speed. A step is train.py's own with the
-preset's batch, optimizer and accumulation, in bf16 autocast, on batches that are on the GPU already. `forward_s` and
-`both_s`, forward and backward, are of one micro-batch, and `queue_s` is how long the CPU takes to start the latter.
-`first_s` is the first of these, with torch.compile's work. MFU is the FLOPs of support/cost.py over the GPU's peak.
-Peak memory includes weights and optimizer.
+of pre-training and for that of padded texts; then speed. A step is train.py's own, on batches that are on the GPU
+already. `forward_s` and `both_s`, forward and backward, are of one micro-batch, `first_s` is the
+latter with torch.compile's work. MFU is the FLOPs of support/cost.py over the GPU's peak.
 """
 import argparse
 import gc
@@ -25,24 +21,22 @@ import platform
 import re
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
+from maelm import ABLATIONS, MAELM, MASK, NUM_SPECIAL, Config, Corruption, corrupt
+from support.cost import flops, peak_of
+from support.device import Worker, make_worker
+from support.files import clear_errors, read_json, write_json
+from support.flags import Parser
+from support.muon import make_optimizers
+from train import TRAIN_PRESETS, Batch, TrainConfig, make_config, to_device, train_step
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-import torch  # noqa: E402
-
-from maelm import ABLATIONS, MAELM, MASK, NUM_SPECIAL, Config, Corruption, corrupt  # noqa: E402
-from support.cost import flops, peak_of  # noqa: E402
-from support.files import Parser, clear_errors, read_json, write_json  # noqa: E402
-from support.muon import make_optimizers  # noqa: E402
-from support.run import Place, choose_place  # noqa: E402
-from train import TRAIN_PRESETS, Batch, TrainConfig, make_config, to_device, train_step  # noqa: E402
 
 
 def commit() -> str:
@@ -69,7 +63,6 @@ def random_batch(config: Config, rows: int, generator: torch.Generator) -> Batch
 
 class Roberta(torch.nn.Module):
     """transformers' RobertaForMaskedLM of the size of our encoder, with the interface of MAELM."""
-
     def __init__(self, config: Config):
         super().__init__()
         from transformers import RobertaConfig, RobertaForMaskedLM
@@ -99,13 +92,13 @@ def make_model(size: str, name: str, **fields) -> tuple[torch.nn.Module, Config]
 SIZES = {"toy": (64, 4, (0.0, 0.1)), "small": (16, 2, (0.0, 0.1)), "base": (2, 1, (0.1, 0.0))}
 
 
-def stepper(model: torch.nn.Module, config: Config, rows: int, place: Place) -> Callable[[], None]:
+def stepper(model: torch.nn.Module, config: Config, rows: int, worker: Worker) -> Callable[[], None]:
     """A function that makes a training step of a model: forward, backward, clipping and a fused AdamW update."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(0)
 
     def step() -> None:
-        with place.autocast():
+        with worker.autocast():
             loss = model(*random_batch(config, rows, generator))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 2.0)
@@ -115,14 +108,14 @@ def stepper(model: torch.nn.Module, config: Config, rows: int, place: Place) -> 
     return step
 
 
-def compare(size: str, dropout: float, rounds: int, place: Place) -> dict[str, dict]:
+def compare(size: str, dropout: float, rounds: int, worker: Worker) -> dict[str, dict]:
     """Model -> tokens per second in each round, and how many times as fast as RoBERTa it is within a round: the least,
     the median and the most."""
     batch, steps, _ = SIZES[size]
     runs, speeds = {}, {}
     for name in MODELS:
         model, config = make_model(size, name, dropout=dropout)
-        runs[name], speeds[name] = stepper(model, config, batch, place), []
+        runs[name], speeds[name] = stepper(model, config, batch, worker), []
         runs[name]()  # warm up
     for _ in range(rounds):
         for name, step in runs.items():
@@ -133,18 +126,17 @@ def compare(size: str, dropout: float, rounds: int, place: Place) -> dict[str, d
     found = {}
     for name in MODELS:
         ratios = sorted(ours / theirs for ours, theirs in zip(speeds[name], speeds["roberta"]))
-        found[name] = {"tokens_per_second": speeds[name],
-                       "ratio": [ratios[0], statistics.median(ratios), ratios[-1]]}
+        ratio = [ratios[0], statistics.median(ratios), ratios[-1]]
+        found[name] = {"tokens_per_second": speeds[name], "ratio": ratio}
     return found
 
 
-def cpu_part(result: dict, options: argparse.Namespace, place: Place) -> None:
+def cpu_part(result: dict, options: argparse.Namespace, worker: Worker) -> None:
     """Compare the models at each of --sizes. Rewrites --out after each."""
-    result["versions"]["transformers"] = version("transformers")
     print("size   dropout model     tokens/s   times RoBERTa: least, median, most")
     for size in options.sizes:
         for dropout in SIZES[size][2]:
-            found = compare(size, dropout, options.rounds, place)
+            found = compare(size, dropout, options.rounds, worker)
             result["runs"].append({"size": size, "dropout": dropout, "batch": SIZES[size][0], "models": found})
             write_json(options.out, result)
             for name, one in found.items():
@@ -155,21 +147,19 @@ def cpu_part(result: dict, options: argparse.Namespace, place: Place) -> None:
 
 # ---- 2. GPU: is it right? -----------------------------------------------------------------------------------
 TOLERANCE = 0.05  # of bf16 against float64, as a share
+EXACT = Worker(0, 1, torch.device("cpu"), torch.float32)  # without autocast
 
 
-EXACT = Place(0, 1, torch.device("cpu"), torch.float32)  # without autocast
-
-
-def gradients(config: Config, batch: Batch, place: Place, padded: bool) -> torch.Tensor:
+def gradients(config: Config, batch: Batch, worker: Worker, padded: bool) -> torch.Tensor:
     """The loss and all gradients of a model without dropout on a batch, side by side in float64 on the CPU. With
     `padded`, of its encoder alone, on rows of which the last tokens are padding, as in fine-tuning."""
     torch.manual_seed(0)
-    model = MAELM(config).to(place.device, torch.float64 if place is EXACT else torch.float32)
-    tokens, corruption = to_device(batch, place.device)
-    with place.autocast():
+    model = MAELM(config).to(worker.device, torch.float64 if worker is EXACT else torch.float32)
+    tokens, corruption = to_device(batch, worker.device)
+    with worker.autocast():
         if padded:
-            positions = torch.arange(tokens.shape[1], device=place.device)[None]
-            length = torch.linspace(1, tokens.shape[1], len(tokens), device=place.device)
+            positions = torch.arange(tokens.shape[1], device=worker.device)[None]
+            length = torch.linspace(1, tokens.shape[1], len(tokens), device=worker.device)
             h = model.encoder(tokens, positions, positions >= length[:, None])
             loss = h[:, 0].float().square().sum(1).sin().mean()  # anything that is not linear
         else:
@@ -179,14 +169,14 @@ def gradients(config: Config, batch: Batch, place: Place, padded: bool) -> torch
     return torch.cat([loss.detach().flatten(), *found]).double().cpu()
 
 
-def errors(name: str, options: argparse.Namespace, place: Place) -> dict[str, float]:
+def errors(name: str, options: argparse.Namespace, worker: Worker) -> dict[str, float]:
     """How far the loss and the gradients of an ablation are from those of float64 on the CPU, as shares. ValueError if
     that is too far."""
     config = make_config("small", name, encoder_layers=2, dropout=0.0)
     batch = random_batch(config, 2 if options.tiny else 32, torch.Generator().manual_seed(1))
     found = {}
     for path in ("plain", "padded"):
-        exact, here = (gradients(config, batch, where, path == "padded") for where in (EXACT, place))
+        exact, here = (gradients(config, batch, where, path == "padded") for where in (EXACT, worker))
         found[f"{path}_loss"] = float((here[0] - exact[0]).abs() / exact[0].abs())
         found[f"{path}_gradient"] = float((here - exact)[1:].norm() / exact[1:].norm())
     if not max(found.values()) < TOLERANCE:
@@ -194,111 +184,84 @@ def errors(name: str, options: argparse.Namespace, place: Place) -> dict[str, fl
     return found
 
 
-def repeat(options: argparse.Namespace, place: Place) -> dict[str, float]:
-    """How far the weights of two equal runs of ten steps are apart, as a share: kernels may add in any order."""
-    size = "toy" if options.tiny else "small"
-    train = TrainConfig(**TRAIN_PRESETS[size])
-    ends = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        model, config = make_model(size, "mae-lm")
-        model.to(place.device)
-        optimizers = make_optimizers(model, train, place.dtype)
-        batch = to_device(random_batch(config, 64, torch.Generator().manual_seed(0)), place.device)
-        for step in range(10):
-            train_step(model, optimizers, [batch], step, train, place)
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    return {"apart": float((ends[0] - ends[1]).norm() / ends[0].norm())}
-
-
 # ---- 3. GPU: how fast is it? --------------------------------------------------------------------------------
 # Preset, model, rows of a micro-batch. More rows need more memory and fewer launches.
 STEPS = (("base", "mae-lm", 64), ("small", "mae-lm", 256), ("base", "mlm", 64), ("base", "roberta", 64),
          ("base", "mae-lm", 128), ("base", "mae-lm", 32), ("small", "mlm", 256), ("small", "mae-lm", 32))
-BUDGET = 400.0  # seconds after which no measurement starts; the longest takes about a minute and a half
 WINDOW = 0.3  # seconds between two looks at the clock, at least
 
 
-def synchronize(place: Place) -> None:
+def synchronize(worker: Worker) -> None:
     """Wait for the GPU, if there is one."""
-    if place.device.type == "cuda":
+    if worker.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def seconds_of(call: Callable[[], object], place: Place) -> float:
+def seconds_of(call: Callable[[], object], worker: Worker) -> float:
     """Seconds of a call: the median of three windows."""
     def window(calls: int) -> float:
         start = time.perf_counter()
         for _ in range(calls):
             call()
-        synchronize(place)
+        synchronize(worker)
         return (time.perf_counter() - start) / calls
 
     calls = 1 + int(WINDOW / min(window(1), window(1)))  # the first call may be slow
     return statistics.median(window(calls) for _ in range(3))
 
 
-def measure(size: str, name: str, rows: int, compiler: str | None, place: Place) -> dict[str, float | None]:
+def measure(size: str, name: str, rows: int, compiler: str | None, worker: Worker) -> dict[str, float | None]:
     """Times in seconds; of a step also tokens/s, MFU, and peak memory in GB (None where it is not known). The compiler
     is one of torch.compile's backends, or None."""
     torch.manual_seed(0)
     train = TrainConfig(**TRAIN_PRESETS[size] | {"micro_batch_size": rows})
     model, config = make_model(size, name)
-    model.to(place.device)
+    model.to(worker.device)
     if compiler:
         torch.compiler.reset()  # each model is compiled as if it were the only one
         model.compile(dynamic=False, backend=compiler)
-    optimizers = make_optimizers(model, train, place.dtype)
-    batch = to_device(random_batch(config, rows, torch.Generator().manual_seed(0)), place.device)
+    optimizers = make_optimizers(model, train, worker.dtype)
+    batch = to_device(random_batch(config, rows, torch.Generator().manual_seed(0)), worker.device)
     batches = [batch] * (train.batch_size // rows)
 
     def forward() -> torch.Tensor:
-        with place.autocast():
+        with worker.autocast():
             return model(*batch)
 
     def both() -> None:
         forward().backward()
 
     def step() -> None:
-        train_step(model, optimizers, batches, 0, train, place)
+        train_step(model, optimizers, batches, 0, train, worker)
 
     start = time.perf_counter()
     both()
-    synchronize(place)
+    synchronize(worker)
     found = {"first_s": time.perf_counter() - start}
     for call in (forward, both, step):
-        found[f"{call.__name__}_s"] = seconds_of(call, place)
-    start = time.perf_counter()
-    both()
-    found["queue_s"] = time.perf_counter() - start  # until the CPU has told the GPU what to do
-    synchronize(place)
-    rate = train.batch_size / found["step_s"]  # rows a second
-    found["tokens_per_second"] = rate * config.seq_len
+        found[f"{call.__name__}_s"] = seconds_of(call, worker)
+    found["tokens_per_second"] = train.batch_size * config.seq_len / found["step_s"]
     found["peak_gb"] = found["mfu"] = None
-    if place.device.type == "cuda":
+    if worker.device.type == "cuda":
         found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         peak = peak_of(torch.cuda.get_device_name())
         if peak is not None and name != "roberta":
-            found["mfu"] = rate * flops(config) / peak
+            found["mfu"] = train.batch_size * flops(config) / found["step_s"] / peak
     return found
 
 
-def gpu_part(result: dict, options: argparse.Namespace, place: Place) -> None:
+def gpu_part(result: dict, options: argparse.Namespace, worker: Worker) -> None:
     """Do all items, or those that --only names. Rewrites --out after each. An item that fails is recorded with its
     error, and the rest goes on."""
-    items = {f"correct {name}": partial(errors, name, options, place) for name in ABLATIONS}
-    items["repeat"] = partial(repeat, options, place)
+    items = {f"correct {name}": partial(errors, name, options, worker) for name in ABLATIONS}
     steps = (("toy", "mae-lm", 16), ("toy", "roberta", 16)) if options.tiny else STEPS
     for kind, compiler in (("eager", None), ("compiled", "eager" if options.tiny else "inductor")):
         for size, name, rows in steps:
-            items[f"{size} {name} {rows} {kind}"] = partial(measure, size, name, rows, compiler, place)
-    start = time.monotonic()
+            items[f"{size} {name} {rows} {kind}"] = partial(measure, size, name, rows, compiler, worker)
     for item, call in items.items():
         if options.only and not any(word in item for word in options.only):
             continue
         try:
-            if time.monotonic() - start > BUDGET:
-                raise TimeoutError(f"skipped, {BUDGET:.0f} s have passed; see --only")
             row = call()
         except Exception as error:  # too little memory, or no compiler
             row = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
@@ -307,14 +270,14 @@ def gpu_part(result: dict, options: argparse.Namespace, place: Place) -> None:
         print(item, *[f"{field} {value:.4g}" if isinstance(value, float) else f"{field} {value}"
                       for field, value in row.items()], sep="  ", flush=True)
         gc.collect()  # a compiled model refers to itself
-        if place.device.type == "cuda":
+        if worker.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
 
 # ---- 4. Command line ----------------------------------------------------------------------------------------
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser("bench/speed.py", __doc__)
+    parser = Parser("bench.speed", __doc__)
     add = parser.add_argument
     add("--device", default="cpu", choices=("cpu", "cuda"), help="[cpu]")
     add("--tiny", action="store_true", help="the GPU part at a size for tests")
@@ -326,20 +289,20 @@ def main(argv: list[str] | None = None) -> None:
     cuda = options.device == "cuda"
     folder = Path("out") if options.tiny else HERE / "results"
     options.out = options.out or folder / ("speed-cuda.json" if cuda else "speed.json")
-    with clear_errors("bench/speed.py"):
-        place = choose_place("bf16" if cuda or options.tiny else "auto", options.device)
+    with clear_errors("bench.speed"):
+        worker = make_worker("bf16" if cuda or options.tiny else "auto", options.device)
         machine = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads"
         gpu = cuda or options.tiny
-        result = {"machine": machine, "autocast": str(place.dtype).removeprefix("torch."), "commit": commit(),
+        result = {"machine": machine, "autocast": str(worker.dtype).removeprefix("torch."), "commit": commit(),
                   "versions": {"python": platform.python_version(), "torch": torch.__version__},
                   "runs": {} if gpu else []}
         if options.only and options.out.is_file():
             result["runs"] = read_json(options.out)["runs"]
         print(f"{machine}, {result['autocast']}, torch {torch.__version__}, commit {result['commit']}", flush=True)
         if gpu:
-            gpu_part(result, options, place)
+            gpu_part(result, options, worker)
         else:
-            cpu_part(result, options, place)
+            cpu_part(result, options, worker)
         print(options.out)
 
 

@@ -1,40 +1,36 @@
-"""Lemma 2.1, Theorem 2.2 and the rank collapse of App. A, computed: for lecture 1 of teaching.md.
+"""Lemma 2.1 and Theorem 2.2, computed for a trained model: for lecture 1 of teaching.md.
 
-    python -m course.theory out/toy-mlm       # both sides of the theorem, by layer, for a run of train.py
-    python -m course.theory --collapse        # pure attention loses its rank; needs no model, draws collapse.png
+    python -m course.theory out/toy-mlm       # a run folder or checkpoint of train.py
 
-Eq. (3), the bound of Theorem 2.2 and its epsilon are in both_sides; many layers of pure attention (App. A) in collapse.
+Eq. (3), the bound of Theorem 2.2 and its epsilon are in both_sides.
 """
-from pathlib import Path
-
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from maelm import corrupt
-from rank import MASKING, RankConfig, Subject, effective_rank, run_subject
+from rank import MASKING, Measurement, RankConfig, effective_rank, measurement_of_run
 from support.data import seed_of
-from support.files import Parser, clear_errors
-from support.run import choose_place, figure
+from support.files import clear_errors
+from support.flags import Parser
 
 TOKENS = 16_384  # of the validation text, that are looked at
 
 
-def norm(x: Tensor) -> float:
+def norm(x) -> float:
     """||X||_{1,inf} = sqrt(||X||_1 ||X||_inf), the largest column and row sums of |X|; section 2.2."""
     columns = torch.linalg.matrix_norm(x, 1)
     rows = torch.linalg.matrix_norm(x, torch.inf)
     return float(columns * rows) ** 0.5
 
 
-def residual(h: Tensor) -> float:
+def residual(h) -> float:
     """||H - 1 h^T|| / ||H|| (Frobenius) with h the mean row: 1 without a common row, 0 for equal rows."""
     return float((h - h.mean(0)).norm() / h.norm())
 
 
-def single_head(attention: nn.Module) -> tuple[Tensor, Tensor]:
-    """W^QK = W^Q W^K^T / sqrt(d) and W^VO = W^V W^O, (d, d) float64, of a maelm.Attention with all its heads taken as
-    one and without biases, as App. A assumes."""
+def single_head(attention: nn.Module):
+    """W^QK = W^Q W^K^T / sqrt(d) and W^VO = W^V W^O, (d, d) float64, all heads taken as one, without biases; App. A."""
     # nn.Linear holds the transpose of the paper's W.
     query = attention.query.weight.cpu().double()
     key, value = attention.key_value.weight.cpu().double().chunk(2)
@@ -42,9 +38,8 @@ def single_head(attention: nn.Module) -> tuple[Tensor, Tensor]:
     return query.T @ key / len(query) ** 0.5, value.T @ output.T
 
 
-def both_sides(real: Tensor, masks: Tensor, qk: Tensor, vo: Tensor) -> dict[str, float]:
+def both_sides(real, masks, qk, vo) -> dict[str, float]:
     """||R'||_{1,inf} and its bound 4 epsilon ||R||^3_{1,inf} in Theorem 2.2, for one layer of pure attention.
-
     real H_R (n, d), masks H_M (m, d) float64. U is the best solution of H_M = U H_R, Eq. (3), with U 1 = 1, and U H_R
     then takes H_M's place, as the proof supposes. `eq3`: ||H_M - U H_R|| / ||H_M||, 0 if the supposition holds.
     `spread`: max_i of f_max - f_min; the proof's exp(x) <= 1 + 2x needs it to be at most 1.256. Section 2.2, App. A."""
@@ -69,47 +64,32 @@ def both_sides(real: Tensor, masks: Tensor, qk: Tensor, vo: Tensor) -> dict[str,
     return {"left": norm(left), "right": 4 * epsilon * norm(R) ** 3, "spread": spread, "eq3": eq3}
 
 
-def attention_only(h: Tensor, qk: Tensor, vo: Tensor) -> Tensor:
+def attention_only(h, qk, vo):
     """One single-head attention layer H -> A H W^VO, (n, d) float64."""
     return (h @ qk @ h.T).softmax(1) @ h @ vo
 
 
-def collapse(skip: bool, layers: int = 5, n: int = 32, d: int = 32, seed: int = 0) -> list[float]:
-    """Residuals after 0 ... `layers` layers of random pure attention. Their logarithm about triples in each layer: the
-    double exponential of App. A's last bound (Dong et al., 2021), down to the rounding of float64. `skip` connections
-    prevent it."""
-    generator = torch.Generator().manual_seed(seed)
-    h = torch.randn(n, d, dtype=torch.float64, generator=generator)
-    residuals = [residual(h)]
-    for _ in range(layers):
-        qk, vo = torch.randn(2, d, d, dtype=torch.float64, generator=generator)
-        new = attention_only(h, qk / d, torch.linalg.qr(vo).Q)
-        h = h + new if skip else new
-        residuals.append(residual(h))
-    return residuals
-
-
-def lemma_2_1(subject: Subject, states: list[Tensor], masked: Tensor) -> list[str]:
+def lemma_2_1(measurement: Measurement, states, masked) -> list[str]:
     """Ranks of P, E, H_M^0 and H_M^L of a model: printable lines."""
-    P = subject.encoder.position_embedding.weight.cpu().double()
-    E = subject.encoder.token_embedding.weight.cpu().double()
+    P = measurement.encoder.position_embedding.weight.cpu().double()
+    E = measurement.encoder.token_embedding.weight.cpu().double()
     matrices = {"P": P, "E": E, "H_M^0": states[0][masked], "H_M^L": states[-1][masked]}
     lines = []
     for name, matrix in matrices.items():
         numerical = int(torch.linalg.matrix_rank(matrix))
         lines.append(f"  {name:<6} rank_0.9 {effective_rank(matrix):>5}   numerical rank {numerical:>5}")
-    return [*lines, f"  the proof has rank(P) <= d - rank(E), d = {subject.dim}"]
+    return [*lines, f"  the proof has rank(P) <= d - rank(E), d = {measurement.dim}"]
 
 
-def theorem_2_2(subject: Subject, states: list[Tensor], masked: Tensor) -> list[str]:
+def theorem_2_2(measurement: Measurement, states, masked) -> list[str]:
     """By layer the residual of the real tokens of masked text, and for one row both sides of the bound, as lines."""
     lines = ["  layer  1h^T residual  pure attention  ||R'||_1,inf        bound     spread  Eq.(3) error"]
     at = masked[0]
     pure = states[0][0][~at]  # the embeddings of one row's real tokens, through the attention weights only
     for layer, state in enumerate(states):
         line = f"  {layer:>5}  {residual(state[~masked]):13.3f}  {residual(pure):14.2e}"
-        if layer < len(subject.encoder.stack.blocks):
-            qk, vo = single_head(subject.encoder.stack.blocks[layer].self_attention.f)
+        if layer < len(measurement.encoder.stack.blocks):
+            qk, vo = single_head(measurement.encoder.stack.blocks[layer].self_attention)
             sides = both_sides(state[0][~at], state[0][at], qk, vo)
             line += f"  {sides['left']:12.3e} {sides['right']:12.3e} {sides['spread']:10.2f}  {sides['eq3']:12.3f}"
             pure = attention_only(pure, qk, vo)
@@ -127,40 +107,22 @@ ASSUMPTIONS = """\
 @torch.no_grad()
 def theory(name: str) -> str:
     """What Lemma 2.1 and Theorem 2.2 say about a run of train.py: printable lines."""
-    subject = run_subject(name, RankConfig(), choose_place("fp32", "cpu"))
-    tokens = torch.from_numpy(subject.rows[np.arange(min(len(subject.rows), TOKENS // subject.seq_len))])  # (B, n)
+    measurement = measurement_of_run(name, RankConfig(), torch.device("cpu"))
+    count = min(len(measurement.rows), TOKENS // measurement.seq_len)
+    tokens = torch.from_numpy(measurement.rows[np.arange(count)])  # (B, n)
     masked = corrupt(tokens, MASKING, torch.Generator().manual_seed(seed_of(0))).masked
-    states = [h.double() for h in subject.encode(tokens.masked_fill(masked, subject.mask))]
-    return "\n".join([f"Lemma 2.1 and Theorem 2.2 for {name}, d = {subject.dim}", *lemma_2_1(subject, states, masked),
-                      *theorem_2_2(subject, states, masked), ASSUMPTIONS])
+    states = [h.double() for h in measurement.encode(tokens.masked_fill(masked, measurement.mask))]
+    title = f"Lemma 2.1 and Theorem 2.2 for {name}, d = {measurement.dim}"
+    lines = lemma_2_1(measurement, states, masked) + theorem_2_2(measurement, states, masked)
+    return "\n".join([title, *lines, ASSUMPTIONS])
 
 
-def draw_collapse(out: Path) -> str:
-    """Draw collapse.png, with and without skip connections. Returns its numbers: printable lines."""
-    lines = ["||H - 1 h^T|| / ||H|| after 0, 1, ... layers of random single-head attention:"]
-    with figure(out / "collapse.png") as (_, axis):
-        for skip, label in ((False, "attention only"), (True, "with skip connections")):
-            residuals = collapse(skip)
-            lines.append(f"  {label:<22} " + "  ".join(f"{value:.1e}" for value in residuals))
-            axis.semilogy(residuals, "o-", label=label)
-        axis.set(xlabel="layer", ylabel="||H - 1 h^T|| / ||H||", title="Rank collapse of pure attention (n = d = 32)")
-        axis.legend()
-    return "\n".join([*lines, f"{out}: collapse.png"])
-
-
-def main(argv: list[str] | None = None) -> None:
+def main(argv=None):
     parser = Parser("course.theory", __doc__)
-    parser.add_argument("run", nargs="?", help="a run folder or checkpoint of train.py")
-    parser.add_argument("--collapse", action="store_true", help="draw the rank collapse of pure attention")
-    parser.add_argument("--out", type=Path, default=Path("out/theory"), help="folder for collapse.png [%(default)s]")
+    parser.add_argument("run", help="a run folder or checkpoint of train.py")
     options = parser.parse_args(argv)
-    if not options.run and not options.collapse:
-        parser.error("name a run folder, or use --collapse")
     with clear_errors("course.theory"):
-        if options.run:
-            print(theory(options.run))
-        if options.collapse:
-            print(draw_collapse(options.out))
+        print(theory(options.run))
 
 
 if __name__ == "__main__":

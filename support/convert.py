@@ -3,8 +3,8 @@
     python -m support.convert export out/toy DIR [--format auto|mpnet|roberta|maelm]  # a folder for transformers
     python -m support.convert import hf:roberta-base out/roberta                      # a run folder, for --init
 
-A post-LN encoder without relative positions is a RoBERTa, with 32 buckets up to distance 128 an MPNet. With all others
-modeling_maelm.py and maelm.py go into the folder. `import` reads a RoBERTa or MPNet with a byte-level BPE.
+A post-LN encoder is a RoBERTa, or with 32 buckets up to distance 128 an MPNet; with others go modeling_maelm.py and
+maelm.py. `import` reads a RoBERTa or MPNet with a byte-level BPE.
 """
 import shutil
 from dataclasses import asdict
@@ -12,27 +12,58 @@ from pathlib import Path
 
 import tokenizers
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from maelm import CLS, MAELM, PAD, SEP, Config
-from support.files import Parser, UserError, clear_errors, refuse_other_files, write_json
-from support.hub import transformers_library
-from support.run import load_model, read_tensors, save_checkpoint
+from support.checkpoints import config_of, load_model, read_tensors, save_checkpoint
+from support.files import UserError, clear_errors, refuse_other_files, write_json
+from support.flags import Parser
 from support.tokenizer import Tokenizer
 
 OFFSET = 2  # RoBERTa and MPNet count positions from after their padding id, 1
 EPS = nn.LayerNorm(1).eps  # of all our LayerNorms
 CLASSES = {"roberta": "Roberta", "mpnet": "MPNet", "maelm": "MAELM"}
 
-# ---- 1. Weights: our names and theirs -----------------------------------------------------------------------
+
+# ---- 1. The library, and weights under our names and theirs -------------------------------------------------
+def transformers_library():
+    """The module transformers, silent. UserError if it is not installed, or too old."""
+    try:
+        import transformers
+        transformers.utils.versions.require_version("transformers>=4.55")
+    except ImportError as error:
+        raise UserError("this needs the package transformers, 4.55 or later: pip install -U transformers") from error
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def open_hub(name: str) -> tuple[nn.Module, object, int]:
+    """The encoder hf:NAME of the Hub or a folder, its tokenizer, its longest input in tokens. UserError without one."""
+    transformers = transformers_library()
+    name = name.removeprefix("hf:")
+    try:
+        model = transformers.AutoModel.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UserError(f"hf:{name}: transformers cannot load it ({str(error)[:200]})") from error
+    if model.config.is_encoder_decoder:
+        model = model.get_encoder()
+    if tokenizer.mask_token_id is None:
+        raise UserError(f"hf:{name}: it has no mask token; use an encoder trained with MLM")
+    # RoBERTa and its like count positions from after their padding id: of 514 they have 512.
+    longest = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", 514) - 2)
+    return model.float().eval(), tokenizer, longest
+
+
 ROBERTA_NAMES = {  # applied one after the other
     "encoder.token_embedding": "embeddings.word_embeddings",
     "encoder.position_embedding": "embeddings.position_embeddings",
     "encoder.norm": "embeddings.LayerNorm",
     "encoder.stack.blocks": "encoder.layer",
-    "self_attention.f.output": "attention.output.dense", "self_attention.f": "attention.self",
-    "self_attention.norm": "attention.output.LayerNorm",
-    "ffn.f.0": "intermediate.dense", "ffn.f.2": "output.dense", "ffn.norm": "output.LayerNorm",
+    "self_attention.output": "attention.output.dense", "self_attention": "attention.self",
+    "self_residual.norm": "attention.output.LayerNorm",
+    "ffn.0": "intermediate.dense", "ffn.2": "output.dense", "ffn_residual.norm": "output.LayerNorm",
     "head.transform.0": "lm_head.dense", "head.transform.2": "lm_head.layer_norm", "head.bias": "lm_head.bias",
     "classifier.1": "classifier.dense", "classifier.4": "classifier.out_proj",
 }
@@ -55,7 +86,7 @@ def their_names(ours: str, kind: str) -> list[str]:
     return found
 
 
-def to_theirs(weights: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+def to_theirs(weights, kind: str):
     """Our weights under the names of a kind."""
     found = {}
     for ours, weight in weights.items():
@@ -68,7 +99,7 @@ def to_theirs(weights: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
     return found
 
 
-def to_ours(weights: dict[str, Tensor], kind: str, names: list[str], order: Tensor) -> dict[str, Tensor]:
+def to_ours(weights, kind: str, names: list[str], order):
     """The weights of a kind under our `names`, with the rows of its vocabulary in the order (V,) int64."""
     found = {}
     for name in names:
@@ -95,7 +126,7 @@ def choose_format(config: Config, wanted: str) -> str:
     return exact if wanted == "auto" else wanted
 
 
-def read_tuned(file: Path) -> tuple[Config, dict[str, Tensor], str, list[str]]:
+def read_tuned(file: Path):
     """finetune.py's encoder.pt -> configuration, weights, how the name of their class ends, labels."""
     state = read_tensors(file, "config", "encoder", "head")
     weights = {f"encoder.{name}": weight for name, weight in state["encoder"].items()}
@@ -105,7 +136,7 @@ def read_tuned(file: Path) -> tuple[Config, dict[str, Tensor], str, list[str]]:
     for name, weight in state["head"].items():
         scale = 1.0 if name.startswith("1.") else state["scale"]  # the last layer gives a number in its own unit
         weights[f"{module}.{name}"] = scale * weight
-    return Config(**state["config"]), weights, head, labels
+    return config_of(state, file), weights, head, labels
 
 
 def hub_config(config: Config, kind: str, head: str, labels: list[str]) -> dict:
@@ -131,7 +162,7 @@ def hub_config(config: Config, kind: str, head: str, labels: list[str]) -> dict:
     return found
 
 
-def save_tokenizer(tokenizer: Tokenizer, seq_len: int, out: Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer, seq_len: int, out: Path):
     """Write a tokenizer of transformers: [CLS] and [SEP] around a text; [MASK] takes the space before it along."""
     model = tokenizer.model
     model.post_processor = tokenizers.processors.TemplateProcessing(
@@ -163,7 +194,7 @@ model = {auto}.from_pretrained(name{trust})
 """
 
 
-def export(source: Path, out: Path, wanted: str) -> None:
+def export(source: Path, out: Path, wanted: str):
     """Write a run folder, a checkpoint or what finetune.py keeps as a folder for transformers."""
     transformers_library()
     refuse_other_files(out)
@@ -197,8 +228,6 @@ def export(source: Path, out: Path, wanted: str) -> None:
 
 
 # ---- 3. Import ----------------------------------------------------------------------------------------------
-
-
 def read_config(name: str, theirs) -> Config:
     """The configuration of a RoBERTa or MPNet as one of ours. UserError names what ours cannot express."""
     wanted = {"hidden_act": "gelu", "layer_norm_eps": EPS, "intermediate_size": 4 * theirs.hidden_size,
@@ -214,9 +243,8 @@ def read_config(name: str, theirs) -> Config:
                   mask_in_encoder=1.0, decoder_layers=0)  # a standard MLM
 
 
-def read_tokenizer(name: str, theirs, size: int) -> tuple[Tokenizer, Tensor]:
-    """A byte-level BPE as one of ours that cuts text into the same pieces, and their ids (size,) int64 in our order:
-    specials, bytes, merges, then rows that none of these uses. UserError if it reads text in a way that ours cannot."""
+def read_tokenizer(name: str, theirs, size: int):
+    """A byte-level BPE as one of ours, and its ids (size,) in our order. UserError if ours reads text otherwise."""
     if not theirs.is_fast:
         raise UserError(f"{name}: its tokenizer is not one of the library tokenizers, so no byte-level BPE")
     ours = Tokenizer.of_json(name, theirs.backend_tokenizer.to_str())
@@ -229,7 +257,7 @@ def read_tokenizer(name: str, theirs, size: int) -> tuple[Tokenizer, Tensor]:
     return ours, torch.tensor(order)
 
 
-def import_model(name: str, out: Path) -> None:
+def import_model(name: str, out: Path):
     """Write a RoBERTa or MPNet of transformers as a run folder at step 0. UserError if maelm cannot compute it."""
     transformers = transformers_library()
     refuse_other_files(out)
@@ -252,7 +280,7 @@ def import_model(name: str, out: Path) -> None:
 
 
 # ---- 4. Command line ----------------------------------------------------------------------------------------
-def main(argv: list[str] | None = None) -> None:
+def main(argv=None):
     """The two commands."""
     parser = Parser("support.convert", __doc__)
     add = parser.add_argument

@@ -1,9 +1,8 @@
 """From text to rows of tokens: the corpora, their packing into memory-mapped shards, the rows of each step.
 
-A prepared corpus lies in --cache, in a folder whose name is a hash of what was read (names, sizes and times of files,
-the name of a Hub data set) and how. It holds `tokenizer.json`, `meta.json`, and shards such as `train-00000.npy`:
-arrays (rows, seq_len) of uint16, or uint32. A row is `[CLS]` and seq_len - 1 tokens of documents that are joined by
-`[SEP]`. A hash of each document decides whether it is in the validation part, so no text is in both.
+A prepared corpus lies in --cache, in a folder named by a hash of what was read and how. It holds `tokenizer.json`,
+`meta.json`, and shards such as `train-00000.npy`: arrays (rows, seq_len) of uint16, or uint32. A row is `[CLS]` and
+seq_len - 1 tokens of documents that are joined by `[SEP]`. A hash of each document decides whether it is validation.
 """
 import ast
 import functools
@@ -193,8 +192,7 @@ def documents(part: Part) -> Iterator[str]:
 def text_of(record: dict, part: Part) -> str:
     """The text in a record, "" for null. UserError if it has no such field."""
     if not isinstance(record.get(part.column, 0), str | None):
-        raise UserError(f"{part.name}: its records need a field `{part.column}` that holds text; use --column with one "
-                        f"of these: {', '.join(record)}")
+        raise UserError(f"{part.name}: its records need a field `{part.column}`; --column can be {', '.join(record)}")
     return record[part.column] or ""
 
 
@@ -220,7 +218,7 @@ def in_validation(text: str, share: float) -> bool:
     return int.from_bytes(digest) / 2 ** 32 < share
 
 
-def ngrams(text: str) -> np.ndarray:
+def ngrams(text: str):
     """A hash (length,) uint64 of each NGRAM words in a row, in lower case and split at white space."""
     words = np.array([zlib.crc32(word.encode()) for word in text.lower().split()], np.uint64)
     hashes = np.zeros(max(0, len(words) - NGRAM + 1), np.uint64)
@@ -268,9 +266,7 @@ def blocks(texts: Iterable[str]) -> Iterator[list[str]]:
 def in_threads(function: Callable, items: Iterable) -> Iterator:
     """`function` of each item, in order, in threads; only a few items are held at a time."""
     items = iter(items)
-    # The cores that this process may use, of a Slurm job for one; not all systems can say.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with ThreadPoolExecutor(cores) as pool:
+    with ThreadPoolExecutor() as pool:
         while group := list(itertools.islice(items, 64)):
             yield from pool.map(function, group)
 
@@ -297,7 +293,7 @@ def encode_block(texts: list[str], tokenizer: Tokenizer, val_share: float, known
     return EncodedBlock(streams, sum(map(len, texts)), left_out)
 
 
-def pack(stream: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+def pack(stream, n: int):
     """Cut a stream of tokens (length,) into rows `[CLS]` + n - 1 tokens. Returns them (rows, n), and the rest."""
     count = len(stream) // (n - 1)
     body = stream[:count * (n - 1)].reshape(count, n - 1)
@@ -306,7 +302,6 @@ def pack(stream: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 class ShardWriter:
     """Packs the tokens of one part into rows of n and writes them as shards of about SHARD_TOKENS."""
-
     def __init__(self, folder: Path, part: str, n: int, dtype: str):
         self.folder, self.part, self.n, self.dtype = folder, part, n, dtype
         self.shards = []  # (name, rows)
@@ -314,14 +309,14 @@ class ShardWriter:
         self.waiting = []  # streams that are not packed yet
         self.size = 0  # tokens in them
 
-    def add(self, stream: np.ndarray) -> None:
+    def add(self, stream):
         """Append tokens (length,)."""
         self.waiting.append(stream)
         self.size += len(stream)
         if self.size >= SHARD_TOKENS:
             self.flush()
 
-    def flush(self) -> None:
+    def flush(self):
         """Write all full rows as the next shard, if there are any."""
         rows, rest = pack(np.concatenate(self.waiting), self.n)
         self.waiting, self.size = [rest], len(rest)
@@ -336,7 +331,7 @@ class ShardWriter:
 
 
 def prepare(source: str, folder: Path, vocab_size: int, seq_len: int, uncased: bool, val_share: float,
-            column: str = "text", tokenizer: Tokenizer | None = None) -> None:
+            column: str = "text", tokenizer: Tokenizer | None = None):
     """Write tokenizer, shards and meta.json to `folder`. UserError for text that is missing, bad or too little."""
     read = parts(source, column)
     if tokenizer is None:
@@ -392,7 +387,6 @@ def corpus(source: str, cache: str, **how) -> Path:
 # ---- 5. Rows of a step --------------------------------------------------------------------------------------
 class Rows:
     """All rows of one part ("train", "val") of a prepared corpus, memory-mapped."""
-
     def __init__(self, folder: Path, part: str):
         meta = read_json(folder / "meta.json")
         self.min_real = meta["min_real"]
@@ -404,7 +398,7 @@ class Rows:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+    def __getitem__(self, indices):
         """Rows (B, seq_len) int64 at indices (B,)."""
         shard = np.searchsorted(self.ends, indices, side="right")
         # i - ends[s] counts from the end of shard s.
@@ -418,12 +412,12 @@ def seed_of(*numbers: int) -> int:
 
 
 @functools.lru_cache(maxsize=2)  # a step can be in two epochs
-def permutation(seed: int, epoch: int, total: int) -> np.ndarray:
+def permutation(seed: int, epoch: int, total: int):
     """The order (total,) int64 of the rows in an epoch."""
     return np.random.default_rng((seed, epoch)).permutation(total)
 
 
-def rows_of_step(seed: int, step: int, batch_size: int, total: int) -> np.ndarray:
+def rows_of_step(seed: int, step: int, batch_size: int, total: int):
     """Row numbers (batch_size,) int64 of a step: every epoch is a new permutation of all `total` rows."""
     sample = step * batch_size + np.arange(batch_size)  # numbered from the start of training
     epochs = sample // total

@@ -1,5 +1,4 @@
-"""Command lines and files: errors in one line, atomic writes, JSON, a folder for one process at a time."""
-import argparse
+"""Files and errors: errors in one line, atomic writes, JSON, a lock for a folder."""
 import hashlib
 import json
 import os
@@ -16,33 +15,10 @@ class UserError(Exception):
     """Something that the user can put right. The message names the file or field, its value and the fix."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Answers a bad command line with one line and exit code 2."""
-
-    def __init__(self, prog: str, description: str):
-        super().__init__(prog=prog, description=description, allow_abbrev=False, conflict_handler="resolve",
-                         formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")
-
-    def parse_args(self, argv: list[str] | None = None) -> argparse.Namespace:
-        options, unknown = self.parse_known_args(argv)
-        if unknown:
-            valid = sorted(flag for flag in self._option_string_actions if not flag.startswith("--no-"))
-            self.error(f"unknown flag {unknown[0]}; the flags are {' '.join(valid)}")
-        return options
-
-
-def end_by_signal(number: int, frame: object) -> None:
-    """Signal handler for SIGTERM."""
-    sys.exit(128 + number)
-
-
 @contextmanager
 def clear_errors(program: str) -> Iterator[None]:
     """Turn what the user can put right, and Ctrl-C, into one line on stderr and an exit code: 2, or 130."""
-    before = signal.signal(signal.SIGTERM, end_by_signal)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     except KeyboardInterrupt:
@@ -70,7 +46,7 @@ def atomic(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object):
     """Write JSON, atomically."""
     with atomic(path) as temporary:
         temporary.write_text(json.dumps(value, indent=1) + "\n")
@@ -91,14 +67,8 @@ def short_hash(content: str | bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def file_hash(path: Path) -> str:
-    """A hash of a file, in 16 letters."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Make a folder and be the only process at work in it. UserError if another process is."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -108,7 +78,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder}: another process is at work there; wait for it, or choose another --out") from None
 
 
-def same_settings(folder: Path, there: dict, here: dict) -> None:
+def same_settings(folder: Path, there: dict, here: dict):
     """UserError that lists the fields of `here` that differ in `there`, the settings a folder was made with."""
     differs = []
     for name, value in here.items():
@@ -118,7 +88,7 @@ def same_settings(folder: Path, there: dict, here: dict) -> None:
         raise UserError(f"{folder} was made with other settings: {'; '.join(differs)}; choose another --out")
 
 
-def refuse_other_files(folder: Path) -> None:
+def refuse_other_files(folder: Path):
     """UserError if a folder holds files although it is to be new."""
     if any(folder.glob("[!.]*")):
         raise UserError(f"{folder}: not empty; choose another folder")

@@ -1,12 +1,8 @@
-"""MAE-LM (Meng et al., 2024) for the library `transformers`: what AutoModel and its like load from a folder that
-
-    python -m support.convert export out/toy DIR
-
-has written. The folder holds a copy of this file and of maelm.py, which computes everything: here are only the
-interface and the heads. Load it with `trust_remote_code=True`.
+"""MAE-LM (Meng et al., 2024) for the library `transformers`, in a folder that `python -m support.convert export` wrote.
+It also holds maelm.py, which computes everything: here are only the interface and the heads.
 """
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, modeling_outputs as outputs
 from transformers.utils import can_return_tuple, versions
 
@@ -15,9 +11,8 @@ from .maelm import MASK, Config, Decoder, Encoder, Head, RelativeBias
 versions.require_version("transformers>=4.55")  # earlier ones leave new heads without initial weights
 
 
-def read(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Where tokens are real, (B, n) bool, and their positions (B, n) int64: those given, or else counted, so that
-    padding may be on any side. A row of padding only counts as real: a softmax over no key is not a number."""
+def read(input_ids, attention_mask, position_ids):
+    """Where tokens are real, (B, n) bool (all of a row of padding), and their positions (B, n), given or counted."""
     real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     real = (real != 0) | (real == 0).all(1, keepdim=True)
     counted = (real.long().cumsum(1) - 1).clamp(min=0)
@@ -43,7 +38,7 @@ class MAELMModel(PreTrainedModel):
         self.encoder = Encoder(self.shape)
         self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
+    def _init_weights(self, module: nn.Module):
         """Initial values of what the folder does not hold: new heads, and a buffer that is in no file."""
         super()._init_weights(module)
         if isinstance(module, RelativeBias):
@@ -54,7 +49,7 @@ class MAELMModel(PreTrainedModel):
         """The embeddings e_x."""
         return self.encoder.token_embedding
 
-    def set_input_embeddings(self, embeddings: nn.Embedding) -> None:
+    def set_input_embeddings(self, embeddings: nn.Embedding):
         """Replace them, as resize_token_embeddings does. The bias of a new token is 0."""
         self.encoder.token_embedding = embeddings
         if hasattr(self, "head"):
@@ -62,10 +57,9 @@ class MAELMModel(PreTrainedModel):
             self.head.bias = nn.Parameter(nn.functional.pad(self.head.bias.detach(), (0, new)))
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+    def forward(self, input_ids, attention_mask=None, position_ids=None,
                 output_hidden_states: bool | None = None, **others) -> outputs.BaseModelOutput:
-        """input_ids (B, n) int64, attention_mask (B, n), 0 = padding, position_ids (B, n) int64. What else the encoders
-        of transformers take, such as token_type_ids, is ignored. ValueError for more tokens than positions."""
+        """input_ids (B, n) int64, attention_mask (B, n), 0 = padding, position_ids (B, n) int64; others are ignored."""
         n = input_ids.shape[1]
         if n > self.shape.seq_len:
             raise ValueError(f"{n} tokens, but this model reads at most {self.shape.seq_len}: give the tokenizer "
@@ -80,7 +74,6 @@ class MAELMModel(PreTrainedModel):
 class MAELMForMaskedLM(MAELMModel):
     """Encoder, decoder and head: predicts [MASK]. In pre-training an MAE-LM's encoder does not read [MASK]. Here it is
     hidden as a key instead of removed, which is the same for all other tokens, and keeps rows equally long."""
-
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
         self.decoder = Decoder(self.shape) if self.shape.decoder_layers > 0 else None
@@ -88,8 +81,7 @@ class MAELMForMaskedLM(MAELMModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
-                **options) -> outputs.MaskedLMOutput:
+    def forward(self, input_ids, attention_mask=None, labels=None, **options) -> outputs.MaskedLMOutput:
         """As MAELMModel; labels (B, n) int64, -100 where there is no loss -> logits (B, n, V)."""
         masked = input_ids == MASK
         real, positions = read(input_ids, attention_mask, options.pop("position_ids", None))
@@ -102,7 +94,7 @@ class MAELMForMaskedLM(MAELMModel):
         if self.decoder is not None:
             if not reads_mask or self.shape.decoder_reset:  # e_[MASK] where [MASK] is removed, or to be forgotten
                 h = torch.where(masked[:, :, None], embeddings[MASK], h)
-            z = self.decoder(h, h, padding=~real, positions=positions)  # (B, n, decoder_dim)
+            z = self.decoder(h, h, positions, ~real)  # (B, n, decoder_width)
         logits = self.head(z, embeddings)
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=logits.shape[-1])
         return outputs.MaskedLMOutput(loss, logits, out.hidden_states)
@@ -110,7 +102,6 @@ class MAELMForMaskedLM(MAELMModel):
 
 class MAELMForSequenceClassification(MAELMModel):
     """The encoder with finetune.py's head for labels and numbers."""
-
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
         d, p = self.shape.encoder_dim, self.shape.dropout
@@ -119,8 +110,7 @@ class MAELMForSequenceClassification(MAELMModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
-                **options) -> outputs.SequenceClassifierOutput:
+    def forward(self, input_ids, attention_mask=None, labels=None, **options) -> outputs.SequenceClassifierOutput:
         """As MAELMModel; labels (B,) int64, or float32 for numbers -> logits (B, C)."""
         out = super().forward(input_ids, attention_mask, return_dict=True, **options)
         first = read(input_ids, attention_mask, None)[0].int().argmax(1)  # (B,): where [CLS] is
@@ -132,15 +122,14 @@ class MAELMForSequenceClassification(MAELMModel):
 
 class MAELMForQuestionAnswering(MAELMModel):
     """The encoder with finetune.py's head for SQuAD: the first and the last token of an answer, or [CLS]."""
-
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
         self.qa_outputs = nn.Linear(self.shape.encoder_dim, 2)
         self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, start_positions: Tensor | None = None,
-                end_positions: Tensor | None = None, **options) -> outputs.QuestionAnsweringModelOutput:
+    def forward(self, input_ids, attention_mask=None, start_positions=None,
+                end_positions=None, **options) -> outputs.QuestionAnsweringModelOutput:
         """As MAELMModel; start_positions and end_positions (B,) int64 -> logits (B, n) of both."""
         out = super().forward(input_ids, attention_mask, return_dict=True, **options)
         starts, ends = self.qa_outputs(out.last_hidden_state).unbind(2)

@@ -1,11 +1,10 @@
 """The optimizers: AdamW, and Muon for the matrices of the layers."""
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
-def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Matrices x (B, rows, columns) -> about U V^T of each x = U S V^T, in `dtype`: singular values between about 0.5
-    and 1.5. Five steps of a Newton-Schulz iteration with the coefficients of Jordan et al., "Muon", 2024."""
+def orthogonalize(x, dtype: torch.dtype):
+    """Matrices x = U S V^T (B, rows, columns) -> about U V^T, in `dtype`, by the iteration of Jordan et al., 2024."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.shape[1] > x.shape[2]
     y = x.to(dtype)
@@ -20,16 +19,13 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum SGD with orthogonalized updates (Jordan et al., 2024), for matrices. In bf16 a step equals that of
-    torch.optim.Muon, which always multiplies in bf16 (4 to 40 times slower than float32 on a CPU without bf16) and one
-    matrix at a time (about a thousand small GPU kernels a step). Here matrices of one shape are multiplied together."""
-
-    def __init__(self, matrices: list[Tensor], lr: float, weight_decay: float, dtype: torch.dtype):
+    """Jordan et al., 2024; like torch.optim.Muon, which is slow: always in bf16, and matrix by matrix."""
+    def __init__(self, matrices, lr: float, weight_decay: float, dtype: torch.dtype):
         super().__init__(matrices, dict(lr=lr, weight_decay=weight_decay, momentum=0.95))
         self.dtype = dtype
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self):
         """One step. Every matrix needs a gradient."""
         group, = self.param_groups
         by_shape = {}
@@ -49,8 +45,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model: nn.Module, train, dtype: torch.dtype) -> list:
-    """AdamW, or AdamW and Muon, which multiplies in `dtype`, for the matrices of the layers, by the fields of a
-    TrainConfig. Weight decay is decoupled and on everything."""
+    """AdamW and, by the fields of a TrainConfig, Muon, which multiplies in `dtype`, for the matrices of the layers."""
     matrices, rest = [], []
     for name, parameter in model.named_parameters():
         if train.optimizer == "muon" and ".blocks." in name and parameter.ndim == 2:

@@ -1,9 +1,9 @@
 """What a model expects at [MASK]: --fill-mask, and the examples at the end of a run."""
+import re
 from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from maelm import CLS, MAELM, MASK, SEP, Corruption, corrupt
 from support.data import Rows
@@ -14,18 +14,18 @@ SHOWN = 6  # examples at the end of a run
 
 
 @torch.no_grad()
-def predict(model: MAELM, tokens: Tensor, masked: Tensor, top: int = 3) -> tuple[Tensor, Tensor]:
-    """Mask exactly the positions masked (1, n) bool of tokens (1, n) int64 -> the `top` best tokens at each of the k
-    and their probabilities, (k, top). MAE-LM needs its decoder for this: its encoder alone predicts nothing."""
+def best_tokens(model: MAELM, tokens, masked, top: int = 3):
+    """Mask positions masked (1, n) bool of tokens (1, n) -> the best tokens there and their probabilities, (k, top)."""
     at = masked.nonzero()[:, 1][None]  # (1, k)
-    exactly = replace(model.config, mask_rate=at.shape[1] / tokens.shape[1], bert_trick=False)
+    exactly = replace(model.config, mask_rate=at.shape[1] / tokens.shape[1])
     corruption = corrupt(tokens, exactly, torch.Generator().manual_seed(0), maskable=masked)
     tokens, at, *fields = [x.to(model.head.bias.device) for x in (tokens, at, *corruption)]
     corruption = Corruption(*fields)
     # The three calls of MAELM.forward, on a batch of one row.
     h = model.encode(corruption, at)
     z = model.decode(h, tokens, corruption, at)
-    best = model.logits(z)[0].float().softmax(-1).topk(top)
+    logits = model.head(z, model.encoder.token_embedding.weight)
+    best = logits[0].float().softmax(-1).topk(top)
     return best.indices.cpu(), best.values.cpu()
 
 
@@ -42,20 +42,15 @@ def fill_mask(model: MAELM, tokenizer: Tokenizer, text: str) -> str:
     if count == 0 or len(ids) > longest:
         raise UserError(f"--fill-mask: needs [MASK] and at most {longest} tokens; got {count} masks, {len(ids)} tokens")
     lines = []
-    for number, guess in enumerate(zip(*predict(model, tokens, tokens == MASK)), start=1):
+    for number, guess in enumerate(zip(*best_tokens(model, tokens, tokens == MASK)), start=1):
         lines.append(f"[MASK] {number}: {describe(tokenizer, *guess)}")
     return "\n".join(lines)
 
 
-def describe(tokenizer: Tokenizer, ids: Tensor, probabilities: Tensor) -> str:
+def describe(tokenizer: Tokenizer, ids, probabilities) -> str:
     """Words with probabilities, such as `the 0.61  a 0.20  its 0.03`."""
     texts = [tokenizer.decode([i]) for i in ids]
     return "  ".join(f"{text.strip() or repr(text)} {p:.2f}" for text, p in zip(texts, probabilities))
-
-
-def begins_word(text: str) -> bool:
-    """Whether the text of a token is a space and letters."""
-    return text.startswith(" ") and text[1:].isalpha()
 
 
 def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
@@ -68,9 +63,9 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
             break
         texts = [tokenizer.decode([i]) for i in row]
         for at in range(len(row) // 2, len(row) - 1):
-            if begins_word(texts[at]) and begins_word(texts[at + 1]):
+            if re.fullmatch(" [^\\W\\d_]+" * 2, texts[at] + texts[at + 1]):  # two words, each in one token
                 masked = torch.arange(len(row))[None] == at
-                ids, probabilities = predict(model, row[None], masked)
+                ids, probabilities = best_tokens(model, row[None], masked)
                 before = "".join(texts[at - 7:at]).replace("\n", " ")
                 after = "".join(texts[at + 1:at + 8]).replace("\n", " ")
                 lines.append(f"  ...{before} [{texts[at].strip()}]{after} ...")

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from maelm import CLS, SEP
 from support.tasks import Encoded, Question
@@ -14,9 +14,8 @@ from support.tokenizer import Tokenizer
 
 
 # ---- 1. Contexts as tokens ----------------------------------------------------------------------------------
-def spans_of(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Text -> ids, and for each token its first and last + 1 character, without the space before a word, all (length,)
-    int64. A token that holds a part of a character gets all of it."""
+def spans_of(tokenizer: Tokenizer, text: str):
+    """Text -> ids, and of each token the first and last + 1 character, without the space before a word, (length,)."""
     ids = tokenizer.encode(text).astype(np.int64)
     # Bytes are followed back through lower-casing, which may change their number: U+0130 becomes two letters.
     seen = [c.lower() for c in text] if tokenizer.uncased else text
@@ -32,7 +31,7 @@ def spans_of(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray, n
     return ids, starts, ends
 
 
-def answer_tokens(q: Question, starts: np.ndarray, ends: np.ndarray) -> tuple[int, int]:
+def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
     """First and last token of the first answer, by the tokens' characters (length,); (0, 0) without an answer."""
     if not q.answers:
         return 0, 0
@@ -56,7 +55,7 @@ class Spans:
         self.tune = tune
         self.contexts = {}  # context -> its tokens, their first and their last + 1 characters
 
-    def context(self, q: Question) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def context(self, q: Question):
         """spans_of the context of a question, which many questions share."""
         if q.context not in self.contexts:
             self.contexts[q.context] = spans_of(self.tokenizer, q.context)
@@ -91,7 +90,7 @@ class Spans:
         """A new head: H^L -> logits of the first and the last token of the answer, (B, m, 2)."""
         return nn.Linear(self.dim, 2)
 
-    def in_passage(self, logits: Tensor, targets: Tensor, padding: Tensor) -> Tensor:
+    def in_passage(self, logits, targets, padding):
         """Logits (B, m, 2), -inf except at [CLS] and in the window; targets (B, 3) int64, padding (B, m) bool."""
         position = torch.arange(logits.shape[1], device=logits.device)
         start = targets[:, 2:]
@@ -100,12 +99,12 @@ class Spans:
         allowed[:, 0] = True
         return logits.masked_fill(~allowed[:, :, None], -torch.inf)
 
-    def loss(self, logits: Tensor, targets: Tensor, padding: Tensor) -> Tensor:
+    def loss(self, logits, targets, padding):
         """Mean of the cross-entropies of the first and the last token, in nats."""
         logits = self.in_passage(logits, targets, padding)
         return F.cross_entropy(logits, targets[:, :2])
 
-    def decode(self, logits: Tensor, targets: Tensor, padding: Tensor) -> Tensor:
+    def decode(self, logits, targets, padding):
         """Logits (B, m, 2) -> (B, 4): the score of no answer; score, first and last token of the best span."""
         starts, ends = self.in_passage(logits, targets, padding).unbind(2)  # (B, m) each
         null = starts[:, 0] + ends[:, 0]
@@ -119,7 +118,7 @@ class Spans:
         last = first + at % longest
         return torch.stack([null, score, first, last], dim=1)
 
-    def score(self, outputs: np.ndarray, encoded: Encoded) -> tuple[dict[str, float], dict]:
+    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict]:
         """Outputs of all windows (N, 4) -> EM and F1 in percent, and the files that the official evaluation reads."""
         questions = encoded.examples
         null = np.full(len(questions), np.inf)
@@ -151,11 +150,6 @@ def normalize(answer: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
 
-def exact_match(predicted: str, true: str) -> float:
-    """1 if two answers have the same normal form, else 0."""
-    return float(normalize(predicted) == normalize(true))
-
-
 def token_f1(predicted: str, true: str) -> float:
     """Harmonic mean of precision and recall of the words of two answers; if one is empty, whether both are."""
     p = normalize(predicted).split()
@@ -167,16 +161,14 @@ def token_f1(predicted: str, true: str) -> float:
     return 2 * common / (len(p) + len(t))
 
 
-def squad_metrics(questions: list[Question], answers: list[str], null: np.ndarray,
-                  threshold: float) -> dict[str, float]:
-    """EM and F1 in percent, as the official evaluation has them, with no answer where `null` (N,) is above a threshold.
-    Without an acceptable true answer the empty one is true."""
+def squad_metrics(questions: list[Question], answers: list[str], null, threshold: float) -> dict[str, float]:
+    """EM and F1 in percent, as the official evaluation has them; no answer where `null` (N,) is above a threshold."""
     found = {"exact": 0.0, "f1": 0.0}
     for q, answer, odd in zip(questions, answers, null):
         true = [text for _, text in q.answers if normalize(text)] or [""]  # acceptable answers
         if odd > threshold:
             answer = ""
             true = ["an answer"] if q.answers else [""]  # also where no true answer is acceptable
-        found["exact"] += max(exact_match(answer, text) for text in true)
+        found["exact"] += max(float(normalize(answer) == normalize(text)) for text in true)
         found["f1"] += max(token_f1(answer, text) for text in true)
     return {name: 100 * total / len(questions) for name, total in found.items()}

@@ -1,8 +1,6 @@
 """The tasks of fine-tuning, as data: where their files are, what is read from them, and how a model is scored.
 
-A GLUE task is an entry of TASKS: its files in the original release and on the Hugging Face Hub, their columns, labels
-and metric. `docs` needs no download: which library does a documentation string belong to? `custom` reads files of your
-own. What SQuAD 2.0 needs more is in squad.py.
+`docs` needs no download: which library does a documentation string belong to? `custom` reads files of your own.
 """
 import hashlib
 import itertools
@@ -11,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from support.data import in_validation, load, read_docs
 from support.files import UserError, read_json
@@ -43,44 +41,38 @@ ENTAILMENT = ("entailment", "not_entailment")
 PAIR = ("sentence1", "sentence2", "label")
 TASKS = {
     "mnli": Task(
-        group="large", labels=("entailment", "neutral", "contradiction"), rows=(392_702, 9_815, 9_832),
-        folder="MNLI", files=("train.tsv", "dev_matched.tsv", "dev_mismatched.tsv"),
-        columns=("sentence1", "sentence2", "gold_label"),
+        "large", labels=("entailment", "neutral", "contradiction"), rows=(392_702, 9_815, 9_832), folder="MNLI",
+        files=("train.tsv", "dev_matched.tsv", "dev_mismatched.tsv"), columns=("sentence1", "sentence2", "gold_label"),
         hub="nyu-mll/glue:mnli", splits=("train", "validation_matched", "validation_mismatched"),
         hub_columns=("premise", "hypothesis", "label")),
     "qqp": Task(
-        group="large", labels=YES_NO, rows=(363_846, 40_430),
-        folder="QQP", columns=("question1", "question2", "is_duplicate"),
-        hub="nyu-mll/glue:qqp", hub_columns=("question1", "question2", "label")),
+        "large", labels=YES_NO, rows=(363_846, 40_430), folder="QQP",
+        columns=("question1", "question2", "is_duplicate"), hub="nyu-mll/glue:qqp",
+        hub_columns=("question1", "question2", "label")),
     "qnli": Task(
-        group="large", labels=ENTAILMENT, rows=(104_743, 5_463),
-        folder="QNLI", columns=("question", "sentence", "label"), hub="nyu-mll/glue:qnli"),
+        "large", labels=ENTAILMENT, rows=(104_743, 5_463), folder="QNLI", columns=("question", "sentence", "label"),
+        hub="nyu-mll/glue:qnli"),
     "sst2": Task(
-        group="large", labels=YES_NO, rows=(67_349, 872),
-        folder="SST-2", columns=("sentence", "label"), hub="nyu-mll/glue:sst2"),
+        "large", labels=YES_NO, rows=(67_349, 872), folder="SST-2", columns=("sentence", "label"),
+        hub="nyu-mll/glue:sst2"),
     "cola": Task(
-        group="small", metric="matthews", labels=YES_NO, rows=(8_551, 1_043),
-        folder="CoLA", header=("source", "label", "star", "sentence"), columns=("sentence", "label"),
-        hub="nyu-mll/glue:cola"),
+        "small", "matthews", labels=YES_NO, rows=(8_551, 1_043), folder="CoLA", columns=("sentence", "label"),
+        header=("source", "label", "star", "sentence"), hub="nyu-mll/glue:cola"),
     "rte": Task(
-        group="small", labels=ENTAILMENT, rows=(2_490, 277),
-        folder="RTE", columns=PAIR, hub="nyu-mll/glue:rte"),
+        "small", labels=ENTAILMENT, rows=(2_490, 277), folder="RTE", columns=PAIR, hub="nyu-mll/glue:rte"),
     "mrpc": Task(
-        group="small", labels=YES_NO, rows=(3_668, 408),
-        folder="MRPC", columns=("#1 String", "#2 String", "Quality"),
+        "small", labels=YES_NO, rows=(3_668, 408), folder="MRPC", columns=("#1 String", "#2 String", "Quality"),
         hub="nyu-mll/glue:mrpc", hub_columns=PAIR),
     "stsb": Task(
-        group="small", metric="spearman", rows=(5_749, 1_500),
-        folder="STS-B", columns=("sentence1", "sentence2", "score"),
+        "small", "spearman", rows=(5_749, 1_500), folder="STS-B", columns=("sentence1", "sentence2", "score"),
         hub="nyu-mll/glue:stsb", hub_columns=PAIR),
     "squad2": Task(
-        group="squad", metric="f1", rows=(130_319, 11_873),
-        folder="SQuAD", files=("train*.json", "dev*.json"), hub="rajpurkar/squad_v2"),
+        "squad", "f1", rows=(130_319, 11_873), folder="SQuAD", files=("train*.json", "dev*.json"),
+        hub="rajpurkar/squad_v2"),
     "docs": Task(
-        group="docs", columns=("text", "label"),
+        "docs", columns=("text", "label"),
         labels=("torch", "sympy", "python", "pandas", "matplotlib", "numpy", "networkx", "huggingface_hub")),
-    "custom": Task(
-        group="small", files=("train.*", "dev.*"), columns=("text", "text2", "label")),
+    "custom": Task("small", files=("train.*", "dev.*"), columns=("text", "text2", "label")),
 }
 GLUE = tuple(TASKS)[:8]  # Table 1, left to right
 
@@ -141,6 +133,23 @@ class Encoded(NamedTuple):
     remarks: list[str]
 
 
+class TaskKind(Protocol):
+    """What finetune.py asks of a kind of task: support/sentences.py, support/squad.py. Targets are those of Encoded."""
+    metric: str
+    labels: tuple[str, ...]  # none for numbers and spans
+    scale: float  # what the head's number is multiplied by
+
+    def encode(self, examples: list) -> Encoded: ...
+    def head(self) -> nn.Module: ...  # H^L (B, m, d) -> logits
+
+    # Of a batch: the mean loss, a scalar, and what is kept of the logits, (B, ...); padding (B, m) bool, True = ignore.
+    def loss(self, logits, targets, padding): ...
+    def decode(self, logits, targets, padding): ...
+
+    # Of a part: what is kept, (N, ...) -> metrics in percent, and files to write by their names.
+    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict]: ...
+
+
 LOADERS = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".parquet": "parquet"}
 INPUTS = LOADERS | {".txt": "text"}  # of texts without labels
 
@@ -174,8 +183,7 @@ def examples_of(records: Iterable[dict], columns: tuple[str, ...], where: str) -
 
 
 def read_inputs(name: str, path: Path) -> list[Example]:
-    """What task `name` is to predict: lines of a .txt, the task's columns in a .tsv, else columns text[,text2]. A text
-    may be empty, since each record gets a prediction. UserError for a record that lacks a text."""
+    """What task `name` is to predict: lines of a .txt, the task's columns in a .tsv, else columns text[,text2]."""
     if path.suffix not in INPUTS:
         raise UserError(f"--predict {path}: the name must end in {', '.join(INPUTS)}")
     columns = TASKS[name].columns[:-1]
@@ -221,9 +229,7 @@ def questions_of_hub(records: Iterable[dict]) -> list[Question]:
 
 
 def read_docs_parts(task: Task, val_share: float) -> dict[str, list[Example]]:
-    """Documentation strings labelled with their library, at most 100 and 150 of each library, drawn by hash. No text of
-    the pre-training validation part is in either; the next tenth of all documents, by the same hash, is `dev`. So
-    pre-training has read the texts of both parts, without labels, and its validation loss stays honest."""
+    """Documentation strings, at most 100 and 150 of each library by hash, none from the validation of pre-training."""
     most = {"train": 100, "dev": 150}
     found = {"train": [], "dev": []}
     count = Counter()
@@ -281,8 +287,7 @@ def read_part(name: str, data: str | None, split: int) -> list[Example] | list[Q
 
 
 def read_task(name: str, data: str | None, val_share: float) -> tuple[dict, list[str]]:
-    """The parts of a task, {"train": [...], "dev": [...]}, and remarks on what differs from the official release.
-    `val_share` is what pre-training held out (docs). UserError for an empty part."""
+    """The parts of a task by name, and how they differ from the official release; `val_share`: of pre-training."""
     task, parts, remarks = TASKS[name], {}, []
     documentation = read_docs_parts(task, val_share) if name == "docs" else {}
     for split, part in enumerate(PARTS[:len(task.files)]):
@@ -301,17 +306,13 @@ def read_task(name: str, data: str | None, val_share: float) -> tuple[dict, list
 
 
 # ---- 4. Metrics ---------------------------------------------------------------------------------------------
-def accuracy(predicted: np.ndarray, true: np.ndarray) -> float:
+def accuracy(predicted, true) -> float:
     """Share of equal entries of two arrays (N,), in [0, 1]."""
     return float((predicted == true).mean())
 
 
-def matthews(predicted: np.ndarray, true: np.ndarray) -> float:
-    """Correlation of two labellings (N,) by any integers: a float in [-1, 1], or 0 if one of them has a single label.
-
-    For two labels (Matthews, 1975) it is (TP TN - FP FN) / sqrt((TP + FP) (TP + FN) (TN + FP) (TN + FN)). For two or
-    more (Gorodkin, 2004) it is sum(t p) / sqrt(sum(t^2) sum(p^2)), each sum over all entries. t and p (N, labels) are
-    `true` and `predicted` as one-hot rows, with a column for each label in either, minus the mean of each column."""
+def matthews(predicted, true) -> float:
+    """Correlation of two labellings (N,) by any integers, in [-1, 1]; Matthews, 1975, and Gorodkin, 2004."""
     if np.ptp(true) == 0 or np.ptp(predicted) == 0:
         return 0.0
     labels, index = np.unique(np.concatenate([true, predicted]), return_inverse=True)
@@ -321,14 +322,14 @@ def matthews(predicted: np.ndarray, true: np.ndarray) -> float:
     return float((t * p).sum() / math.sqrt((t * t).sum() * (p * p).sum()))
 
 
-def ranks(x: np.ndarray) -> np.ndarray:
+def ranks(x):
     """Ranks 1 ... N of x (N,), float64; equal values share the mean of their ranks."""
     _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)  # rank of the last of each group of equal values
     return (last - (counts - 1) / 2)[inverse]
 
 
-def spearman(predicted: np.ndarray, true: np.ndarray) -> float:
+def spearman(predicted, true) -> float:
     """Pearson correlation of the ranks of two arrays (N,), in [-1, 1]; NaN where one of them is constant."""
     if np.ptp(predicted) == 0 or np.ptp(true) == 0:
         return math.nan

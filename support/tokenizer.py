@@ -3,7 +3,6 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 import tiktoken
 import tokenizers
 
@@ -25,7 +24,6 @@ def byte_letters() -> dict[int, str]:
 
 class Tokenizer:
     """Ids in the order: special tokens, the 256 bytes, the merges."""
-
     def __init__(self, model: tokenizers.Tokenizer):
         self.model = model
         self.uncased = model.normalizer is not None
@@ -65,8 +63,7 @@ class Tokenizer:
 
     @classmethod
     def of_json(cls, name: str, text: str) -> "Tokenizer":
-        """A byte-level BPE from the JSON of `tokenizers`: our special tokens, then its bytes and merges, in its order.
-        UserError for one that reads text in a way that ours cannot."""
+        """A byte-level BPE from the JSON of `tokenizers`. UserError if it reads text in a way that ours cannot."""
         found = json.loads(text)
         vocabulary, splitter = found["model"].get("vocab", {}), found["pre_tokenizer"]
         letters = list(byte_letters().values())
@@ -107,7 +104,7 @@ class Tokenizer:
             raise UserError(f"{path}: no such file; every run folder has one")
         return cls(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path):
         """Write `folder`/tokenizer.json, atomically."""
         with atomic(Path(folder) / "tokenizer.json") as temporary:
             temporary.write_text(self.model.to_str(), encoding="utf-8")
@@ -115,7 +112,7 @@ class Tokenizer:
     def __len__(self) -> int:
         return self.tiktoken.n_vocab
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str):
         """Token ids (length,) uint32. `[MASK]` and its like are plain text."""
         if self.uncased:
             text = lower(text)
@@ -131,7 +128,7 @@ def lower(text: str) -> str:
     return text.replace("\N{GREEK CAPITAL LETTER SIGMA}", "\N{GREEK SMALL LETTER SIGMA}").lower()
 
 
-def set_splitting(model: tokenizers.Tokenizer, uncased: bool, pieces: str = PIECES) -> None:
+def set_splitting(model: tokenizers.Tokenizer, uncased: bool, pieces: str = PIECES):
     """Give a `tokenizers` model the lower-casing and the splitting that `Tokenizer.encode` has."""
     if uncased:
         model.normalizer = tokenizers.normalizers.Lowercase()

@@ -6,7 +6,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import train
-from support.run import checkpoints, read_log
+from conftest import TINY
+from support.checkpoints import checkpoints
+from support.log import read_log
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,10 +39,11 @@ def write_corpus(path, count=400):
 
 
 # ---- Short runs -----------------------------------------------------------------------------------------------------
-QUICK = """--vocab-size 320 --seq-len 24 --encoder-layers 2 --encoder-dim 32 --encoder-heads 2 --dropout 0.1
-           --precision fp32 --device cpu --batch-size 8 --micro-batch-size 4 --max-steps 6 --warmup-steps 2
-           --val-share 0.1 --log-interval 1 --eval-interval 3 --eval-rows 16 --checkpoint-interval 3
-           --keep-checkpoints 0""".split()
+SHAPE = {name: value for name, value in TINY.items() if name != "decoder_layers"}  # which ablations decide
+QUICK = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]
+QUICK += """--dropout 0.1 --init-std 0.06 --mask-rate 0.15 --precision fp32 --device cpu --batch-size 8
+            --micro-batch-size 4 --max-steps 6 --warmup-steps 2 --val-share 0.1 --log-interval 1 --eval-interval 3
+            --eval-rows 16 --checkpoint-interval 3 --keep-checkpoints 0""".split()
 
 
 def arguments(text, out, *flags):

@@ -91,7 +91,7 @@ def test_what_goes_wrong_in_a_task_costs_that_task_only(tmp_path, capsys):
     expected = {
         "tau_rank": "0/2 no report: it cannot be imported, takes over 60 s, ends Python",
         "matthews": "0/2 cannot be read: invalid syntax (<unknown>, line",
-        "effective_rank": "0/5 not attempted",
+        "effective_rank": "0/4 not attempted",
         "attention": "2/4 failed: test_attention_and_its_gradients_are_the_formulas",
         "Attention.forward": "3/3 full marks",
         "corrupt": "0/9 no report: it cannot be imported, takes over 60 s, ends Python",
@@ -100,11 +100,4 @@ def test_what_goes_wrong_in_a_task_costs_that_task_only(tmp_path, capsys):
     *lines, total = capsys.readouterr().out.splitlines()
     for line, (name, text) in zip(lines, expected.items(), strict=True):
         assert line.startswith(f"{name} {text}")
-    assert total == "total 5/25"
-
-
-def test_an_endless_loop_ends(tmp_path, capsys):
-    text = solved()["maelm.py"].replace("raise NotImplementedError", "while True: print('x' * 1000)")
-    write(tmp_path / "student.py", text)
-    main(["--grade", str(tmp_path / "student.py"), "--only", "corrupt", "--time-limit", "1"])
-    assert capsys.readouterr().out.startswith("corrupt 0/9 no report: ")
+    assert total == "total 5/24"

@@ -1,7 +1,7 @@
 """Claims about finetune.py and the windows of support/squad.py: inputs, runs, sweeps."""
-import argparse
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,16 +9,18 @@ import torch
 
 import finetune
 from maelm import CLS, SEP
-from rank import RankConfig, run_subject
+from rank import RankConfig, measurement_of_run
 from support import tasks
 from support.files import read_json, write_json
-from support.run import Place, checkpoints, load_encoder
+from support.checkpoints import checkpoints, load_encoder
+from support.device import Worker
+from support.sentences import Sentences, labels_and_scale
 from support.squad import Spans, answer_tokens, spans_of
 from support.tokenizer import Tokenizer
 from tests.common import fails, little_documents, sentence
 from tests.test_tasks import FORMATS, examples, write_glue
 
-ONE = Place(0, 1, torch.device("cpu"), torch.float32)
+ONE = Worker(0, 1, torch.device("cpu"), torch.float32)
 CONTEXT = f"{sentence(0)} İstanbul'da  ÇOK \"naïve\" café—数学🙂 ΣΑΣα [MASK]\tend.\u00a0x {sentence(18)}"
 WORDS = [tasks.Question(str(word.start()), "where is it, and why so long?", CONTEXT, ((word.start(), word[0]),))
          for word in re.finditer(r"\w+", CONTEXT)]
@@ -80,7 +82,7 @@ def test_inputs_have_the_longer_text_cut(finished):
             (short, long): [CLS, *a, SEP, *cut, SEP],
             (long, short): [CLS, *cut, SEP, *a, SEP],
             (long, long): [CLS, *b[:11], SEP, *b[:10], SEP]}
-    kind = finetune.Sentences("rte", [], start, 24)
+    kind = Sentences(start.tokenizer, 32, 24, 0.1, *labels_and_scale("rte", []))
     encoded = kind.encode([tasks.Example(*pair, "entailment") for pair in rows])
     assert [ids.tolist() for ids in encoded.ids] == list(rows.values())
     assert encoded.remarks == ["3 of 4 inputs are cut off at 24 tokens"]
@@ -103,9 +105,9 @@ def test_fine_tuning_learns(finished, tmp_path, monkeypatch):
 def test_the_best_checkpoint_counts(finished, tmp_path, monkeypatch):
     values, weights, validate = [50, 70, 70, 60], {}, finetune.validate
 
-    def scripted(model, job, step):
+    def scripted(model, setup, step):
         weights[step] = model.encoder.norm.weight.clone().cpu()
-        found, files = validate(model, job, step)
+        found, files = validate(model, setup, step)
         return found | {"value": values[len(weights) - 1]}, files
 
     monkeypatch.setattr(finetune, "validate", scripted)
@@ -121,7 +123,7 @@ def test_a_result_can_be_read_and_continued(finished, text, tmp_path):
     ranks = result["effective_rank"]
     for found in (ranks["before"], *ranks["after"]):
         assert 1 <= found["uncentered"] <= 32 and 1 <= found["centered"] <= 32
-    encoder = run_subject(str(tmp_path / "out"), RankConfig(data=str(text)), ONE).encoder
+    encoder = measurement_of_run(str(tmp_path / "out"), RankConfig(data=str(text)), ONE.device).encoder
     assert not torch.equal(encoder.norm.weight, load_encoder(finished)[0].norm.weight)
     assert tune(tmp_path / "out", "rte", tmp_path, out="next")["setting"].keys() == set(tasks.SWEPT)
 
@@ -172,20 +174,18 @@ def test_each_line_of_a_text_is_predicted(finished, tmp_path):
     assert len((out / "predict-new/predictions.jsonl").read_text().splitlines()) == 3
 
 
-def test_labels_with_fractions_are_numbers(finished):
-    start = finetune.Pretrained(str(finished), 0.1)
-    for labels, metric, classes in ((["1", "2.5"], "spearman", ()), (["1.0", "2"], "accuracy", ("1.0", "2"))):
-        kind = finetune.Sentences("custom", [tasks.Example("a", None, label) for label in labels], start, 24)
-        assert (kind.metric, kind.labels) == (metric, classes)
+def test_labels_with_fractions_are_numbers():
+    for labels, expected in ((["1", "2.5"], ("spearman", (), 2.5)), (["1.0", "2"], ("accuracy", ("1.0", "2"), 1.0))):
+        assert labels_and_scale("custom", [tasks.Example("a", None, label) for label in labels]) == expected
 
 
 def fake_runs(monkeypatch, value):
-    """Let runs find value(job, run) and take no time; returns the list of seeds that will be run."""
+    """Let runs find value(setup, run) and take no time; returns the list of seeds that will be run."""
     seeds = []
 
-    def run_once(job, run):
+    def run_once(setup, run):
         seeds.append(run["seed"])
-        found = dict.fromkeys(("value", "best", "last"), value(job, run))
+        found = dict.fromkeys(("value", "best", "last"), value(setup, run))
         return run | found | {"metrics": {}, "effective_rank": None, "seconds": 1800.0}
 
     monkeypatch.setattr(finetune, "run_once", run_once)
@@ -194,7 +194,7 @@ def fake_runs(monkeypatch, value):
 
 def test_a_sweep_that_was_cut_continues(finished, tmp_path, capsys, monkeypatch):
     found = {2e-5: None, 3e-5: -3.0, 4e-5: 0.0, 5e-5: -1.0}
-    seeds = fake_runs(monkeypatch, lambda job, run: None if run["seed"] == 2 else found[run["learning_rate"]])
+    seeds = fake_runs(monkeypatch, lambda setup, run: None if run["seed"] == 2 else found[run["learning_rate"]])
     flags = "--sweep --warmup-share 0.06 --batch-size 4".split()  # leaves four rates
     whole = tune(finished, "cola", tmp_path, *flags)
     assert re.search("runs in all: 6.*2.5 h left.*0.0 h left", capsys.readouterr().out, re.DOTALL)
@@ -210,27 +210,27 @@ def test_a_sweep_that_was_cut_continues(finished, tmp_path, capsys, monkeypatch)
 
 
 def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
-    seeds = fake_runs(monkeypatch, lambda job, run: 50.0)
-    second = Place(1, 2, torch.device("cpu"), torch.float32)
-    job = finetune.Job("squad2", None, Spans, {}, None, second, tmp_path, [])
+    seeds = fake_runs(monkeypatch, lambda setup, run: 50.0)
+    second = Worker(1, 2, torch.device("cpu"), torch.float32)
+    setup = finetune.Setup("squad2", None, Spans, {}, None, second, tmp_path, [])
     runs = [dict.fromkeys(tasks.SWEPT, 1.0) | {"seed": seed} for seed in range(4)]
 
     def sleep(seconds):  # meanwhile the first process writes its lines
         for run in runs:
-            write_json(finetune.path_of_run(job, run), run)
+            write_json(finetune.path_of_run(setup, run), run)
 
     monkeypatch.setattr(finetune.time, "sleep", sleep)
-    lines = finetune.complete(job, runs, argparse.Namespace(out=tmp_path, runs=4))
+    lines = finetune.finish_runs(setup, runs, SimpleNamespace(out=tmp_path, runs=4))
     assert seeds == [1, 3] and [line["seed"] for line in lines] == [0, 1, 2, 3]
 
 
 def test_glue_is_the_average_of_eight(finished, tmp_path, monkeypatch):
-    fake_runs(monkeypatch, lambda job, run: float(tasks.GLUE.index(job.task)))
+    fake_runs(monkeypatch, lambda setup, run: float(tasks.GLUE.index(setup.task)))
     assert tune(finished, "glue", tmp_path)["average"] == 3.5
 
 
 def test_figure_3_has_its_points_in_order(finished, tmp_path, monkeypatch):
-    fake_runs(monkeypatch, lambda job, run: 50.0)
+    fake_runs(monkeypatch, lambda setup, run: 50.0)
     first, last = map(str, checkpoints(finished))
     command = ["--task", "rte", "--data", str(write_glue(tmp_path / "glue")), "--out", str(tmp_path / "out")]
     finetune.main([*command, "--figure3", last, first])
@@ -241,10 +241,10 @@ def test_figure_3_has_its_points_in_order(finished, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--init no/such", "no/such: not a run folder"), ("--init hf:a", "--init hf:a: first python -m support.convert"),
+    ("--init no/such", "no/such: not a run folder"), ("--init hf:a", "support.convert imports hf:"),
     ("--task sst3", "invalid choice: 'sst3'"), ("--epochs 0", "epochs=0.0"),
     ("--init no --predict a.txt", "no encoder.pt there"),
-    ("--figure3 a.pt --task glue", "needs one --task"), ("--figure3 a.pt ./a.pt", "name each checkpoint once"),
+    ("--figure3 a.pt --task glue", "needs one --task"),
     ("--task custom", "--task custom needs --data"), ("--task docs --data .", "leave --data out"),
     ("--task rte --data no/such", "no train.tsv there or in RTE/")])
 def test_a_bad_command_gets_one_line(flags, message, tmp_path, capsys):

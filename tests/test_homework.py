@@ -1,34 +1,34 @@
-"""Claims about two short functions outside of maelm.py and rank.py that students write in the course."""
+"""Claims about four short functions outside of maelm.py that students write in the course."""
+import itertools
 import math
 
 import numpy as np
 import pytest
+import torch
 
-from conftest import catches, run_with_wrong_version, wrong_versions  # not for students
-from support import run, tasks
+import rank
+import train
+from conftest import generator
+from support import tasks
 
 task = pytest.mark.task
+TAUS = (0.5, 0.8, 0.9, 0.95, 0.99)
 
 
 @task("learning_rate_factor")
-@catches("support.run.learning_rate_factor", "(step + 1) / warmup_steps", "step / warmup_steps")
-def test_warm_up_rises_in_equal_steps_and_ends_at_the_peak():
-    assert [run.learning_rate_factor(step, 4, 12) for step in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1])
+def test_warm_up_ends_at_the_peak():
+    assert [train.learning_rate_factor(step, 4, 12) for step in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1])
 
 
 @task("learning_rate_factor")
-@catches("support.run.learning_rate_factor", "/ (max_steps - warmup_steps)", "/ max_steps")
-@catches("support.run.learning_rate_factor", "step < warmup_steps", "step <= warmup_steps")
-@catches("support.run.learning_rate_factor", "(max_steps - step)", "(max_steps - step - 1)")
-def test_after_warm_up_the_rate_falls_linearly_to_zero():
-    factors = [run.learning_rate_factor(step, 4, 12) for step in range(4, 12)]
+def test_the_rate_falls_linearly_to_zero():
+    factors = [train.learning_rate_factor(step, 4, 12) for step in range(4, 12)]
     assert factors == pytest.approx([1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
-    assert [run.learning_rate_factor(step, 0, 2) for step in range(2)] == pytest.approx([1, 0.5])
+    assert [train.learning_rate_factor(step, 0, 2) for step in range(2)] == pytest.approx([1, 0.5])
 
 
 @task("matthews")
-@catches("support.tasks.matthews", "math.sqrt((t * t).sum() * (p * p).sum())", "(t * t).sum()")
-def test_matthews_of_two_labels_is_the_textbook_formula():
+def test_matthews_of_two_labels_is_the_formula():
     true = np.array([1] * 8 + [0] * 4)
     guess = np.array([1] * 6 + [0] * 2 + [0] * 3 + [1])  # TP 6, FN 2, TN 3, FP 1
     assert tasks.matthews(guess, true) == pytest.approx((6 * 3 - 1 * 2) / math.sqrt(7 * 8 * 4 * 5))
@@ -36,10 +36,6 @@ def test_matthews_of_two_labels_is_the_textbook_formula():
 
 
 @task("matthews")
-@catches("support.tasks.matthews", "    p = p - p.mean(0)\n", "")
-@catches("support.tasks.matthews", "if np.ptp(true) == 0 or np.ptp(predicted) == 0:", "if False:")
-@catches("support.tasks.matthews", "np.eye(len(labels))[index.reshape(2, -1)]", "1.0 * index.reshape(2, -1)",
-         "np.eye(len(labels))[:, np.isin(labels, true)][index.reshape(2, -1)]")
 def test_matthews_of_several_labels_is_gorodkins():
     true, guess = np.random.default_rng(1).integers(3, size=(2, 60))
     true[:30] = guess[:30]
@@ -51,7 +47,56 @@ def test_matthews_of_several_labels_is_gorodkins():
         assert tasks.matthews(np.array(names)[guess], np.array(names)[true]) == pytest.approx(expected)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("claim, wrong", wrong_versions(globals()))
-def test_the_claim_catches_the_wrong_version(claim, wrong, monkeypatch):
-    run_with_wrong_version(claim, wrong, monkeypatch)
+@task("tau_rank")
+def test_rank_is_the_smallest_k_that_reaches_tau():
+    values = torch.tensor([16.0, 9, 4, 1], dtype=torch.float64)
+    taus = (0.5, 0.5333333, 0.5333334, 0.8, 0.9, 0.97)  # 16 of 30 is 0.53333333...
+    for scale in (1, 1e-15):
+        assert [rank.tau_rank(scale * values, tau) for tau in taus] == [1, 1, 2, 2, 3, 4]
+    assert rank.tau_rank(0 * values, 0.9) == 0
+    for tau in (-0.1, 0, 1, 1.5):
+        with pytest.raises(ValueError):
+            rank.tau_rank(values, tau)
+
+
+@task("tau_rank")
+def test_equal_singular_values_count_exactly():
+    for d, tau, value in itertools.product((3, 10, 64), TAUS, (1, 0.1, 1 / 3)):
+        k = int(np.ceil(tau * d - 1e-9))
+        assert rank.tau_rank(torch.full((d,), value, dtype=torch.float64), tau) == k, (d, tau, value)
+
+
+def with_squares(*squares):
+    """A matrix (20, d) float64 with these d squared singular values."""
+    left, right = (torch.randn(n, n, dtype=torch.float64, generator=generator(n)) for n in (20, len(squares)))
+    u, v = torch.linalg.qr(left).Q[:, :len(squares)], torch.linalg.qr(right).Q
+    return u * torch.tensor(squares, dtype=torch.float64).sqrt() @ v
+
+
+@task("effective_rank")
+def test_rank_is_exact_for_known_singular_values():
+    for squares, ranks in (((16.0, 9, 4, 1), [1, 2, 3, 3, 4]), ((100.0, 1, 1, 1, 1), [1, 1, 1, 1, 4])):
+        h = with_squares(*squares)
+        for matrix in (h, h.float().numpy()):
+            assert [rank.effective_rank(matrix, tau) for tau in TAUS] == ranks
+    symmetric = torch.diag(torch.tensor([2.0, 1.0]))  # 4 of 5 are more than 0.75
+    assert rank.effective_rank(symmetric, 0.75) == 1
+
+
+@task("effective_rank")
+def test_small_singular_values_count_in_float64():
+    h = with_squares(1.0, 4e-8, 4e-8, 1e-14)
+    assert [rank.effective_rank(h, 1 - rest) for rest in (1e-7, 6e-8, 2e-8)] == [1, 2, 3]
+
+
+@task("effective_rank")
+def test_the_mean_is_not_subtracted():
+    h = 10 + torch.randn(200, 8, generator=generator(0))
+    assert [rank.effective_rank(h, 0.95), rank.effective_rank(h - h.mean(0), 0.95)] == [1, 8]
+
+
+@task("effective_rank")
+def test_what_has_no_rank_is_refused():
+    for h in (np.ones(5), np.full((5, 3), np.nan), np.full((5, 3), np.inf), np.ones((0, 3))):
+        with pytest.raises(ValueError):
+            rank.effective_rank(h)

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from conftest import generator, logits_at, model_and_batch
-from finetune import ClassifierHead, Tuned
+from finetune import Tuned
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP, corrupt
 from support import convert
 from support.files import write_json
-from support.run import load_model, run_settings, save_checkpoint, write_tensors
+from support.checkpoints import load_model, run_settings, save_checkpoint, write_tensors
+from support.sentences import ClassifierHead
 from support.tokenizer import Tokenizer
 from tests.common import contents, fails, little_documents
 
@@ -151,12 +152,6 @@ def test_an_exported_tokenizer_gives_our_ids(uncased, hub, tmp_path):
     batch = theirs(["the cat " * N, "a"], truncation=True, padding=True)
     assert batch.keys() == {"input_ids", "attention_mask"}
     assert batch["input_ids"][1] == [CLS, *ours.encode("a"), SEP] + [PAD] * (N - 3)
-
-
-def test_any_encoder_can_keep_our_code(hub, tmp_path):
-    model = write_run(tmp_path / "run", norm="post", **MLM)
-    convert.main(["export", str(tmp_path / "run"), str(tmp_path / "hub"), "--format", "maelm"])
-    assert_same(model, hub.AutoModel.from_pretrained(tmp_path / "hub", **TRUST))
 
 
 @pytest.mark.parametrize("fields", [dict(), dict(norm="post"), dict(norm="post", rel_pos_buckets=0)],

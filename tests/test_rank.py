@@ -1,22 +1,74 @@
 """Claims about rank.py and course/theory.py: what is measured, for which models, and what the command writes."""
-import subprocess
-import sys
+import itertools
 
+import numpy as np
 import pytest
 import torch
 
 import maelm
 import rank
-from conftest import TAUS, generator, svd_ranks
+from conftest import generator
 from course import theory
+from support.checkpoints import checkpoints, load_encoder
 from support.files import read_json
-from support.run import Place, checkpoints, load_encoder
-from tests.common import ROOT, fails, little_documents
+from tests.common import fails, little_documents
+from tests.test_homework import TAUS
 from tests.test_hub import write_hub_model
 
-ONE = Place(0, 1, torch.device("cpu"), torch.float32)
+CPU = torch.device("cpu")
 TABLES = torch.randn(3, 300, 8, generator=generator(0)) + 1
 POSITIONS = torch.randn(20, 8, generator=generator(1))
+
+
+def built(kind, n=2000, d=48):
+    """(n, d) float32 with a known kind of spectrum, rotated, and a mean row that is not small."""
+    random = np.random.default_rng(len(kind))
+    scale = {
+        "geometric": 0.8 ** np.arange(d),
+        "power": 1 / np.arange(1, d + 1),
+        "two-step": np.where(np.arange(d) < 7, 9, 0.3),
+        "rogue": 0.9 ** np.arange(d),
+    }[kind]
+    rotation = np.linalg.qr(random.standard_normal((d, d)))[0]
+    h = random.standard_normal((n, d)) * scale @ rotation + random.standard_normal(d)
+    if kind == "rogue":
+        h[:, 3] += 1000 * h[:, 3].std()
+    return h.astype(np.float32)
+
+
+def svd_ranks(h, centered):
+    """(ranks at TAUS, squared singular values) of h (n, d) by the paper's formula in float64."""
+    h = h.astype(np.float64)
+    if centered:
+        h = h - h.mean(0)
+    squares = np.linalg.svd(h, compute_uv=False) ** 2
+    shares = np.cumsum(squares) / squares.sum()
+    return [int(np.argmax(shares >= tau)) + 1 for tau in TAUS], squares
+
+
+def spectrum_of(h, centered, *sizes):
+    """The spectrum of rank.Moments of h (n, d), added in parts of these sizes."""
+    moments = rank.Moments(h.shape[1])
+    for part in torch.from_numpy(h).split(sizes):
+        moments.add(part)
+    return moments.spectrum(centered)
+
+
+def test_ranks_are_exact_on_built_spectra():
+    for kind, centered in itertools.product(("geometric", "power", "two-step", "rogue"), (False, True)):
+        h = built(kind)
+        ranks, squares = svd_ranks(h, centered)
+        for sizes in ([2000], [1, 999, 7, 993]):
+            values = spectrum_of(h, centered, *sizes)
+            assert [rank.tau_rank(values, tau) for tau in TAUS] == ranks, (kind, centered, sizes)
+            np.testing.assert_allclose(values.numpy(), squares, rtol=1e-6, atol=1e-10 * squares[0])
+
+
+def test_equal_rows_have_rank_1():
+    random = np.random.default_rng(0)
+    rounding = 1 + 1e-7 * random.standard_normal((500, 16))
+    h = (random.standard_normal(16) * rounding).astype(np.float32)
+    assert [rank.tau_rank(spectrum_of(h, centered, 500), 0.9) for centered in (False, True)] == [1, 0]
 
 
 def made_up(tokens):
@@ -35,8 +87,8 @@ def measure(seed):
         read.append(tokens)
         return made_up(tokens)
 
-    subject = rank.Subject("made up", encode, rows.numpy(), "rows", 8, 20, maelm.MASK, [0, 1, 2, 3])
-    found = rank.analyse(subject, rank.RankConfig(batch_size=7, tau=TAUS, seed=seed), ONE)
+    measurement = rank.Measurement("made up", encode, rows.numpy(), "rows", 8, 20, maelm.MASK, [0, 1, 2, 3])
+    found = rank.analyse(measurement, rank.RankConfig(batch_size=7, tau=TAUS, seed=seed))
     assert torch.equal(torch.cat(read[1::2]), rows)
     return rows, torch.cat(read[::2]), found
 
@@ -78,37 +130,29 @@ def test_the_command_writes_ranks_and_a_figure(text, finished, tmp_path):
 
 
 def test_a_run_is_measured_on_its_validation_text(finished):
-    subject = rank.run_subject(str(finished), rank.RankConfig(), ONE)
+    measurement = rank.measurement_of_run(str(finished), rank.RankConfig(), CPU)
     encoder, tokenizer, _ = load_encoder(finished)
     document = next(text for text in little_documents() if rank.in_validation(text, 0.1))
-    tokens = torch.from_numpy(subject.rows[[0, 1, 2]])
+    tokens = torch.from_numpy(measurement.rows[[0, 1, 2]])
     assert tokenizer.decode(tokens[:, 1:].flatten()).startswith(document.lower())
     states = encoder(tokens, torch.arange(24)[None], all_layers=True)
-    assert all(map(torch.equal, subject.encode(tokens), states))
+    assert all(map(torch.equal, measurement.encode(tokens), states))
 
 
 def test_a_hub_encoder_keeps_its_frame(text, tmp_path):
     model, tokenizer = write_hub_model(tmp_path)
     config = rank.RankConfig(data=str(text), val_share=1.0)
-    subject = rank.hub_subject(f"hf:{tmp_path}", config, ONE)
-    tokens = torch.from_numpy(subject.rows[:3])
+    measurement = rank.measurement_of_hub(f"hf:{tmp_path}", config, CPU)
+    tokens = torch.from_numpy(measurement.rows[:3])
     for row in tokens.tolist():
         assert row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id
     assert tokenizer.decode(tokens[:, 1:-1].flatten()).startswith(little_documents()[0] + "</s>")
-    torch.testing.assert_close(subject.encode(tokens)[-1], model.base_model(tokens).last_hidden_state)
-    assert rank.analyse(subject, config, ONE)["n"]["mask_only"] == 4 * len(subject.rows)
-
-
-def test_two_processes_find_the_ranks_of_one(text, finished, tmp_path):
-    flags = [finished, "--data", text, "--val-share", 1, "--tau", *TAUS]
-    torchrun = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2 rank.py".split()]
-    command = [*torchrun, *map(str, flags), "--out", str(tmp_path / "two")]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=240)
-    assert read_json(tmp_path / "two" / "rank.json")["models"] == rank_json(tmp_path / "one", *flags)
+    torch.testing.assert_close(measurement.encode(tokens)[-1], model.base_model(tokens).last_hidden_state)
+    assert rank.analyse(measurement, config)["n"]["mask_only"] == 4 * len(measurement.rows)
 
 
 @pytest.mark.parametrize("flags, message", [
-    (". ./", "name each model once"), (". no/such", "no/such: no such run folder"),
+    (". no/such", "no/such: no such run folder"),
     ("hf:no/such", "transformers cannot load it"), (". --tau 1.5", "tau="),
     (f". --seed {2 ** 63}", "seed=92233")])
 def test_a_bad_command_gets_one_line(flags, message, capsys):
@@ -129,12 +173,6 @@ def test_theorem_2_2_holds_where_u_exists():
         sides = theory.both_sides(near, U @ near, 0.05 * qk, vo)
         assert sides["eq3"] < 1e-9 and sides["spread"] < 1.256
         assert 0 < sides["left"] <= sides["right"]
-
-
-def test_pure_attention_collapses_and_skips_prevent_it():
-    first, second, third, *_, last = theory.collapse(skip=False)
-    assert first > second > third > 1e9 * last
-    assert theory.collapse(skip=True)[-1] > 0.05
 
 
 def test_the_theory_of_a_run_has_each_layer(finished, capsys):

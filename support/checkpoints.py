@@ -1,0 +1,127 @@
+"""Checkpoints of a run folder: written whole, read without running code, loaded as models."""
+import pickle
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+
+from maelm import MAELM, Config, Encoder
+from support.files import UserError, atomic, read_json
+from support.tokenizer import Tokenizer
+
+CHECKPOINT = re.compile(r"step_([0-9]{7})\.pt")  # only files of this name are ours to load or to delete
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Checkpoints of a run, oldest first."""
+    return sorted(path for path in out.glob("step_*.pt") if CHECKPOINT.fullmatch(path.name))
+
+
+def checkpoint_path(out: Path, step: int) -> Path:
+    """The checkpoint of a run after `step` steps."""
+    return out / f"step_{step:07d}.pt"
+
+
+def write_tensors(path: Path, state: dict):
+    """Write tensors and numbers atomically. No objects of ours: so reading them back runs no code."""
+    with atomic(path) as temporary, open(temporary, "wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # PyTorch's writer hides the disk's error behind its own
+                raise error.__context__ from None
+            raise
+
+
+def read_tensors(path: Path, *wanted: str) -> dict:
+    """What a .pt file holds, on the CPU; it runs no code. UserError if the file is damaged, or lacks a field."""
+    if not path.is_file():
+        raise UserError(f"{path}: not a checkpoint or encoder.pt")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise UserError(f"{path}: damaged, or not written by this project; delete it to use the one before") from error
+    if not isinstance(state, dict) or not state.keys() >= set(wanted):
+        raise UserError(f"{path}: lacks {', '.join(wanted)}: not a file of the kind that is needed here")
+    return state
+
+
+def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, seconds: float, keep: int):
+    """Write step_STEP.pt, then remove the oldest but `keep` (0 = none). UserError if a weight is not finite."""
+    for name, weight in model.state_dict().items():
+        if not weight.isfinite().all():
+            raise UserError(f"step {step}: {name} is not finite; start again with a lower --learning-rate")
+    write_tensors(checkpoint_path(out, step), {
+        "step": step,
+        "seconds": seconds,  # of training, evaluations not counted
+        "config": asdict(model.config),
+        "model": model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+    })
+    if keep > 0:
+        for old in checkpoints(out)[:-keep]:
+            old.unlink()
+
+
+def load_checkpoint(out: Path) -> dict | None:
+    """What the newest checkpoint of a run holds; None if there is none."""
+    found = checkpoints(out)
+    if not found:
+        return None
+    state = read_tensors(found[-1], "config", "step", "seconds", "model", "optimizers")
+    config_of(state, found[-1])
+    return state
+
+
+def config_of(state: dict, path: Path) -> Config:
+    """The configuration in a checkpoint. UserError if another version of this code wrote it."""
+    differs = state["config"].keys() ^ {field.name for field in fields(Config)}
+    if differs:
+        raise UserError(f"{path}: written by another version of maelm, which differs in {', '.join(sorted(differs))}; "
+                        "use that version, or train again")
+    return Config(**state["config"])
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint that a path names, or the newest one of a run folder. UserError if there is none."""
+    found = [path] if path.suffix == ".pt" else checkpoints(path)
+    if not found:
+        raise UserError(f"{path}: not a run folder with checkpoints; train.py makes one; support.convert imports hf:")
+    return found[-1]
+
+
+def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[MAELM, Tokenizer]:
+    """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. UserError if there is none."""
+    file = checkpoint_of(path)
+    state = read_tensors(file, "config", "model")
+    model = MAELM(config_of(state, file))
+    model.load_state_dict(state["model"])
+    return model.to(device).eval(), Tokenizer.load(file.parent)
+
+
+def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config]:
+    """The encoder of a run folder, a checkpoint, or finetune.py (encoder.pt), in evaluation mode. UserError if none."""
+    file = path / "encoder.pt" if path.is_dir() else path
+    if file.name != "encoder.pt" or not file.is_file():
+        model, tokenizer = load_model(path, device)
+        return model.encoder, tokenizer, model.config
+    state = read_tensors(file, "config", "encoder")
+    config = config_of(state, file)
+    encoder = Encoder(config)
+    encoder.load_state_dict(state["encoder"])
+    return encoder.to(device).eval(), Tokenizer.load(file.parent), config
+
+
+def corpus_settings(config: Config, settings: dict, tokenizer: Tokenizer | None) -> dict:
+    """The arguments of support.data.corpus for a run. The tokenizer counts if it was given, not learned."""
+    given = settings.get("init") or settings.get("tokenizer")
+    return dict(source=settings["data"], cache=settings["cache"], vocab_size=config.vocab_size, seq_len=config.seq_len,
+                uncased=settings["uncased"], val_share=settings["val_share"], column=settings.get("column", "text"),
+                tokenizer=tokenizer if given else None)
+
+
+def run_settings(folder: Path) -> dict:
+    """What config.json of a run folder holds; {} if there is none."""
+    path = folder / "config.json"
+    return read_json(path) if path.is_file() else {}

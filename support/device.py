@@ -1,0 +1,128 @@
+"""The device and the processes of a run: ranks, autocast, signals, memory."""
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from support.files import UserError
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Where this process computes: its rank among torchrun's processes, its device, and autocast's dtype."""
+    rank: int
+    world_size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that prints and writes."""
+        return self.rank == 0
+
+    def autocast(self) -> torch.autocast:
+        """A fresh context in which matrix products are in `dtype`."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def all_reduce(self, *values: float) -> list[float]:
+        """The sums of numbers over all processes."""
+        if self.world_size == 1:  # an Apple GPU, for one, has no float64
+            return [float(value) for value in values]
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def init_process_group(self):
+        """Join the other processes that torchrun started."""
+        if self.world_size > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+
+    def destroy_process_group(self, code: int = 0):
+        """End this process if it has joined others; at an ordinary end, threads of gloo may abort it."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            sys.stdout.flush()
+            os._exit(code)
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 matrices in hardware; elsewhere bf16 is slower than fp32."""
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text() if info.is_file() else ""
+    return "amx_bf16" in flags or "avx512_bf16" in flags
+
+
+def keep_freed_memory():
+    """Have glibc keep freed memory: to give each activation back and fault it in again cost 7 % of a toy step."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)  # the C library that this process has loaded; musl's has no mallopt
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD
+
+
+def best_device(name: str, small: bool) -> torch.device:
+    """The device that --device names; auto: an NVIDIA GPU, an Apple GPU unless the model is `small`, or the CPU."""
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        # A step of the toy is hundreds of kernels that an Apple GPU starts no faster than its CPU computes them.
+        name = "cuda" if there["cuda"] else "mps" if there["mps"] and not small else "cpu"
+    if not there.get(name):
+        raise UserError(f"--device {name}: this machine, or this PyTorch, has none; use --device auto")
+    if name == "cuda":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device(name)
+
+
+def make_worker(precision: str, device: str = "auto", small: bool = False) -> Worker:
+    """The device and dtype of this process, and which of torchrun's processes it is. UserError as best_device."""
+    device = best_device(device, small)
+    bf16 = device.type == "cpu" and cpu_has_bf16()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+        # cuDNN's attention may read a mask as another dtype. A context around the call would be compiled each time.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)  # a T4 or V100 emulates it, slowly
+    keep_freed_memory()
+    if precision != "auto":
+        bf16 = precision == "bf16"
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    return Worker(int(os.environ.get("RANK", 0)), world, device, torch.bfloat16 if bf16 else torch.float32)
+
+
+class Interrupt:
+    """While entered, notes SIGTERM and SIGINT, so that a checkpoint can be saved. A second Ctrl-C acts at once."""
+    def __enter__(self) -> "Interrupt":
+        self.signal = 0
+        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *exception):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def note(self, number: int, frame: object):
+        """Signal handler."""
+        self.signal = number
+        if number == signal.SIGINT:  # but SIGTERM comes twice at once, from Slurm and from torchrun
+            signal.signal(number, self.before[number])
+
+
+@contextmanager
+def explain_out_of_memory() -> Iterator[None]:
+    """Turn an out-of-memory error into advice: lower --micro-batch-size."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            raise UserError("out of memory: use a smaller --micro-batch-size") from error
+        raise

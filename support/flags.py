@@ -1,0 +1,70 @@
+"""Command lines: flags made from the fields of a dataclass, with the comments behind them as help."""
+import argparse
+import inspect
+import re
+import sys
+from dataclasses import fields
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a bad command line with one line and exit code 2."""
+    def __init__(self, prog: str, description: str):
+        super().__init__(prog=prog, description=description, allow_abbrev=False, conflict_handler="resolve",
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def parse_args(self, argv=None) -> argparse.Namespace:
+        options, unknown = self.parse_known_args(argv)
+        if unknown:
+            valid = sorted(flag for flag in self._option_string_actions if not flag.startswith("--no-"))
+            self.error(f"unknown flag {unknown[0]}; the flags are {' '.join(valid)}")
+        return options
+
+
+def comments_of(config: type) -> dict[str, str]:
+    """The comment behind each field of a dataclass, by the field's name."""
+    return dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(config), re.MULTILINE))
+
+
+def require(config, **conditions: bool):
+    """Raise a ValueError for the first field whose condition is False. It quotes the field's comment."""
+    for field, holds in conditions.items():
+        if not holds:
+            comment = comments_of(type(config)).get(field, "")
+            raise ValueError(f"{field}={getattr(config, field)!r} is not possible: {comment}")
+
+
+def require_positive(config, *fields: str):
+    """Raise a ValueError for the first field that is not above 0."""
+    for field in fields:
+        if not getattr(config, field) > 0:
+            raise ValueError(f"{field}={getattr(config, field)!r}: use a positive number")
+
+
+def value_in(argv, flag: str, default: str) -> str:
+    """The value of a flag on a command line that is not parsed yet, as its help depends on it."""
+    words = sys.argv[1:] if argv is None else argv
+    return words[words.index(flag) + 1] if flag in words[:-1] else default
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
+    """Add a flag for every field of a dataclass, with the comment behind it and its value in `values` as help."""
+    comments = comments_of(config)
+    group = parser.add_argument_group(config.__name__)
+    for field in fields(config):
+        flag = "--" + field.name.replace("_", "-")
+        value = values.get(field.name, field.default)
+        text = f"{comments.get(field.name, '')} [{value}]".replace("%", "%%")  # argparse formats with %
+        if field.type is bool:
+            kind = {"action": argparse.BooleanOptionalAction}
+        else:
+            kind = {"type": field.type, "metavar": field.type.__name__.upper()}
+        # A flag that is not given leaves no trace, so that a preset can decide.
+        group.add_argument(flag, default=argparse.SUPPRESS, help=text.strip(), **kind)
+
+
+def given_flags(options: argparse.Namespace, config: type) -> dict:
+    """The fields of a dataclass that the command line gave, by name."""
+    return {field.name: getattr(options, field.name) for field in fields(config) if field.name in options}

@@ -1,0 +1,171 @@
+"""Wrong versions of the code, each of which a claim finds: they show what the claims check, and that they do."""
+import ast
+import sys
+import types
+
+import pytest
+import torch
+
+import conftest
+import test_maelm
+from tests import test_homework, test_rank, test_train
+from tests.common import ROOT
+
+MISTAKES = [  # claim, without test_; module.function or module.Class.method; a piece of it; what may not stand for it
+    ("every_row_has_exactly_k_masks", "maelm.corrupt", "order.topk(k, largest=False).indices",
+     "torch.randint(1, n - 1, (B, k))"),
+    ("every_row_has_exactly_k_masks", "maelm.corrupt", "config.masks_per_row(n)\n", "int(config.mask_rate * n)\n"),
+    ("only_real_or_given_positions_are_masked", "maelm.corrupt", "order.masked_fill(~maskable, 2.0)", "order"),
+    ("only_real_or_given_positions_are_masked", "maelm.corrupt", "tokens >= NUM_SPECIAL",
+     "(tokens >= NUM_SPECIAL) | (tokens == MASK)"),
+    ("only_real_or_given_positions_are_masked", "maelm.corrupt", "if maskable is None:", "if True:"),
+    ("kept_positions_are_the_rest_in_order", "maelm.corrupt", ".view(B, -1)", ".view(B, -1).flip(1)"),
+    ("masks_are_uniform_over_real_tokens", "maelm.corrupt", "order.masked_fill(~maskable, 2.0)",
+     "(order * torch.linspace(1, 2, n)).masked_fill(~maskable, 2.0)",
+     "F.pad(order[:, 1:-1:2].repeat_interleave(2, 1), (1, 1)).masked_fill(~maskable, 2.0)"),
+    ("masks_are_uniform_over_real_tokens", "maelm.corrupt", "chosen[:, shown:]", "chosen.sort(1).values[:, shown:]"),
+    ("corrupt_is_a_pure_function", "maelm.corrupt", "torch.rand(B, n, generator=generator, device=tokens.device)",
+     "torch.rand(B, n)"),
+    ("delta_is_the_share_of_masks_read", "maelm.corrupt", "chosen[:, shown:]", "chosen[:, :shown]"),
+    ("delta_is_the_share_of_masks_read", "maelm.corrupt", "round(config.mask_in_encoder * k)",
+     "int(config.mask_in_encoder * k)"),
+    ("a_random_fill_is_any_real_token", "maelm.corrupt", "random_(NUM_SPECIAL,", "random_(0,",
+     "random_(NUM_SPECIAL + 1,"),
+    ("too_few_tokens_or_no_mask_are_refused", "maelm.corrupt", "maskable.sum(1).min()", "maskable.sum(1).max()"),
+    ("too_few_tokens_or_no_mask_are_refused", "maelm.corrupt", "not 0 < k <= fewest", "k > fewest",
+     "not 0 < k < fewest"),
+    ("too_few_tokens_or_no_mask_are_refused", "maelm.corrupt", "tokens >= NUM_SPECIAL", "tokens > NUM_SPECIAL"),
+    ("masked_tokens_do_not_leak", "maelm.corrupt", "read.gather(1, kept)", "tokens.gather(1, kept)"),
+    ("removing_equals_hiding", "maelm.MAELM.encode", "positions = kept", "pass"),
+    ("removing_equals_hiding", "maelm.Encoder.forward", "self.stack(h, positions,",
+     "self.stack(h, torch.arange(tokens.shape[1])[None],"),
+    ("positions_skip_removed_tokens_if_aligned", "maelm.MAELM.encode", "if self.config.aligned_positions",
+     "if not self.config.aligned_positions"),
+    ("decoder_input_is_the_two_case_formula", "maelm.MAELM.decoder_input", "if self.config.decoder_reset", "if False",
+     "if True"),
+    ("decoder_input_is_the_two_case_formula", "maelm.MAELM.decoder_input", "(row, kept)",
+     "(row, torch.arange(kept.shape[1]).expand_as(kept))"),
+    ("the_mask_embedding_learns_from_every_gap", "maelm.MAELM.decoder_input", "weight[MASK].to(h.dtype)",
+     "weight[MASK]", "weight[MASK].detach().to(h.dtype)"),
+    ("uni_decoder_cannot_see_the_future", "maelm.MAELM.decode", "torch.cat([tokens[:, :1], tokens[:, :-1]], dim=1)",
+     "tokens"),
+    ("uni_decoder_cannot_see_the_future", "maelm.causal_bias", "keys[:, None, None, :] > queries",
+     "keys[:, None, None, :] < queries"),
+    ("near_distances_have_buckets_of_their_own", "maelm.relative_bucket", "where(distance > 0", "where(distance < 0",
+     "where(distance >= 0"),
+    ("near_distances_have_buckets_of_their_own", "maelm.relative_bucket", "distance.abs()", "distance.clamp(min=0)"),
+    ("far_buckets_begin_where_t5s_begin", "maelm.relative_bucket", "exact = half // 2", "exact = half // 4"),
+    ("far_buckets_begin_where_t5s_begin", "maelm.relative_bucket", "far = far.clamp(max=half - 1)", "pass"),
+    ("relative_tables_are_where_the_config_says", "maelm.Decoder",
+     'config.decoder_self == "bi" and config.decoder_relative', "config.decoder_relative"),
+    ("relative_tables_are_where_the_config_says", "maelm.Decoder",
+     "config.decoder_relative and config.rel_pos_buckets > 0", "config.rel_pos_buckets > 0"),
+    ("relative_bias_is_of_key_minus_query", "maelm.RelativeBias.forward", "keys[:, None, :] - queries[:, :, None]",
+     "queries[:, :, None] - keys[:, None, :]"),
+    ("relative_bias_is_of_key_minus_query", "maelm.RelativeBias.forward", "len(self.bucket) // 2",
+     "len(self.bucket) // 2 + 1"),
+    ("relative_bias_is_of_query_then_key", "maelm.RelativeBias.forward", "keys[:, None, :]", "keys[:1, None, :]"),
+    ("relative_bias_is_of_query_then_key", "maelm.RelativeBias.forward", "keys[:, None, :] - queries[:, :, None]",
+     "torch.arange(keys.shape[1]) + 0 * keys[:, None] - torch.arange(queries.shape[1])[:, None]"),
+    ("the_gradient_of_a_bias_counts_its_uses", "maelm.RelativeBias.forward", "self.table(self.bucket)",
+     "self.table(self.bucket).detach()"),
+    ("attention_and_its_gradients_are_the_formulas", "maelm.attention", "logits + bias", "logits + bias.detach()"),
+    ("a_bias_can_hide_keys", "maelm.attention", "logits + bias", "logits + bias.transpose(-2, -1)",
+     "logits + bias.clamp(min=-1)"),
+    ("logits_are_divided_by_root_d_h", "maelm.attention", "** -0.5", "** -1", "** 0"),
+    ("attention_drops_weights_out", "maelm.attention", "F.dropout(weights, p) @ v", "weights @ v",
+     "F.dropout(weights @ v, p)"),
+    ("each_head_has_a_bias_of_its_own", "maelm.Attention.forward", "bias, p)", "None, p)"),
+    ("attention_has_dropout_in_training_only", "maelm.Attention.forward", "self.p if self.training else 0.0", "self.p",
+     "0.0"),
+    ("a_layer_equals_pytorchs_own", "maelm.Attention.forward", "self.key_value(y)", "self.key_value(x)"),
+    ("a_layer_equals_pytorchs_own", "maelm.Attention.forward", "z.transpose(1, 2).flatten(2)", "z.reshape(*x.shape)"),
+    ("a_layer_equals_pytorchs_own", "maelm.Residual.forward", "if self.pre:", "if False:"),
+    ("the_first_state_sums_embeddings", "maelm.Encoder.forward", "embedding(positions)",
+     "embedding(torch.arange(tokens.shape[1]))"),
+    ("all_layers_are_listed_and_normalised", "maelm.Encoder.forward", "self.norm(h)", "h"),
+    ("all_layers_are_listed_and_normalised", "maelm.Encoder.forward", "return states if", "return states[1:] if"),
+    ("padding_changes_nothing", "maelm.Encoder.forward", "positions, padding, at=at", "positions, None, at=at"),
+    ("padding_changes_nothing", "maelm.Stack.forward", "self.bias(queries, positions, padding)",
+     "self.bias(queries, positions, None)"),
+    ("the_last_layer_at_some_positions_is_the_same", "maelm.Encoder.forward", "padding, at=at", "padding"),
+    ("a_prediction_does_not_depend_on_others", "maelm.Block.forward", "self.self_attention(select(y, at), y, bias)",
+     "self.self_attention(select(y, at), select(y, at), bias)"),
+    ("embeddings_have_dropout_in_training_only", "maelm.Encoder.forward", "self.p, self.training", "self.p, True",
+     "0.0, self.training"),
+    ("dropout_is_in_the_encoder_only", "maelm.Decoder.__init__", "config.decoder_layers, 0.0,",
+     "config.decoder_layers, config.dropout,"),
+    ("initial_weights_are_normal", "maelm.MAELM.init_parameters", "nn.init.normal_(parameter, std=std)",
+     "nn.init.trunc_normal_(parameter, std=std, a=-0.04, b=0.04)"),
+    ("loss_is_the_mean_over_masked_positions", "maelm.MAELM.forward", "self.predicted(corruption.masked)",
+     "corruption.kept"),
+    ("loss_is_the_mean_over_masked_positions", "maelm.MAELM.forward", ".flatten())", '.flatten(), reduction="sum")',
+     ".flatten()) / math.log(2)"),
+    ("loss_is_the_mean_over_masked_positions", "maelm.MAELM.forward", "tokens.gather(1, at)",
+     "tokens[:, :at.shape[1]]"),
+    ("uni_predicts_all_tokens_but_the_first", "maelm.MAELM.forward", "self.predicted(corruption.masked)",
+     "corruption.masked.int().topk(self.config.masks_per_row(24)).indices"),
+    ("mlm_is_the_textbook_mlm", "maelm.MAELM.forward", "self.encode(corruption, at)",
+     "self.encode(corruption, at.flip(1))"),
+    ("table_2_sizes_keep_their_ratio", "train.make_config", "* encoder_heads)", "* Config.encoder_heads)"),
+    ("table_2_sizes_keep_their_ratio", "train.make_config", "if not layers.is_integer():", "if False:"),
+    ("warm_up_ends_at_the_peak", "train.learning_rate_factor", "(step + 1) / warmup_steps", "step / warmup_steps"),
+    ("the_rate_falls_linearly_to_zero", "train.learning_rate_factor", "/ (max_steps - warmup_steps)", "/ max_steps"),
+    ("the_rate_falls_linearly_to_zero", "train.learning_rate_factor", "step < warmup_steps", "step <= warmup_steps"),
+    ("the_rate_falls_linearly_to_zero", "train.learning_rate_factor", "(max_steps - step)", "(max_steps - step - 1)"),
+    ("rank_is_the_smallest_k_that_reaches_tau", "rank.tau_rank", "values.cumsum(0)", "values.sqrt().cumsum(0)"),
+    ("rank_is_the_smallest_k_that_reaches_tau", "rank.tau_rank", "(tau - 1e-9)", "(tau - 1e-3)"),
+    ("rank_is_the_smallest_k_that_reaches_tau", "rank.tau_rank", "if values[0] == 0:", "if False:"),
+    ("rank_is_the_smallest_k_that_reaches_tau", "rank.tau_rank", "0 < tau < 1:", "0 <= tau < 1:", "0 < tau <= 1:"),
+    ("equal_singular_values_count_exactly", "rank.tau_rank", "(tau - 1e-9)", "tau"),
+    ("rank_is_exact_for_known_singular_values", "rank.effective_rank", "svdvals(x) ** 2", "svdvals(x)"),
+    ("small_singular_values_count_in_float64", "rank.effective_rank", "torch.as_tensor(h).double()",
+     "torch.as_tensor(h).float()"),
+    ("the_mean_is_not_subtracted", "rank.effective_rank", "svdvals(x)", "svdvals(x - x.mean(0))"),
+    ("what_has_no_rank_is_refused", "rank.effective_rank", "not x.isfinite().all()", "x.isnan().all()"),
+    ("ranks_are_exact_on_built_spectra", "rank.Moments.spectrum", "if centered:", "if not centered:"),
+    ("ranks_are_exact_on_built_spectra", "rank.Moments.add", "h = h.to(self.gram)", "pass"),
+    ("equal_rows_have_rank_1", "rank.Moments.spectrum", "if gram.trace() <= 1e-12 * self.gram.trace():", "if False:"),
+    ("matthews_of_two_labels_is_the_formula", "support.tasks.matthews", "math.sqrt((t * t).sum() * (p * p).sum())",
+     "(t * t).sum()"),
+    ("matthews_of_several_labels_is_gorodkins", "support.tasks.matthews", "    p = p - p.mean(0)\n", ""),
+    ("matthews_of_several_labels_is_gorodkins", "support.tasks.matthews",
+     "if np.ptp(true) == 0 or np.ptp(predicted) == 0:", "if False:"),
+    ("matthews_of_several_labels_is_gorodkins", "support.tasks.matthews", "np.eye(len(labels))[index.reshape(2, -1)]",
+     "1.0 * index.reshape(2, -1)", "np.eye(len(labels))[:, np.isin(labels, true)][index.reshape(2, -1)]"),
+]
+CASES = [(claim, place, piece, mistake) for claim, place, piece, *mistakes in MISTAKES for mistake in mistakes]
+
+
+def module_with(place, piece, mistake):
+    """(the last name of `place`, its module with a mistake for a piece of it)."""
+    parts = place.split(".")
+    length = 2 if parts[0] == "support" else 1
+    path = ROOT.joinpath(*parts[:length]).with_suffix(".py")
+    text = path.read_text(encoding="utf-8")
+    node = ast.parse(text)
+    for name in parts[length:]:
+        node = next(inner for inner in node.body if getattr(inner, "name", "") == name)
+    function = ast.get_source_segment(text, node)
+    count = function.count(piece)
+    assert count == 1, f"{piece!r} is {count} times in {place}, not once: change its row in MISTAKES"
+    assert text.count(function) == 1
+    module = types.ModuleType("wrong")
+    module.__file__ = str(path)
+    sys.modules["wrong"] = module  # where dataclasses look for their module
+    exec(compile(text.replace(function, function.replace(piece, mistake)), path, "exec"), vars(module))
+    return parts[length - 1], module
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("claim, place, piece, mistake", CASES, ids=[f"{case[0][:45]}" for case in CASES])
+def test_the_claim_finds_the_mistake(claim, place, piece, mistake, monkeypatch):
+    files = (test_maelm, test_homework, test_rank, test_train)
+    test = next(getattr(file, f"test_{claim}") for file in files if hasattr(file, f"test_{claim}"))
+    name, module = module_with(place, piece, mistake)
+    for names in (test.__globals__, vars(conftest)):
+        monkeypatch.setitem(names, name, module)
+    torch.manual_seed(0)
+    with pytest.raises((AssertionError, RuntimeError, ValueError, TypeError, LookupError, ArithmeticError,
+                        pytest.fail.Exception)):  # but no NameError: a mistake, not a slip
+        test()
