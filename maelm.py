@@ -136,8 +136,8 @@ class Corruption(NamedTuple):
 
 
 def corrupt(tokens, config, generator, maskable=None):
-    """Draw M, k real tokens of each row, or k of those where maskable (B, n) bool is True, and remove it, but
-    for a share mask_in_encoder. tokens (B, n) int64 -> Corruption. ValueError for a row with too few."""
+    """Draw M, k of each row's real tokens, or of the positions where maskable (B, n) bool is True, and remove
+    all but a share mask_in_encoder of it. tokens (B, n) int64 -> Corruption. ValueError for too few."""
     B, n = tokens.shape
     k = config.masks_per_row(n)
     if maskable is None:

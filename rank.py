@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP, Config, Encoder, corrupt
 from support.checkpoints import corpus_settings, load_encoder, run_settings
-from support.convert import open_hub
 from support.data import VAL_SHARE, Rows, corpus, documents, in_validation, parts, seed_of
 from support.device import make_worker
 from support.files import UserError, clear_errors, lock_folder, write_json
@@ -149,6 +148,7 @@ def measurement_of_run(name: str, config: RankConfig, device: torch.device) -> M
 
 def measurement_of_hub(name: str, config: RankConfig, device: torch.device) -> Measurement:
     """Any encoder of transformers' AutoModel with its own tokenizer, on the validation documents of --data or docs."""
+    from support.convert import open_hub  # here: it needs transformers
     model, tokenizer, longest = open_hub(name)
     model = model.to(device)
 
@@ -212,7 +212,10 @@ def measure(measurement: Measurement, config: RankConfig) -> dict[str, list[Mome
         tokens = torch.from_numpy(measurement.rows[indices[start:start + config.batch_size]])  # (B, n)
         maskable = ~torch.isin(tokens, torch.tensor(measurement.specials))
         generator = torch.Generator().manual_seed(seed_of(config.seed, start))
-        masked = corrupt(tokens, MASKING, generator, maskable).masked
+        try:
+            masked = corrupt(tokens, MASKING, generator, maskable).masked
+        except ValueError as error:
+            raise UserError(f"{measurement.name}: rows of too few words ({error}); use another --data") from error
         with_mask = measurement.encode(tokens.masked_fill(masked, measurement.mask))
         add_rows(moments["with_mask"], with_mask)
         add_rows(moments["mask_only"], [h[masked.to(h.device)] for h in with_mask])

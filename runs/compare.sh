@@ -11,7 +11,7 @@ on_node train.py --preset base --data "$text"                                   
 on_node train.py --preset base --data "$text" --ablation mlm                             # 11 hours: equal steps
 on_node train.py --preset base --data "$text" --ablation mlm --max-steps 146700 --out out/base-mlm-compute  # 12: equal FLOPs
 
-on_node rank.py out/base out/base-mlm out/base-mlm-compute --out out/table-3          # minutes: Figure 1 and Table 3
+python rank.py out/base out/base-mlm out/base-mlm-compute --out out/table-3           # minutes: Figure 1 and Table 3
 for run in base base-mlm base-mlm-compute; do
     on_node finetune.py --init out/$run --task glue --sweep                           # 2 hours: Table 1
     on_node finetune.py --init out/$run --task squad2 --sweep                         # 1 hour

@@ -1,5 +1,7 @@
 """Claims about course/assign.py: what students get, and what their solutions are worth."""
 import re
+import subprocess
+import sys
 
 from course.assign import HERE, TASKS, alone, blank, find, hand_out, main, read, replaced, source, claims_of, write
 from tests.common import fails
@@ -37,6 +39,9 @@ def test_the_handout_has_every_test_and_no_line_of_a_solution(tmp_path):
     for hint in ("catches(", "svd_ranks", "logits_at"):
         assert hint not in tests + texts["conftest.py"]
     assert "corrupt" not in texts["predict.py"]
+    collected = subprocess.run([sys.executable, "-m", "pytest", "-q", "--collect-only"], cwd=tmp_path / "homework",
+                               capture_output=True, text=True)
+    assert f"{sum(len(claims_of(name)) for name in TASKS)} tests collected" in collected.stdout, collected.stdout
     assert "arxiv.org" in texts["assignment.md"] and "arxiv.org" in texts["README.md"]
 
 
