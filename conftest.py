@@ -1,8 +1,9 @@
 """What tests share: a small model and a batch."""
 import os
 
-# Before torch, and also for the processes that tests start: one thread, no GPU, no network.
-os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+# Before torch, and also for the processes that tests start: one thread, no network, and no GPU unless it is named.
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import torch  # noqa: E402
 
@@ -12,8 +13,16 @@ torch.set_num_threads(1)
 
 
 def pytest_configure(config):
-    """Register the mark of the course's tests."""
+    """Register marks."""
     config.addinivalue_line("markers", "task(name): tests a function that students write; see course/assign.py")
+    config.addinivalue_line("markers", "cuda: needs a GPU")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Deselect the tests of a GPU where there is none."""
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("cuda")])
+        items[:] = [item for item in items if not item.get_closest_marker("cuda")]
 
 
 def pytest_itemcollected(item):

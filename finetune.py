@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +37,8 @@ from support.flags import Parser, add_flags, given_flags, require, require_posit
 from support.log import figure
 from support.sentences import Sentences, labels_and_scale
 from support.squad import Spans
-from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, Encoded, TaskKind, grid, locate, read_inputs, read_task
+from support.tasks import (DEFAULTS, GLUE, SWEPT, TASKS, Encoded, TaskKind, grid, locate, read_inputs, read_squad,
+                           read_task)
 from train import learning_rate_factor
 
 
@@ -73,7 +74,7 @@ class Command:
     seeds: int
     sweep: bool
     figure3: list[str]
-    predict: Path | None
+    predict: str
     given: dict  # the flags of TuneConfig, which replace rows of the grid
 
     @property
@@ -233,7 +234,8 @@ def write_files(folder: Path, files: dict):
             temporary.write_text("\n".join(lines) + "\n")
 
 
-DIVERGED = {"value": None, "last": None, "metrics": {}, "effective_rank": None}
+DIVERGED = {"value": None, "last": None, "metrics": {}, "effective_rank": None, "last_rank": None, "step": None,
+            "last_step": None}
 
 
 def run_once(setup: Setup, run: dict) -> dict:
@@ -264,7 +266,8 @@ def run_once(setup: Setup, run: dict) -> dict:
             "scale": setup.kind.scale})
         write_files(setup.out, files)
     seconds = round(time.perf_counter() - start, 2)
-    return {**run, **best, "last": last["value"], "seconds": seconds}
+    return {**run, **best, "last": last["value"], "last_rank": last["effective_rank"], "last_step": last["step"],
+            "seconds": seconds}
 
 
 # ---- 3. Many runs -------------------------------------------------------------------------------------------
@@ -276,12 +279,14 @@ def path_of_run(setup: Setup, run: dict) -> Path:
 
 def finish_runs(setup: Setup, runs: list[dict], command: Command) -> list[dict]:
     """The lines of all `runs`. torchrun's processes share those that are missing by rank."""
+    seconds = []
     for run in runs[setup.worker.rank::setup.worker.world_size]:
         if not path_of_run(setup, run).is_file():
             line = run_once(setup, run)
             write_json(path_of_run(setup, run), line)
-            seconds = [read_json(path)["seconds"] for path in command.out.rglob("runs/*.json")]
-            left = (command.runs - len(seconds)) * np.mean(seconds) / setup.worker.world_size
+            seconds.append(line["seconds"])
+            missing = command.runs - len([*command.out.rglob("runs/*.json")])
+            left = missing * np.mean(seconds) / setup.worker.world_size
             setting = "  ".join(f"{name} {line[name]:g}" for name in SWEPT)
             print(f"{setup.task}  {setting}  seed {line['seed']}  {setup.kind.metric} {format_number(line['value'])}  "
                   f"{line['seconds']:.0f} s  {left / 3600:.1f} h left", flush=True)
@@ -296,18 +301,22 @@ def wait_for(path: Path):
         time.sleep(0.2)
 
 
+def make_kind(pretrained: Pretrained, tune: TuneConfig, *labels) -> TaskKind:
+    """The kind of a task with `labels`: metric, names and scale; without them, SQuAD."""
+    n = min(tune.seq_len, pretrained.config.seq_len)
+    if labels:
+        return Sentences(pretrained.tokenizer, pretrained.dim, n, tune.dropout, *labels)
+    return Spans(pretrained.tokenizer, pretrained.dim, n, tune)
+
+
 def make_setup(task: str, init: str, command: Command, worker: Worker) -> Setup:
     """Read encoder and data, and encode. UserError if the folder holds runs of another setup."""
     tune = command.tasks[task]
     pretrained = Pretrained(init, tune.dropout)
     tune = replace(tune, learning_rate=tune.learning_rate or 3e-5 * (768 / pretrained.dim) ** 2)
     examples, remarks = read_task(task, command.data, pretrained.val_share)
-    n = min(tune.seq_len, pretrained.config.seq_len)
-    if task == "squad2":
-        kind = Spans(pretrained.tokenizer, pretrained.dim, n, tune)
-    else:
-        kind = Sentences(pretrained.tokenizer, pretrained.dim, n, tune.dropout,
-                         *labels_and_scale(task, examples["train"]))
+    labels = () if task == "squad2" else labels_and_scale(task, examples["train"])
+    kind = make_kind(pretrained, tune, *labels)
     parts = {part: kind.encode(rows) for part, rows in examples.items()}
     remarks = remarks + [f"{part}: {remark}" for part, encoded in parts.items() for remark in encoded.remarks]
     out = command.out
@@ -356,9 +365,9 @@ def median(values: list[float | None]) -> float | None:
     return float(np.median(sound)) if sound else None
 
 
-def rank_after(ranks: dict, centering: str) -> float | None:
+def rank_after(ranks: dict, centering: str, when: str = "after") -> float | None:
     """The median over seeds of a rank after fine-tuning, from `effective_rank` of result.json."""
-    return median([found[centering] if found else None for found in ranks["after"]])
+    return median([found[centering] if found else None for found in ranks[when]])
 
 
 def make_result(setup: Setup, init: str, setting: dict, finals: list[dict], sweep: list[dict]) -> dict:
@@ -374,7 +383,9 @@ def make_result(setup: Setup, init: str, setting: dict, finals: list[dict], swee
         "last": median([line["last"] for line in finals]),
         "setting": setting, "tune": asdict(setup.tune) | setting, "remarks": setup.remarks,
         "effective_rank": {"tau": 0.9, "d": setup.pretrained.dim, "before": effective_ranks(before),
-                           "after": [line["effective_rank"] for line in finals]},
+                           "after": [line["effective_rank"] for line in finals],
+                           "at_the_end": [line["last_rank"] for line in finals],
+                           "steps": [[line["step"], line["last_step"]] for line in finals]},
         "sweep": sweep,
     }
 
@@ -390,7 +401,8 @@ def report(result: dict) -> str:
     metrics = "  ".join(f"{name} {format_number(value)}" for name, value in result["metrics"].items())
     changes = []
     for name in CENTERINGS:
-        changes.append(f"{name} {ranks['before'][name]} -> {format_number(rank_after(ranks, name), digits=0)}")
+        best, last = (format_number(rank_after(ranks, name, when), digits=0) for when in ("after", "at_the_end"))
+        changes.append(f"{name} {ranks['before'][name]} -> {best} (last {last})")
     values = ", ".join(format_number(value) for value in result["values"])
     return (f"{result['task']}  {metrics}  (medians; seeds: {values})\n"
             f"the best checkpoint of each run counts; the last ones have {format_number(result['last'])}\n"
@@ -428,30 +440,32 @@ def table1(results: list[dict], out: Path):
 
 def predict_file(command: Command, worker: Worker):
     """Write predictions for the texts of a file by the fine-tuned model in --init. UserError if there is none."""
-    folder, path = Path(command.init), command.predict
+    folder, source = Path(command.init), command.predict
     if not (folder / "encoder.pt").is_file():
         raise UserError(f"--init {folder}: no encoder.pt there; --predict needs a folder that finetune.py wrote")
     state = read_tensors(folder / "encoder.pt", "head", "task", "labels", "scale")
-    task = state["task"]
+    task, pretrained, settings = state["task"], Pretrained(command.init, 0.0), read_json(folder / "config.json")
+    tune = TuneConfig(**{field.name: settings[field.name] for field in fields(TuneConfig)})
     if task == "squad2":
-        raise UserError(f"--init {folder}: fine-tuned on squad2, which --predict does not do; choose another task")
-    pretrained = Pretrained(command.init, 0.0)
-    n = min(read_json(folder / "config.json")["seq_len"], pretrained.config.seq_len)
-    kind = Sentences(pretrained.tokenizer, pretrained.dim, n, 0.0, TASKS[task].metric, tuple(state["labels"]),
-                     state["scale"])
+        kind, examples = make_kind(pretrained, tune), read_squad(Path(source))
+    else:
+        kind = make_kind(pretrained, tune, TASKS[task].metric, tuple(state["labels"]), state["scale"])
+        examples, ids = read_inputs(task, source)
     model = Tuned(pretrained.new_encoder(0), kind.head()).to(worker.device)
     model.head.load_state_dict(state["head"])
-    encoded = kind.encode(read_inputs(task, path))
-    setup = Setup(task, pretrained, kind, {}, TuneConfig(), worker, command.out, [])
+    encoded = kind.encode(examples)
+    setup = Setup(task, pretrained, kind, {}, tune, worker, command.out, [])
     outputs, _ = outputs_of(model, encoded, setup)
-    rows = kind.rows(outputs, encoded.examples)
-    files = {"predictions.jsonl": rows}
-    if path.suffix == ".tsv" and task in GLUE:
-        part = {"test_matched": "-m", "test_mismatched": "-mm"}.get(path.stem, "")  # of MNLI
-        lines = [f"{row['id']}\t{row['prediction']}" for row in rows]
+    if task == "squad2":
+        _, files = kind.score(outputs, encoded)
+    else:
+        files = {"predictions.jsonl": kind.rows(outputs, encoded.examples, ids)}
+    if task in GLUE and not source.endswith(".txt"):  # as GLUE's server takes it
+        part = "-mm" if "mismatched" in source else "-m" if task == "mnli" else ""
+        lines = [f"{row['id']}\t{row['prediction']}" for row in files["predictions.jsonl"]]
         files[f"{TASKS[task].folder}{part}.tsv"] = ["index\tprediction", *lines]
     write_files(command.out, files)
-    print(f"{command.out}: {', '.join(files)}", *encoded.remarks, *map(json.dumps, rows[:3]), sep="\n  ")
+    print(f"{command.out}: {', '.join(files)}", *encoded.remarks, sep="\n  ")
 
 
 # ---- 5. Command line ----------------------------------------------------------------------------------------
@@ -466,8 +480,8 @@ def parse(argv) -> Command:
     add("--seeds", type=int, default=5, help="runs whose median is the result [%(default)s]")
     add("--sweep", action="store_true", help="first try the grid of Table 5 or 6; flags replace its rows")
     add("--figure3", nargs="+", metavar="CHECKPOINT", default=[], help="fine-tune each, draw metric against time")
-    add("--predict", type=Path, metavar="FILE", help="predict, with the fine-tuned model in --init: "
-        "lines (.txt), columns text[,text2] (.csv, .jsonl, .parquet), or a test file of GLUE (.tsv)")
+    add("--predict", metavar="FILE", default="", help="predict, with the fine-tuned model in --init: lines (.txt), "
+        "columns text[,text2] (.csv, .jsonl, .parquet), a test file of GLUE, the Hub or SQuAD, or hf:[SPLIT]")
     task = value_in(argv, "--task", "docs")
     add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
     options = parser.parse_args(argv)
@@ -483,7 +497,7 @@ def parse(argv) -> Command:
         except ValueError as error:
             parser.error(str(error))
     if options.predict:
-        out = Path(options.init) / f"predict-{options.predict.stem}"
+        out = Path(options.init) / f"predict-{Path(options.predict.removeprefix('hf:') or 'test').stem}"
     else:
         out = Path("out") / f"{options.task}-{'figure3' if options.figure3 else name_of(options.init)}"
     return Command(options.init, tasks, options.data, options.out or out, options.seeds, options.sweep,

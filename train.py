@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from maelm import ABLATIONS, MAELM, NUM_SPECIAL, PRESETS, Config, Corruption, corrupt
-from support.checkpoints import (checkpoint_of, checkpoints, corpus_settings, load_checkpoint, load_model,
+from support.checkpoints import (checkpoint_of, checkpoints, corpus_settings, load_checkpoint, load_model, run_settings,
                                  save_checkpoint)
 from support.cost import describe_epochs, estimate, flops, peak_of
 from support.data import CACHE, VAL_SHARE, Rows, corpus, corpus_folder, rows_of_step, seed_of
@@ -55,16 +55,16 @@ class TrainConfig:
     batch_size: int = 2048  # sequences per optimizer step, over all processes
     micro_batch_size: int = 32  # sequences at a time on a device; gradients accumulate over the rest
     max_steps: int = 125_000  # length of the learning-rate schedule, below 10^7
-    stop_at: int = 0  # end early with a checkpoint, schedule unchanged; 0 = max_steps
+    stop_at: int = 0  # end early with a checkpoint, schedule unchanged; at most max_steps; 0 = max_steps
     optimizer: str = "adamw"  # adamw | muon: Muon for the matrices of the layers, AdamW for the rest
     learning_rate: float = 5e-4  # peak, of AdamW
     muon_learning_rate: float = 2e-2  # peak, of Muon
     warmup_steps: int = 10_000  # linear warm-up, then linear decay to 0; at most max_steps
-    weight_decay: float = 0.01  # of all parameters that AdamW has
-    muon_weight_decay: float = 0.1  # of those that Muon has
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.98
-    adam_epsilon: float = 1e-6
+    weight_decay: float = 0.01  # of all parameters that AdamW has, 0 or more
+    muon_weight_decay: float = 0.1  # of those that Muon has, 0 or more
+    adam_beta1: float = 0.9  # 0 or more, below 1
+    adam_beta2: float = 0.98  # 0 or more, below 1
+    adam_epsilon: float = 1e-6  # 0 or more
     clip_norm: float = 2.0  # of the gradient over all parameters
     precision: str = "auto"  # auto | fp32 (TF32 on CUDA) | bf16: of matrix products; auto = bf16 if in hardware
     device: str = "auto"  # auto | cpu | cuda | mps
@@ -90,14 +90,16 @@ class TrainConfig:
             precision=self.precision in ("auto", "fp32", "bf16"),
             compile=self.compile in ("auto", "on", "off"),
             seed=0 <= self.seed < 2 ** 63,
-            stop_at=self.stop_at >= 0,
-            cache=self.cache != "",
+            stop_at=0 <= self.stop_at <= self.max_steps,
+            weight_decay=self.weight_decay >= 0, muon_weight_decay=self.muon_weight_decay >= 0,
+            adam_beta1=0 <= self.adam_beta1 < 1, adam_beta2=0 <= self.adam_beta2 < 1,
+            adam_epsilon=self.adam_epsilon >= 0, cache=self.cache != "",
         )
 
     @property
     def last_step(self) -> int:
         """The step after which the run ends."""
-        return min(self.stop_at or self.max_steps, self.max_steps)
+        return self.stop_at or self.max_steps
 
 
 TRAIN_PRESETS = {  # as differences from the defaults; Table 4
@@ -113,6 +115,11 @@ TRAIN_PRESETS = {  # as differences from the defaults; Table 4
 TRAIN_PRESETS["laptop"] = TRAIN_PRESETS["toy"] | dict(  # 100 million tokens
     max_steps=24_500, learning_rate=3e-3, muon_learning_rate=1e-2, weight_decay=0.01, warmup_steps=500,
     log_interval=100, eval_interval=500, checkpoint_interval=2000)
+RECIPE = ("batch_size", "micro_batch_size", "max_steps", "optimizer", "learning_rate", "muon_learning_rate",
+          "warmup_steps", "weight_decay", "muon_weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "clip_norm",
+          "log_interval", "eval_interval", "eval_rows", "checkpoint_interval")  # what --init takes along
+CAUTIOUS = dict(batch_size=256, max_steps=10_000, learning_rate=1e-4, warmup_steps=600, eval_interval=500,
+                checkpoint_interval=1000)  # for weights without a run
 MAY_CHANGE = {"init", "tokenizer", "stop_at", "micro_batch_size", "device", "compile", "log_interval", "eval_interval",
               "checkpoint_interval", "keep_checkpoints", "cache", "wandb"}  # when a run is continued
 
@@ -169,13 +176,14 @@ class Command:
     fill_mask: str | None
     start: MAELM | None  # the model of --init, to begin with
     tokenizer: Tokenizer | None  # that of --init or --tokenizer; without it, the corpus has its own
+    origin: str  # whose recipe it is
 
 
 def parse(argv) -> Command:
     """Read the command line. It ends the program for flags that are not possible."""
     parser = Parser("train.py", __doc__)
     add = parser.add_argument
-    add("--preset", default="toy", choices=PRESETS, help="section 4.1 and Table 4 [toy]")
+    add("--preset", choices=PRESETS, help="section 4.1 and Table 4 [toy; with --init, the recipe only]")
     add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm; with --init, what that run is]")
     add("--out", type=Path, help="run folder [out/PRESET, or out/PRESET-ABLATION; with --init, its name for PRESET]")
     add("--resume", action="store_true", help="fail if there is no run to continue")
@@ -187,7 +195,8 @@ def parse(argv) -> Command:
     add_flags(parser, TrainConfig, TRAIN_PRESETS.get(preset, {}))
     options = parser.parse_args(argv)
     flags, recipe = given_flags(options, Config), given_flags(options, TrainConfig)
-    name, start, tokenizer = options.preset, None, None
+    preset, start, tokenizer = options.preset or "toy", None, None
+    name, start_recipe, origin = preset, TRAIN_PRESETS[preset], f"that of {preset}"
     try:
         if "init" in recipe and "tokenizer" in recipe:
             raise ValueError("--tokenizer: --init comes with its own")
@@ -197,20 +206,43 @@ def parse(argv) -> Command:
             start, tokenizer = load_model(Path(options.init))
             config = config_from(start.config, options.ablation, flags)
             name = f"{checkpoint_of(Path(options.init)).resolve().parent.name}-{options.ablation or 'more'}"
+            if options.preset is None:
+                start_recipe, origin = recipe_of(Path(options.init))
         else:
             if "tokenizer" in recipe:
                 tokenizer = Tokenizer.read(recipe["tokenizer"])
                 flags.setdefault("vocab_size", len(tokenizer))
-            config = make_config(options.preset, options.ablation or "mae-lm", **flags)
+            config = make_config(preset, options.ablation or "mae-lm", **flags)
             if options.ablation not in (None, "mae-lm"):
                 name += f"-{options.ablation}"
         if tokenizer is not None:
             check_tokenizer(tokenizer, config, recipe)
-        train = TrainConfig(**TRAIN_PRESETS[options.preset] | recipe)
+        train = TrainConfig(**start_recipe | recipe)
+        refuse_idle_flags(config, train, flags | recipe)
     except ValueError as error:
         parser.error(str(error))
     return Command(config, train, options.out or Path("out") / name, options.resume, options.prepare, options.estimate,
-                   options.fill_mask, start, tokenizer)
+                   options.fill_mask, start, tokenizer, origin)
+
+
+def recipe_of(init: Path) -> tuple[dict, str]:
+    """The recipe of a run that begins with weights, and whose it is: their own run's, or a cautious one."""
+    folder = checkpoint_of(init).parent
+    there = run_settings(folder)
+    if "max_steps" not in there:
+        return CAUTIOUS, "a cautious one, as the weights come without"
+    rates = {name: round(there[name] / 5, 12) for name in ("learning_rate", "muon_learning_rate")}
+    return {name: there[name] for name in RECIPE} | rates, f"that of {folder} with a fifth of its peak rates"
+
+
+def refuse_idle_flags(config: Config, train: TrainConfig, given: dict):
+    """ValueError for a flag that is given and has no effect."""
+    idle = ("muon_learning_rate", "muon_weight_decay") if train.optimizer == "adamw" else ()
+    idle += ("encoder_fill", "decoder_reset") if config.mask_in_encoder == 0 else ()
+    idle += ("decoder_dim", "decoder_relative") if config.decoder_layers == 0 else ()
+    for field in idle:
+        if given.get(field):
+            raise ValueError(f"{field}={given[field]!r} has no effect here: leave it out")
 
 
 def check_tokenizer(tokenizer: Tokenizer, config: Config, recipe: dict):
@@ -326,7 +358,7 @@ class Run:
     model: MAELM
     optimizers: list
     step: int = 0
-    seconds: float = 0.0  # of training, evaluations not counted
+    seconds: float = 0.0  # of training: evaluations and checkpoints are not counted
     wandb: object = None  # its run there, of the first process if --wandb is given
 
 
@@ -340,7 +372,7 @@ def loop(run: Run) -> int:
     tokens = train.batch_size * model.config.seq_len  # in a step
     losses, norms = [], []  # since the last line of the log
     stopped = False
-    start = time.perf_counter() - run.seconds  # later by the time of evaluations
+    start = time.perf_counter() - run.seconds  # later by the time of what is not training
     logged = run.seconds  # seconds at the last line of the log
     draw = partial(batch_of_step, rows=run.rows["train"], config=model.config, train=train, worker=worker)
     bar = tqdm(total=train.last_step, initial=step, unit="step", disable=None if worker.is_main else True)
@@ -379,10 +411,9 @@ def loop(run: Run) -> int:
                               **progress(run, step, speed))
                 bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
                 losses, norms, logged = [], [], seconds
+            seconds = time.perf_counter() - start
             if step % train.eval_interval == 0 or (last and not stopped):
-                seconds = time.perf_counter() - start
                 val_loss = evaluate(model, run.rows["val"], train, worker)
-                start = time.perf_counter() - seconds
                 if worker.is_main:
                     write_log(run, step=step, val_loss=val_loss, seconds=seconds)
                     left = (train.last_step - step) / step * seconds / 60
@@ -392,6 +423,8 @@ def loop(run: Run) -> int:
             if saving and worker.is_main:
                 save_checkpoint(out, step, model, run.optimizers, logged, train.keep_checkpoints)
                 draw_loss(out)
+            start = time.perf_counter() - seconds  # evaluating and saving is not training
+    worker.all_reduce(0)  # until the first process has saved
     return (interrupt.signal or 15) if stopped else 0
 
 
@@ -403,7 +436,7 @@ def progress(run: Run, step: int, speed: float) -> dict[str, float]:
         "tokens": rows * run.model.config.seq_len, "epoch": round(rows / len(run.rows["train"]), 4)}
     if run.worker.device.type == "cuda":
         found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        peak = peak_of(torch.cuda.get_device_name())
+        peak = peak_of(torch.cuda.get_device_name(), run.worker.dtype)
         if peak is not None:
             config = run.model.config
             found["mfu"] = speed / config.seq_len * flops(config) / (peak * run.worker.world_size)
@@ -478,12 +511,12 @@ def check_run_folder(out: Path, settings: dict, resume: bool):
 
 def pretrain(run: Run) -> int:
     """Run or continue a pre-training run. Returns the exit code: 0, or 128 + the number of the signal that ended it."""
-    train, worker, out = run.train, run.worker, run.out
+    config, train, worker, out = run.model.config, run.train, run.worker, run.out
     if run.step >= train.last_step:
         if worker.is_main:
             print(f"{out} is finished at step {run.step}: nothing to do; choose another --out for another run")
         return 0
-    small = run.model.config.encoder_dim < 256  # a whole run takes less time than the compilation
+    small = config.encoder_dim < 256  # a whole run takes less time than the compilation
     if train.compile == "on" or (train.compile == "auto" and worker.device.type == "cuda" and not small):
         torch._dynamo.config.suppress_errors = train.compile == "auto"  # without a compiler, run as it is
         torch._dynamo.config.optimize_ddp = False  # it would cut the model into pieces
@@ -493,7 +526,9 @@ def pretrain(run: Run) -> int:
     entropy = unigram_entropy(run.rows["val"], train)
     if worker.is_main:
         parameters = sum(p.numel() for p in run.model.parameters())
-        print(f"{out}: {parameters:,} parameters, {describe_epochs(train, run.model.config, len(run.rows['train']))}\n"
+        print(f"{out}: {parameters:,} parameters, encoder {config.encoder_layers} x {config.encoder_dim}, "
+              f"decoder {config.decoder_layers} x {config.decoder_width}\n"
+              f"{describe_epochs(train, config, len(run.rows['train']))}\n"
               f"{worker.world_size} x {worker.device.type} in {str(worker.dtype).removeprefix('torch.')}, "
               f"{'continuing at' if run.step else 'from'} step {run.step}\n"
               f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context", flush=True)
@@ -502,7 +537,7 @@ def pretrain(run: Run) -> int:
         with atomic(out / "log.jsonl") as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         if train.wandb:
-            run.wandb = open_wandb(train.wandb, out, asdict(run.model.config) | asdict(train))
+            run.wandb = open_wandb(train.wandb, out, asdict(config) | asdict(train))
     with explain_out_of_memory():
         if run.step == 0:
             val_loss = evaluate(run.model, run.rows["val"], train, worker)
@@ -535,6 +570,9 @@ def main(argv=None):
             return
         worker = make_worker(train.precision, train.device, small=config.encoder_dim < 256)
         micro_batch(train, worker.world_size)
+        if worker.is_main and command.start is not None:
+            print(f"recipe: {command.origin}; {train.optimizer}, learning rate {train.learning_rate:g}, "
+                  f"{train.max_steps:,} steps of {train.batch_size} rows", flush=True)
         if worker.is_main and not command.prepare:
             held.enter_context(lock_folder(command.out))  # until this process ends
         folder = corpus(**source)

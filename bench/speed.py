@@ -150,18 +150,21 @@ TOLERANCE = 0.05  # of bf16 against float64, as a share
 EXACT = Worker(0, 1, torch.device("cpu"), torch.float32)  # without autocast
 
 
-def gradients(config: Config, batch: Batch, worker: Worker, padded: bool) -> torch.Tensor:
+def gradients(config: Config, batch: Batch, worker: Worker, padded: bool, compiler: str | None = None) -> torch.Tensor:
     """The loss and all gradients of a model without dropout on a batch, side by side in float64 on the CPU. With
     `padded`, of its encoder alone, on rows of which the last tokens are padding, as in fine-tuning."""
     torch.manual_seed(0)
     model = MAELM(config).to(worker.device, torch.float64 if worker is EXACT else torch.float32)
+    if compiler:
+        model.compile(dynamic=False, backend=compiler)
     tokens, corruption = to_device(batch, worker.device)
     with worker.autocast():
         if padded:
             positions = torch.arange(tokens.shape[1], device=worker.device)[None]
             length = torch.linspace(1, tokens.shape[1], len(tokens), device=worker.device)
             h = model.encoder(tokens, positions, positions >= length[:, None])
-            loss = h[:, 0].float().square().sum(1).sin().mean()  # anything that is not linear
+            weights = torch.linspace(-1, 1, h.shape[2], device=h.device)
+            loss = (1 + (h[:, 0].float() * weights).mean(1)).square().mean()
         else:
             loss = model(tokens, corruption)
     loss.backward()
@@ -169,14 +172,15 @@ def gradients(config: Config, batch: Batch, worker: Worker, padded: bool) -> tor
     return torch.cat([loss.detach().flatten(), *found]).double().cpu()
 
 
-def errors(name: str, options: argparse.Namespace, worker: Worker) -> dict[str, float]:
-    """How far the loss and the gradients of an ablation are from those of float64 on the CPU, as shares. ValueError if
-    that is too far."""
-    config = make_config("small", name, encoder_layers=2, dropout=0.0)
-    batch = random_batch(config, 2 if options.tiny else 32, torch.Generator().manual_seed(1))
+def errors(size: str, name: str, rows: int, compiler: str | None, worker: Worker, **fields) -> dict[str, float]:
+    """How far the loss and the gradients of two layers of an ablation are from those of float64 on the CPU, as shares.
+    ValueError if that is too far."""
+    config = make_config(size, name, encoder_layers=2, dropout=0.0, **fields)
+    batch = random_batch(config, rows, torch.Generator().manual_seed(1))
     found = {}
     for path in ("plain", "padded"):
-        exact, here = (gradients(config, batch, where, path == "padded") for where in (EXACT, worker))
+        exact = gradients(config, batch, EXACT, path == "padded")
+        here = gradients(config, batch, worker, path == "padded", compiler)
         found[f"{path}_loss"] = float((here[0] - exact[0]).abs() / exact[0].abs())
         found[f"{path}_gradient"] = float((here - exact)[1:].norm() / exact[1:].norm())
     if not max(found.values()) < TOLERANCE:
@@ -244,7 +248,7 @@ def measure(size: str, name: str, rows: int, compiler: str | None, worker: Worke
     found["peak_gb"] = found["mfu"] = None
     if worker.device.type == "cuda":
         found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        peak = peak_of(torch.cuda.get_device_name())
+        peak = peak_of(torch.cuda.get_device_name(), worker.dtype)
         if peak is not None and name != "roberta":
             found["mfu"] = train.batch_size * flops(config) / found["step_s"] / peak
     return found
@@ -253,9 +257,13 @@ def measure(size: str, name: str, rows: int, compiler: str | None, worker: Worke
 def gpu_part(result: dict, options: argparse.Namespace, worker: Worker) -> None:
     """Do all items, or those that --only names. Rewrites --out after each. An item that fails is recorded with its
     error, and the rest goes on."""
-    items = {f"correct {name}": partial(errors, name, options, worker) for name in ABLATIONS}
+    rows, backend = (2, "eager") if options.tiny else (4, "inductor")
+    items = {}
+    for size, compiler in (("small", None), ("base", None), ("base", backend)):
+        for name in ABLATIONS:
+            items[f"errors {size} {name} {compiler or ''}"] = partial(errors, size, name, rows, compiler, worker)
     steps = (("toy", "mae-lm", 16), ("toy", "roberta", 16)) if options.tiny else STEPS
-    for kind, compiler in (("eager", None), ("compiled", "eager" if options.tiny else "inductor")):
+    for kind, compiler in (("eager", None), ("compiled", backend)):
         for size, name, rows in steps:
             items[f"{size} {name} {rows} {kind}"] = partial(measure, size, name, rows, compiler, worker)
     for item, call in items.items():

@@ -7,6 +7,8 @@ A post-LN encoder is a RoBERTa, or with 32 buckets up to distance 128 an MPNet; 
 maelm.py. `import` reads a RoBERTa or MPNet with a byte-level BPE.
 """
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from torch import nn
 
 from maelm import CLS, MAELM, PAD, SEP, Config
 from support.checkpoints import config_of, load_model, read_tensors, save_checkpoint
-from support.files import UserError, clear_errors, refuse_other_files, write_json
+from support.files import UserError, clear_errors, read_json, refuse_other_files, root_cause, write_json
 from support.flags import Parser
 from support.tokenizer import Tokenizer
 
@@ -38,15 +40,23 @@ def transformers_library():
     return transformers
 
 
+@contextmanager
+def hub_errors(name: str) -> Iterator[None]:
+    """While entered, what transformers cannot load is a UserError that names the cause."""
+    from huggingface_hub.errors import HTTPError
+    try:
+        yield
+    except (OSError, ValueError, HTTPError) as error:
+        raise UserError(f"hf:{name}: transformers cannot load it ({root_cause(error)})") from error
+
+
 def open_hub(name: str) -> tuple[nn.Module, object, int]:
     """The encoder hf:NAME of the Hub or a folder, its tokenizer, its longest input in tokens. UserError without one."""
     transformers = transformers_library()
     name = name.removeprefix("hf:")
-    try:
+    with hub_errors(name):
         model = transformers.AutoModel.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise UserError(f"hf:{name}: transformers cannot load it ({str(error)[:200]})") from error
     if model.config.is_encoder_decoder:
         model = model.get_encoder()
     if tokenizer.mask_token_id is None:
@@ -184,7 +194,7 @@ language: en
 
 A text encoder pre-trained by [MAE-LM](https://arxiv.org/abs/2302.02060) or a variant of it, for `{auto}`.
 Any other class of model would have a random head.
-
+{tuned}
 ```python
 from transformers import {auto}, AutoTokenizer
 name = "."  # this folder, or its name on the Hub
@@ -198,10 +208,13 @@ def export(source: Path, out: Path, wanted: str):
     """Write a run folder, a checkpoint or what finetune.py keeps as a folder for transformers."""
     transformers_library()
     refuse_other_files(out)
-    file = source / "encoder.pt" if source.is_dir() else source
+    file, tuned = source / "encoder.pt" if source.is_dir() else source, ""
     if file.name == "encoder.pt" and file.is_file():
         config, weights, head, labels = read_tuned(file)
-        tokenizer = Tokenizer.load(file.parent)
+        tokenizer, result = Tokenizer.load(file.parent), file.parent / "result.json"
+        if result.is_file():
+            tuned = ("Fine-tuned on `{task}`: {metric} {median:.2f} on its dev part, the median of its runs. "
+                     "`transformers.pipeline` takes model and tokenizer.\n").format_map(read_json(result))
     else:
         model, tokenizer = load_model(source)
         config, weights, head, labels = model.config, model.state_dict(), "ForMaskedLM", []
@@ -221,7 +234,8 @@ def export(source: Path, out: Path, wanted: str):
     if kind == "maelm":
         for file in ("support/modeling_maelm.py", "maelm.py"):
             shutil.copy(Path(__file__).parents[1] / file, out)
-    card = CARD.format(name=out.resolve().name, auto="AutoModel" + head,
+    tuned += f"Labels: {', '.join(labels)}.\n" if labels else ""
+    card = CARD.format(name=out.resolve().name, auto="AutoModel" + head, tuned=tuned,
                        trust=", trust_remote_code=True" if kind == "maelm" else "")
     (out / "README.md").write_text(card, encoding="utf-8")
     print(f"{out}: {kind}, for AutoModel{head}; any other class of model would have a random head")
@@ -262,12 +276,13 @@ def import_model(name: str, out: Path):
     transformers = transformers_library()
     refuse_other_files(out)
     path = name.removeprefix("hf:")
-    kind = transformers.PretrainedConfig.get_config_dict(path)[0].get("model_type")
-    if kind not in NAMES:
-        raise UserError(f"{name}: model_type={kind!r} in its config.json; import takes {' or '.join(NAMES)}")
-    config = read_config(name, transformers.AutoConfig.from_pretrained(path))
-    tokenizer, order = read_tokenizer(name, transformers.AutoTokenizer.from_pretrained(path), config.vocab_size)
-    theirs, loading = transformers.AutoModelForMaskedLM.from_pretrained(path, output_loading_info=True)
+    with hub_errors(path):
+        kind = transformers.PretrainedConfig.get_config_dict(path)[0].get("model_type")
+        if kind not in NAMES:
+            raise UserError(f"{name}: model_type={kind!r} in its config.json; import takes {' or '.join(NAMES)}")
+        config = read_config(name, transformers.AutoConfig.from_pretrained(path))
+        tokenizer, order = read_tokenizer(name, transformers.AutoTokenizer.from_pretrained(path), config.vocab_size)
+        theirs, loading = transformers.AutoModelForMaskedLM.from_pretrained(path, output_loading_info=True)
     missing = [key for key in loading["missing_keys"] if not key.startswith("lm_head")]
     if missing:
         raise UserError(f"{name}: it lacks weights of the encoder, such as {missing[0]}")

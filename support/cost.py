@@ -21,12 +21,14 @@ def flops(config: Config) -> int:
     return counter.get_total_flops()
 
 
-SHARE = 0.25  # of the peak, as measured for base on an H100: docs/results.md
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12}
+PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
+         "L40": 181e12, "L4": 121e12, "4090": 165e12}  # the first name that is part of a device's counts
 
 
-def peak_of(device: str) -> float | None:
-    """FLOP/s of a GPU in dense bf16, by its name; None if it is not known."""
+def peak_of(device: str, dtype: torch.dtype) -> float | None:
+    """FLOP/s of a GPU in dense bf16, by its name; None if it is not known, or for another dtype."""
+    if dtype != torch.bfloat16:
+        return None
     return next((peak for name, peak in PEAKS.items() if name in device), None)
 
 
@@ -45,17 +47,18 @@ def short_count(count: int) -> str:
 
 
 def estimate(config: Config, train, rows: int | None) -> str:
-    """What a run by a TrainConfig takes, on H100s at SHARE of their peak; rows of the corpus, None if not prepared."""
+    """What a run by a TrainConfig takes, on H100s; rows of the corpus, None if not prepared."""
     with torch.device("meta"):
         model = MAELM(config)
     parameters, encoder = (sum(p.numel() for p in part.parameters()) for part in (model, model.encoder))
     row, batch = flops(config), train.batch_size
-    hours = row * batch * train.last_step / (SHARE * PEAKS["H100"]) / 3600
+    share = 0.25 if config.encoder_dim >= 768 else 0.12  # as measured for base and small: docs/results.md
+    hours = row * batch * train.last_step / (share * PEAKS["H100"]) / 3600
     lines = {
         "parameters": f"{parameters:,}, of which {encoder:,} are the encoder's",
         "FLOPs per token": f"{row / config.seq_len / 1e9:.3g} G",
         "step": f"{batch * config.seq_len:,} tokens, {row * batch / 1e15:.3g} PFLOP",
         "run": describe_epochs(train, config, rows),
-        "time": ", ".join(f"{hours / n:,.3g} hours on {n}" for n in (1, 8, 64)) + " H100s at a quarter of their peak",
+        "time": f"{hours:,.3g} hours on 1, {hours / 8:,.3g} hours on 8 H100s at {share:.0%} of their peak",
     }
     return "\n".join(f"{name:<20}{text}" for name, text in lines.items())

@@ -14,6 +14,7 @@ import json
 import lzma
 import os
 import shutil
+import sys
 import sysconfig
 import warnings
 import zlib
@@ -28,7 +29,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from maelm import CLS, NUM_SPECIAL, SEP
-from support.files import UserError, atomic, read_json, short_hash, write_json
+from support.files import UserError, atomic, read_json, root_cause, short_hash, write_json
 from support.tokenizer import Tokenizer, split_long
 
 CACHE = "~/.cache/maelm"  # where tokenized corpora are kept
@@ -163,18 +164,23 @@ def loader_of(path: Path) -> str | None:
 def load(loader: str, files: Iterable[str], name: str, **options) -> Iterator[dict]:
     """The records that `datasets` reads from files, or of the Hub's `name` without files. UserError if it cannot."""
     import datasets  # here: it takes a second
+    from huggingface_hub.errors import HTTPError
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log what we say
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     try:
         if loader == "hub":
             path, _, config = name.removeprefix("hf:").partition(":")
+            if Path(path).exists():
+                raise UserError(f"{name}: the folder {path} would be read in its place; start in another folder")
+            if hasattr(datasets.load_dataset_builder(path, config or None).config, "sample_by"):
+                options["sample_by"] = "paragraph"  # text files, as those on this machine
             found = datasets.load_dataset(path, config or None, **{"split": "train", "streaming": True} | options)
         else:
             found = datasets.load_dataset(loader, data_files=list(files), split="train", streaming=True, **options)
         yield from found
-    except (*BROKEN, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: it has a script
-        cause = error.__cause__ or error
-        reason = str(cause)[:200] or type(cause).__name__
-        raise UserError(f"{name}: cannot be read ({reason})") from error
+    except (*BROKEN, RuntimeError, datasets.exceptions.DatasetsError, HTTPError) as error:  # RuntimeError: a script
+        raise UserError(f"{name}: cannot be read ({root_cause(error)})") from error
 
 
 def documents(part: Part) -> Iterator[str]:
@@ -337,7 +343,7 @@ def prepare(source: str, folder: Path, vocab_size: int, seq_len: int, uncased: b
     if tokenizer is None:
         # One pass over a sample for the tokenizer, and one over all for the shards.
         texts = tqdm(sample(read, val_share), "tokenizer's sample", unit=" texts", leave=False, disable=None)
-        tokenizer = Tokenizer.train(texts, vocab_size, uncased)
+        tokenizer = Tokenizer.train(list(texts), vocab_size, uncased)  # a list: learning does not hear Ctrl-C
     tokenizer.save(folder)
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     writers = {part: ShardWriter(folder, part, seq_len, dtype) for part in ("train", "val")}
@@ -379,8 +385,11 @@ def corpus(source: str, cache: str, **how) -> Path:
             unfinished = folder.with_suffix(".unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-            prepare(source, unfinished, **how)
-            unfinished.rename(folder)
+            try:
+                prepare(source, unfinished, **how)
+                unfinished.rename(folder)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -13,6 +13,13 @@ from filelock import FileLock, Timeout
 
 class UserError(Exception):
     """Something that the user can put right. The message names the file or field, its value and the fix."""
+
+
+def root_cause(error: BaseException) -> str:
+    """The message of the error that led to an error, such as that of a proxy, at most 200 characters."""
+    while error.__cause__:
+        error = error.__cause__
+    return str(error)[:200] or type(error).__name__
 
 
 @contextmanager
@@ -42,6 +49,9 @@ def atomic(path: Path) -> Iterator[Path]:
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())  # or a power cut could leave the new name without its content
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say which file
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -71,9 +81,16 @@ def short_hash(content: str | bytes) -> str:
 def lock_folder(folder: Path) -> Iterator[None]:
     """Make a folder and be the only process at work in it. UserError if another process is."""
     folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / ".lock"
     try:
-        with FileLock(folder / ".lock", timeout=0):  # the system frees it when the process ends, however it does
-            yield
+        with FileLock(lock, timeout=0):  # the system frees it when the process ends, however it does
+            try:
+                yield
+            finally:
+                if [*folder.iterdir()] == [lock]:  # what was refused leaves no folder
+                    with suppress(OSError):
+                        lock.unlink()
+                        folder.rmdir()
     except Timeout:
         raise UserError(f"{folder}: another process is at work there; wait for it, or choose another --out") from None
 

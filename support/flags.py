@@ -1,8 +1,8 @@
 """Command lines: flags made from the fields of a dataclass, with the comments behind them as help."""
 import argparse
 import inspect
+import os
 import re
-import sys
 from dataclasses import fields
 
 
@@ -13,7 +13,8 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")
+        # Of torchrun's processes one speaks.
+        self.exit(2, f"{self.prog}: {message}\n" if os.environ.get("RANK", "0") == "0" else None)
 
     def parse_args(self, argv=None) -> argparse.Namespace:
         options, unknown = self.parse_known_args(argv)
@@ -45,8 +46,9 @@ def require_positive(config, *fields: str):
 
 def value_in(argv, flag: str, default: str) -> str:
     """The value of a flag on a command line that is not parsed yet, as its help depends on it."""
-    words = sys.argv[1:] if argv is None else argv
-    return words[words.index(flag) + 1] if flag in words[:-1] else default
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument(flag, default=default, nargs="?")
+    return getattr(finder.parse_known_args(argv)[0], flag.removeprefix("--")) or default
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):

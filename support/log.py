@@ -23,8 +23,11 @@ def draw_loss(out: Path):
     with figure(out / "loss.png") as (_, axes):
         for name, label, style in (("loss", "training", "-"), ("val_loss", "validation", ".-")):
             points = [(line["step"], line[name]) for line in log if name in line]
-            axes.plot(*zip(*points), style, label=label)
-        axes.axhline(log[0]["unigram_entropy"], color="gray", linestyle="--", label="unigram entropy")
+            if points:
+                axes.plot(*zip(*points), style, label=label)
+        for line in log:
+            if "unigram_entropy" in line:
+                axes.axhline(line["unigram_entropy"], color="gray", linestyle="--", label="unigram entropy")
         axes.set(xlabel="step", ylabel="loss (nats per masked token)", title=str(out))
         axes.legend()
 

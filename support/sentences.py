@@ -1,5 +1,7 @@
 """Tasks with a label, or a number, for one or two texts: labels, inputs, head, loss and score."""
+import itertools
 import re
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -100,20 +102,21 @@ class Sentences:
         """Logits (N, C) -> the metric in percent, and the file of all predictions."""
         predicted = outputs.argmax(1) if self.labels else outputs[:, 0]
         value = METRICS[self.metric](predicted, encoded.targets.numpy())
-        return {self.metric: 100 * value}, {"predictions.jsonl": self.rows(outputs, encoded.examples)}
+        rows = self.rows(outputs, encoded.examples, itertools.count())
+        return {self.metric: 100 * value}, {"predictions.jsonl": rows}
 
-    def rows(self, outputs, examples: list[Example]) -> list[dict]:
+    def rows(self, outputs, examples: list[Example], ids: Iterable) -> list[dict]:
         """Logits (N, C) -> of each example id, label, prediction and the probability of every label."""
         scores = torch.from_numpy(outputs).softmax(1).tolist()
         rows = []
-        for i, (example, logits) in enumerate(zip(examples, outputs)):
-            row = {"id": i}
+        for i, (example, logits, name) in enumerate(zip(examples, outputs, ids)):
+            row = {"id": name}
             if example.label is not None:
                 row["label"] = example.label if self.labels else float(example.label)
             if self.labels:
                 row["prediction"] = self.labels[logits.argmax()]
                 row["scores"] = dict(zip(self.labels, scores[i]))
             else:
-                row["prediction"] = self.scale * float(logits[0])
+                row["prediction"] = float(f"{self.scale * logits[0]:.4g}")
             rows.append(row)
         return rows

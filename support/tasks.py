@@ -182,22 +182,31 @@ def examples_of(records: Iterable[dict], columns: tuple[str, ...], where: str) -
     return found
 
 
-def read_inputs(name: str, path: Path) -> list[Example]:
-    """What task `name` is to predict: lines of a .txt, the task's columns in a .tsv, else columns text[,text2]."""
-    if path.suffix not in INPUTS:
+def read_inputs(name: str, source: str) -> tuple[list[Example], list]:
+    """What task `name` is to predict, and the index of each in its file, or its number: lines of a .txt, the columns of
+    GLUE's releases or of the Hub, or text[,text2]; hf:[SPLIT] is a split of the task on the Hub."""
+    task, path = TASKS[name], Path(source)
+    if source.startswith("hf:") and task.hub:
+        split = source[3:] or task.splits[1].replace("validation", "test")
+        records = load("hub", (), f"hf:{task.hub}", split=split, streaming=False)
+    elif path.suffix in INPUTS:
+        records = records_of(path, bad_lines="error")
+    else:
         raise UserError(f"--predict {path}: the name must end in {', '.join(INPUTS)}")
-    columns = TASKS[name].columns[:-1]
-    if path.suffix != ".tsv":
-        columns = ("text", "text2")[:len(columns)]
-    found = []
-    for number, record in enumerate(records_of(path, bad_lines="error"), start=1):
-        texts = [record[column].strip() for column in columns if isinstance(record.get(column), str)]
-        if len(texts) < (1 if name == "custom" else len(columns)):
-            raise UserError(f"{path}, record {number}: needs {', '.join(columns)}; has {str(record)[:200]}")
+    columns = task.columns[:-1]
+    known = [columns, task.hub_columns[:-1], ("text", "text2")[:len(columns)]]
+    found, indices = [], []
+    for number, record in enumerate(records):
+        present = [[column for column in names if isinstance(record.get(column), str)] for names in known]
+        names = max(present, key=len)
+        if len(names) < (1 if name == "custom" else len(columns)):
+            raise UserError(f"{source}, record {number + 1}: needs {', '.join(columns)}; has {str(record)[:200]}")
+        texts = [record[column].strip() for column in names]
         found.append(Example(texts[0], texts[1] if len(texts) > 1 else None, None))
+        indices.append(record.get("index", record.get("idx", record.get("id", number))))
     if not found:
-        raise UserError(f"--predict {path}: empty")
-    return found
+        raise UserError(f"--predict {source}: empty")
+    return found, indices
 
 
 def read_squad(path: Path) -> list[Question]:
@@ -207,7 +216,7 @@ def read_squad(path: Path) -> list[Question]:
         for article in read_json(path)["data"]:
             for paragraph in article["paragraphs"]:
                 for q in paragraph["qas"]:
-                    answers = [] if q.get("is_impossible") else q["answers"]
+                    answers = [] if q.get("is_impossible") else q.get("answers", [])
                     answers = tuple((a["answer_start"], a["text"]) for a in answers)
                     found.append(Question(q["id"], q["question"].strip(), paragraph["context"], answers))
     except (KeyError, TypeError, AttributeError) as error:
@@ -275,6 +284,8 @@ def read_part(name: str, data: str | None, split: int) -> list[Example] | list[Q
             return questions_of_hub(records)
         if task.labels:  # numbers on the Hub
             records = (record | {"label": task.labels[record["label"]]} for record in records)
+        else:  # STS-B's 3.2 is 3.200000047683716 there
+            records = (record | {"label": round(record["label"], 3)} for record in records)
         return examples_of(records, task.hub_columns or task.columns, f"hf:{task.hub}")
     if path is None:
         return []

@@ -102,7 +102,10 @@ class Tokenizer:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"{path}: no such file; every run folder has one")
-        return cls(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
+        try:
+            return cls(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
+        except Exception as error:  # it raises nothing more specific
+            raise UserError(f"{path}: damaged ({str(error)[:200]}); restore it from a copy") from error
 
     def save(self, folder: Path):
         """Write `folder`/tokenizer.json, atomically."""

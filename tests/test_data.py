@@ -132,6 +132,13 @@ def test_every_format_gives_the_same_documents(tmp_path):
         assert documents(tmp_path / name) == expected, name
 
 
+def test_a_folder_is_not_read_in_place_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user/texts").mkdir(parents=True)
+    with pytest.raises(UserError, match="the folder user/texts would be read in its place"):
+        list(data.documents(*data.parts("hf:user/texts")))
+
+
 def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c++").mkdir()
@@ -247,7 +254,7 @@ def test_a_killed_preparation_is_never_half_used(function, call, text, folder, t
         patch.setattr(data, "BLOCK", 5000)
         patch.setattr(data, function, killed)
         data.corpus(str(text), str(tmp_path), **SIZES)
-    assert list(tmp_path.glob("*/*"))  # something is left
+    assert not list(tmp_path.glob("*.unfinished"))
     again = data.corpus(str(text), str(tmp_path), **SIZES)
     assert np.array_equal(all_rows(again, "train"), all_rows(folder, "train"))
 

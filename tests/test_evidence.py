@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import scipy.stats
+import torch
 
 import train
 from bench import evidence, speed
 from maelm import ABLATIONS
+from support.device import Worker
 
 
 
@@ -90,9 +92,17 @@ def test_gpu_part_of_speed_runs_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "WINDOW", 0.0)
     fields = dict(seq_len=16, encoder_dim=64, encoder_heads=2, vocab_size=300)
     monkeypatch.setattr(speed, "make_config", lambda *names, **more: train.make_config(*names, **fields | more))
-    for words in ["correct"], ["toy"]:
+    for words in ["errors"], ["toy"]:
         speed.main(["--tiny", "--only", *words, "--out", str(tmp_path / "speed.json")])
     runs = json.loads((tmp_path / "speed.json").read_text())["runs"]
-    assert len(runs) == len(ABLATIONS) + 4
+    assert len(runs) == 3 * len(ABLATIONS) + 4
     assert not [run["error"] for run in runs.values() if "error" in run]
     assert runs["toy mae-lm 16 compiled"]["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_bf16_is_close_to_float64_for_post_ln(name):
+    worker = Worker(0, 1, torch.device("cpu"), torch.bfloat16)
+    shape = dict(encoder_dim=96, encoder_heads=6, seq_len=21, vocab_size=300)  # two layers of base, narrower
+    found = speed.errors("base", name, 6, None, worker, **shape)
+    assert found["plain_loss"] < 1e-3 and found["padded_loss"] < 1e-3 and max(found.values()) < 0.02

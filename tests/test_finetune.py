@@ -113,6 +113,7 @@ def test_the_best_checkpoint_counts(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(finetune, "validate", scripted)
     result = tune(finished, "rte", tmp_path, *"--epochs 2 --seeds 1 --batch-size 4".split())
     assert [result["median"], result["last"]] == [70, 60]
+    assert result["effective_rank"]["steps"] == [[3, 6]] and result["effective_rank"]["at_the_end"][0]["centered"] > 0
     assert torch.equal(load_encoder(tmp_path / "out")[0].norm.weight, weights[3])
 
 
@@ -126,6 +127,13 @@ def test_a_result_can_be_read_and_continued(finished, text, tmp_path):
     encoder = measurement_of_run(str(tmp_path / "out"), RankConfig(data=str(text)), ONE.device).encoder
     assert not torch.equal(encoder.norm.weight, load_encoder(finished)[0].norm.weight)
     assert tune(tmp_path / "out", "rte", tmp_path, out="next")["setting"].keys() == set(tasks.SWEPT)
+
+
+def test_squad_answers_are_predicted(finished, tmp_path):
+    tune(finished, "squad2", tmp_path)
+    finetune.main(["--init", str(tmp_path / "out"), "--predict", str(tmp_path / "glue/dev-v2.0.json")])
+    for name in ("predictions.json", "null_odds.json"):
+        assert read_json(tmp_path / "out/predict-dev-v2.0" / name) == read_json(tmp_path / "out" / name)
 
 
 def test_random_weights_are_drawn_by_the_seed(finished):
@@ -186,7 +194,7 @@ def fake_runs(monkeypatch, value):
     def run_once(setup, run):
         seeds.append(run["seed"])
         found = dict.fromkeys(("value", "best", "last"), value(setup, run))
-        return run | found | {"metrics": {}, "effective_rank": None, "seconds": 1800.0}
+        return finetune.DIVERGED | run | found | {"seconds": 1800.0}
 
     monkeypatch.setattr(finetune, "run_once", run_once)
     return seeds

@@ -200,18 +200,6 @@ def test_padding_on_the_left_and_new_tokens_change_nothing(task, fields, hub, tm
     assert model(torch.full((1, 4), V + 2))[0].isfinite().all()
 
 
-@pytest.mark.parametrize("task", ["MaskedLM", "SequenceClassification"])
-@pytest.mark.parametrize("fields", [dict(), dict(aligned_positions=False), MLM])
-@torch.no_grad()
-def test_a_traced_model_runs_with_another_number_of_texts(fields, task, hub, tmp_path):
-    model = getattr(hub, f"AutoModelFor{task}").from_pretrained(exported(tmp_path, **fields)[1], **TRUST)
-    tokens, real = texts()
-    dynamic = {0: torch.export.Dim("texts")}
-    traced = torch.export.export(model, (tokens[:2], real[:2]), dynamic_shapes=(dynamic, dynamic)).module()
-    for count in (1, 3):
-        assert_close(traced(tokens[:count], real[:count]).logits, model(tokens[:count], real[:count]).logits)
-
-
 def test_a_text_that_is_too_long_is_refused(hub, tmp_path):
     _, folder = exported(tmp_path)
     model = hub.AutoModel.from_pretrained(folder, dtype=torch.bfloat16, **TRUST)

@@ -10,7 +10,7 @@ import rank
 from conftest import generator
 from course import theory
 from support.checkpoints import checkpoints, load_encoder
-from support.files import read_json
+from support.files import UserError, read_json
 from tests.common import fails, little_documents
 from tests.test_homework import TAUS
 from tests.test_hub import write_hub_model
@@ -162,6 +162,13 @@ def test_a_bad_command_gets_one_line(flags, message, capsys):
 def test_too_few_tokens_are_refused(text, finished, capsys):
     command = [str(finished), "--data", str(text), "--tokens", "1000"]
     assert "fewer than 10 d = 320" in fails(lambda: rank.main(command), capsys)
+
+
+def test_rows_of_special_tokens_are_refused():
+    rows = np.full((40, 20), maelm.SEP)
+    measurement = rank.Measurement("made up", made_up, rows, "rows", 8, 20, maelm.MASK, [0, 1, 2, 3])
+    with pytest.raises(UserError, match="made up: rows of too few words"):
+        rank.analyse(measurement, rank.RankConfig())
 
 
 def test_theorem_2_2_holds_where_u_exists():

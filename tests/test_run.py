@@ -15,6 +15,7 @@ import train
 from maelm import MAELM, Config
 from support import checkpoints, device
 from support.files import UserError, lock_folder, read_json
+from support.log import draw_loss
 from tests.common import ROOT, arguments, contents, fails, last_checkpoint, losses, same, short_run, write_corpus
 
 
@@ -97,7 +98,7 @@ def test_a_full_disk_destroys_nothing(text, finished, tmp_path, monkeypatch, cap
     out = short_run(text, tmp_path / "run", "--stop-at", 3)
     before = contents(out)
     monkeypatch.setattr(checkpoints, "open", FullDisk, raising=False)
-    assert "No space left on device" in fails(lambda: short_run(text, out), capsys)
+    assert "No space left on device: '" in fails(lambda: short_run(text, out), capsys)
     monkeypatch.undo()
     assert contents(out)["step_0000003.pt"] == before["step_0000003.pt"]
     assert not list(out.glob(".*.tmp"))
@@ -189,6 +190,17 @@ def test_only_old_checkpoints_are_removed(text, tmp_path):
     assert checkpoint_names(out) == ["step_0000005.pt", "step_0000006.pt"] and mine.exists()
 
 
+def test_a_run_continues_without_its_log(text, copy):
+    (copy / "log.jsonl").unlink()
+    (copy / "step_0000006.pt").unlink()
+    short_run(text, copy)
+    draw_loss(copy)
+    assert (copy / "loss.png").is_file()
+    (copy / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="tokenizer.json: damaged"):
+        checkpoints.load_model(copy)
+
+
 # ---- One folder, one run --------------------------------------------------------------------------------------------
 def test_a_second_process_in_a_folder_is_refused(text, copy, capsys):
     before = contents(copy)
@@ -201,7 +213,7 @@ def test_a_second_process_in_a_folder_is_refused(text, copy, capsys):
     ("--mask-rate 0.3 --seed 2", "mask_rate=0.15 there, 0.3 here; seed=0 there, 2 here"),
     ("--no-uncased", r"vocabulary='\w+' there, '\w+' here; .*uncased=True there, False here"),
     ("--data HERE/other.txt", r"corpus='\w+' there, '\w+' here; .*data='.*' there, '.*' here"),
-    ("--init HERE/run/step_0000003.pt", r"init_weights=None there, '\w+' here"),
+    ("--init HERE/run/step_0000003.pt", r"init_weights=None there, '\w+' here; learning_rate=.*"),
 ])
 def test_another_run_is_refused_with_what_differs(flags, message, text, copy, tmp_path, capsys):
     write_corpus(tmp_path / "other.txt", 300)
@@ -229,11 +241,13 @@ def test_a_folder_of_something_else_is_refused(text, tmp_path, capsys):
     ("--resume", "--resume: .*new holds no run to continue"),
     ("--init no/run", "no/run: not a run folder"),
     ("--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
+    ("--stop-at 7", "stop_at=7 is not possible: .*at most max_steps"), ("--adam-beta2 1", "adam_beta2=1.0 is not"),
+    ("--decoder-reset", "decoder_reset=True has no effect here"),
 ])
 def test_a_bad_command_line_gets_one_line(flags, message, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert re.search(message, fails(lambda: short_run(text, tmp_path / "new", *flags.split()), capsys))
-    assert not (tmp_path / "new" / "config.json").exists()
+    assert not (tmp_path / "new").exists()
 
 
 def test_auto_takes_the_best_device(monkeypatch):

@@ -164,12 +164,12 @@ def test_all_formats_of_custom_files_agree(tmp_path):
 
 
 @pytest.mark.parametrize("name, file, content, message", [
-    ("rte", "a.txt", "one text", "needs text, text2; has"), ("custom", "a.csv", "text\n", "empty"),
+    ("rte", "a.txt", "one text", "needs sentence1, sentence2; has"), ("custom", "a.csv", "text\n", "empty"),
     ("cola", "a.tsv", "index\tsentence\n0\ta\n1\ta\tb\n", "cannot be read")])
 def test_bad_files_to_predict_are_refused(name, file, content, message, tmp_path):
     (tmp_path / file).write_text(content)
     with pytest.raises(UserError, match=message):
-        tasks.read_inputs(name, tmp_path / file)
+        tasks.read_inputs(name, str(tmp_path / file))
 
 
 @pytest.mark.parametrize("name, file, content, message", [

@@ -1,5 +1,6 @@
 """Claims about pre-training: train.py, support/muon.py, support/predict.py, support/cost.py."""
 import sys
+import time
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -10,9 +11,10 @@ import torch
 import train
 from conftest import tiny
 from maelm import MAELM, NUM_SPECIAL, PRESETS, Config, Decoder, Encoder, Head
-from support import cost, data, muon, predict
+from support import cost, data, muon
 from support.checkpoints import load_model
 from support.device import Worker
+from support.files import read_json
 from support.log import read_log
 from tests.common import arguments, contents, fails, same, short_run
 
@@ -75,21 +77,6 @@ def test_training_learns_the_little_language(ablation, text, tmp_path, capsys):
     assert first.startswith("[MASK] 1: some 0.") and second.startswith("[MASK] 2: today 0.")
 
 
-def test_examples_mask_whole_words(monkeypatch):
-    class Words:
-        def decode(self, ids):
-            return "".join(f" {chr(97 + i % 26)}" if i < 280 else "." for i in ids)
-
-    def guess(model, tokens, masked):
-        row, at = tokens[0], masked[0].tolist().index(True)
-        assert (row[at:at + 2] < 280).all()
-        return torch.tensor([[row[at], 5, 6]]), torch.tensor([[0.5, 0.2, 0.1]])
-
-    monkeypatch.setattr(predict, "best_tokens", guess)
-    printed = predict.examples(MAELM(TINY), Words(), RandomRows(300))
-    assert printed.count("0.50  f 0.20  g 0.10") == predict.SHOWN
-
-
 # ---- Batches and evaluation -----------------------------------------------------------------------------------------
 def batch(rank, world, step=7, seed=0):
     """The micro-batches of 4 rows that a process has in a step of 24 rows."""
@@ -143,6 +130,30 @@ def test_init_gives_an_mlm_a_new_decoder(text, tmp_path, capsys):
         torch.testing.assert_close(after.encoder.state_dict()[name], weight)
 
 
+def test_weights_keep_the_recipe_of_their_run_at_a_fifth_of_its_rates(finished, text, tmp_path, capsys):
+    own, flagged = [train.parse(["--init", str(finished), *flags]) for flags in ([], ["--learning-rate", "1e-3"])]
+    there = read_json(finished / "config.json")
+    assert (own.train.learning_rate, own.train.muon_learning_rate) == pytest.approx((6e-3 / 5, 2e-2 / 5))
+    assert own.train.max_steps == there["max_steps"] and own.train.optimizer == "muon"
+    assert flagged.train.learning_rate == 1e-3
+    assert train.parse(["--init", str(finished), "--preset", "small"]).train.learning_rate == 2e-3
+    (tmp_path / "run").mkdir()
+    for file in ("tokenizer.json", "step_0000006.pt"):
+        (tmp_path / "run" / file).write_bytes((finished / file).read_bytes())
+    imported = train.parse(["--init", str(tmp_path / "run")])
+    assert (imported.train.optimizer, imported.train.learning_rate, imported.train.max_steps) == ("adamw", 1e-4, 10_000)
+    short_run(text, tmp_path / "next", "--init", finished)
+    assert capsys.readouterr().out.startswith(f"recipe: that of {finished} with a fifth of its peak rates; muon")
+
+
+def test_saving_is_not_training(text, tmp_path, monkeypatch):
+    clock, saved, save = time.perf_counter, [], train.save_checkpoint
+    monkeypatch.setattr(train.time, "perf_counter", lambda: clock() + 1000 * len(saved))  # each takes 1,000 seconds
+    monkeypatch.setattr(train, "save_checkpoint", lambda *arguments: (saved.append(1), save(*arguments)))
+    out = short_run(text, tmp_path / "run", "--checkpoint-interval", 1)
+    assert len(saved) == 6 and read_log(out)[-1]["seconds"] < 1000
+
+
 @pytest.mark.parametrize("flags, message", [
     (["--encoder-layers", "1"], "encoder_layers=1: the weights of --init have 2"),
     (["--no-uncased"], "uncased=False: the given tokenizer has True"),
@@ -188,6 +199,12 @@ def test_flops_of_a_base_row_are_known(ablation, flops):
     assert cost.flops(train.make_config("base", ablation)) == flops
 
 
+@pytest.mark.parametrize("name, peak", [("NVIDIA L40", 181e12), ("NVIDIA L4", 121e12), ("NVIDIA H100 PCIe", 756e12),
+                                        ("NVIDIA H100 80GB HBM3", 989e12), ("Tesla T4", None)])
+def test_a_gpu_has_its_own_peak_in_bf16_only(name, peak):
+    assert cost.peak_of(name, torch.bfloat16) == peak and cost.peak_of(name, torch.float32) is None
+
+
 def test_an_estimate_makes_no_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     train.main("--preset base --estimate".split())
@@ -199,7 +216,7 @@ def test_an_estimate_makes_no_run(tmp_path, monkeypatch, capsys):
 
 def test_help_shows_the_values_of_the_preset(capsys):
     comment = "--mask-in-encoder FLOAT delta of Figure 4, 0 to 1: share of masks that the encoder reads [0.0]"
-    for flags, values in ([], ("[1900]", "[2048]", comment)), (["--preset", "base++"], ("[2000000]", "[64000]")):
+    for flags, values in ([], ("[1900]", "[2048]", comment)), (["--preset=base++"], ("[2000000]", "[64000]")):
         pytest.raises(SystemExit, train.main, [*flags, "-h"])
         printed = " ".join(capsys.readouterr().out.split())
         assert all(value in printed for value in values)
