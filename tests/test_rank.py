@@ -1,5 +1,6 @@
 """Claims about rank.py and course/theory.py: what is measured, for which models, and what the command writes."""
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 import maelm
 import rank
 from conftest import generator
-from course import theory
+from course import copying, theory
 from support.checkpoints import checkpoints, load_encoder
 from support.files import UserError, read_json
 from tests.common import fails, little_documents
@@ -186,3 +187,32 @@ def test_the_theory_of_a_run_has_each_layer(finished, capsys):
     theory.main([str(finished)])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line.strip()[:1].isdigit()] == ["0", "1", "2"]
+
+
+def test_copying_is_seen_in_a_model_that_copies(finished, capsys):
+    class Copier(torch.nn.Module):
+        """At position i of [CLS] A [SEP] A, with A of ten tokens, predicts the token eleven before."""
+        decoder, encoder = None, SimpleNamespace(token_embedding=SimpleNamespace(weight=None))
+
+        def predicted(self, masked):
+            return masked.int().topk(int(masked[0].sum())).indices
+
+        def encode(self, corruption, at):
+            return torch.nn.functional.one_hot(corruption.tokens.gather(1, at - 11), 300).float() * 50
+
+        def decode(self, h, tokens, corruption, at):
+            return h
+
+        def head(self, z, embeddings):
+            return z
+
+    rows = torch.randint(maelm.NUM_SPECIAL, 300, (8, 22), generator=generator(0))
+    same, other, second = copying.twice(rows)
+    config = maelm.Config(mask_in_encoder=1.0, decoder_layers=0)
+    found = [copying.losses(Copier(), text, maelm.corrupt(text, config, generator(1), second))[0].mean()
+             for text in (same, other)]
+    assert found[0] < 1e-3 and found[1] > 30
+    assert copying.explained(torch.eye(3)[[0, 1, 2, 0]], torch.tensor([0, 1, 2, 0])) == pytest.approx(1)
+    assert copying.explained(torch.randn(4000, 3, generator=generator(0)), torch.arange(4000) % 2) < 0.01
+    copying.main([str(finished)])
+    assert "masks in the second A" in capsys.readouterr().out
