@@ -16,10 +16,10 @@ and keeps only the encoder (section 3). Figure 2, for M = {2, 5}:
     x, M             tokens, Corruption.masked             (B, n), k of each row are in M
     i not in M, x_i  Corruption.kept, .tokens              (B, m), m = n - k
     e_x, p_i         token_embedding, position_embedding   (V, d), (n, d)
-    H^l, H-hat^0     states; x in MAELM.decode             (B, m, d), (B, n, d)
+    H^l, H-hat^0     states; x + p_i in Decoder.forward    (B, m, d), (B, n, d)
 
-For speed only, so skip it at first: how RelativeBias.forward looks numbers up, and `at`, by which the last
-layer computes only positions that have a loss.
+Only for speed, skip at first: the lookup in RelativeBias.forward, and the argument `at`: the last layer
+computes only these positions.
 """
 import math
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Config:
     seq_len: int = 512  # n, tokens in a row
     encoder_layers: int = 12  # L
     encoder_dim: int = 768  # d
-    encoder_heads: int = 12  # N; the decoder's heads have their size d / N
+    encoder_heads: int = 12  # N; the decoder's heads have the same size, d / N
     dropout: float = 0.1  # of the encoder; the decoder has none (App. C)
     norm: str = "post"  # post | pre: LayerNorm after or before sub-layers
     init_std: float = 0.02  # of initial weights
@@ -51,7 +51,7 @@ class Config:
     decoder_reset: bool = False  # the decoder reads e_[MASK] at all masks
     aligned_positions: bool = True  # the encoder's positions skip removed tokens
     rel_pos_buckets: int = 32  # of relative positions in the encoder; 0 = none
-    rel_pos_max_distance: int = 128  # distances from here on share a bucket
+    rel_pos_max_distance: int = 128  # the last bucket starts before this distance
     decoder_layers: int = 4  # 0 = none: the encoder predicts, as in standard MLM
     decoder_dim: int = 0  # 0 = encoder_dim
     decoder_relative: bool = False  # relative positions in a "bi" decoder, too
@@ -64,7 +64,7 @@ class Config:
         whole_heads = self.decoder_dim >= 0 and self.decoder_dim % head_size == 0
         attentions = ("bi", "uni", "none") if self.decoder_cross else ("bi",)
         mlm = self.decoder_layers == 0 and self.mask_in_encoder == 1 and not self.decoder_cross
-        rules = [  # field, whether it is possible, if not, what is
+        rules = [  # field, whether its value is valid, what is valid
             ("vocab_size", self.vocab_size > 260, "261 or more"),
             ("seq_len", self.seq_len > 1, "2 or more"),
             ("encoder_layers", self.encoder_layers > 0, "1 or more"),
@@ -91,7 +91,7 @@ class Config:
         return self.decoder_dim if self.decoder_dim and self.decoder_layers else self.encoder_dim
 
     def masks_per_row(self, n):
-        """k, the masks in a row of n tokens; 77 of 512."""
+        """k, the masks in a row of n tokens."""
         return round(self.mask_rate * n)
 
 
@@ -136,8 +136,8 @@ class Corruption(NamedTuple):
 
 
 def corrupt(tokens, config, generator, maskable=None):
-    """Draw M, k of each row's real tokens, or of the positions where maskable (B, n) bool is True, and remove
-    all but a share mask_in_encoder of it. tokens (B, n) int64 -> Corruption. ValueError for too few."""
+    """Draw M, k of each row's real tokens, or of the positions where maskable (B, n) bool is True. Remove all
+    of M but a share mask_in_encoder. tokens (B, n) int64 -> Corruption. ValueError if a row has too few."""
     B, n = tokens.shape
     k = config.masks_per_row(n)
     if maskable is None:
@@ -153,11 +153,11 @@ def corrupt(tokens, config, generator, maskable=None):
     nowhere = torch.zeros_like(maskable)
     masked = nowhere.scatter(1, chosen, True)
 
-    # `chosen` is in the order of these numbers: its first entries are a random part.
+    # `chosen` is sorted by these numbers, so any slice of it is random.
     shown = round(config.mask_in_encoder * k)  # 0 in MAE-LM
     removed = nowhere.scatter(1, chosen[:, shown:], True)
 
-    # All rows keep equally many: cut the list of all, row by row, into B.
+    # nonzero() goes row by row, and every row has m kept positions.
     kept = (~removed).nonzero()[:, 1].view(B, -1)  # (B, m)
 
     # At masks that stay, the encoder reads [MASK] or a random token.
@@ -178,7 +178,7 @@ def relative_bucket(distance, num_buckets, max_distance):
     size = distance.abs()
 
     # From `exact` (share 0) to max_distance (share 1), in equal steps of the logarithm. float64 and 1e-9:
-    # rounding must not push a whole number just below itself.
+    # otherwise rounding could turn an exact 3 into 2.999, so 2.
     share = (size.clamp(min=exact).double() / exact).log() / math.log(max_distance / exact)
     far = exact + ((half - exact) * share + 1e-9).long()
     far = far.clamp(max=half - 1)  # the last bucket has no limit
@@ -191,31 +191,31 @@ class RelativeBias(nn.Module):
     def __init__(self, config, heads):
         super().__init__()
         self.table = nn.Embedding(config.rel_pos_buckets, heads)
-        distance = torch.arange(1 - config.seq_len, config.seq_len)  # all there are: (2n - 1,)
+        distance = torch.arange(1 - config.seq_len, config.seq_len)  # (2n - 1,)
         bucket = relative_bucket(distance, config.rel_pos_buckets, config.rel_pos_max_distance)
         self.register_buffer("bucket", bucket, persistent=False)
 
     def forward(self, queries, keys):
-        """Positions (B, q) and (B, k) int64, one B may be 1 -> bias (B, heads, q, k)."""
-        # This is table(bucket of keys - queries), heads in front. By a gather from one row for each head, a
-        # step of the toy takes 10 % less time.
-        k = keys.shape[1]
-        keys = F.pad(keys, (0, -k % 8))  # GPU kernels want rows of 8, 16, ...
-        values = self.table(self.bucket).t()  # (heads, 2n - 1), by distance
+        """Positions (B, n_q) and (B, n_k) int64, one B may be 1 -> bias (B, heads, n_q, n_k)."""
+        # Equals self.table(bucket of keys - queries) with the heads in front. By one gather per head, a step
+        # of the toy takes 10 % less time.
+        n_k = keys.shape[1]
+        keys = F.pad(keys, (0, -n_k % 8))  # GPU kernels want rows of 8, 16, ...
+        values = self.table(self.bucket).t()  # (heads, 2n - 1)
         zero = len(self.bucket) // 2  # where distance 0 is
-        index = keys[:, None, :] - queries[:, :, None] + zero  # (B, q, k)
-        B, q, padded = index.shape
+        index = keys[:, None, :] - queries[:, :, None] + zero  # (B, n_q, n_k)
+        B, n_q, padded = index.shape
         heads = len(values)
-        flat = index.view(B, 1, q * padded).expand(-1, heads, -1)
-        bias = values.expand(B, -1, -1).gather(2, flat).view(B, heads, q, padded)
+        flat = index.view(B, 1, n_q * padded).expand(-1, heads, -1)
+        bias = values.expand(B, -1, -1).gather(2, flat).view(B, heads, n_q, padded)
         if bias.is_cuda and torch.is_autocast_enabled("cuda"):
-            # Once for all layers, before the slice: a copy would close the gaps.
+            # Cast before the slice, as a copy drops the padding.
             bias = bias.to(torch.get_autocast_dtype("cuda"))
-        return bias[..., :k]
+        return bias[..., :n_k]
 
 
 def causal_bias(queries, keys):
-    """Positions (B, q) and (B, k) int64 -> (B, 1, q, k): -inf for keys after the query, else 0."""
+    """Positions (B, n_q) and (B, n_k) -> (B, 1, n_q, n_k): -inf for keys after the query, else 0."""
     future = keys[:, None, None, :] > queries[:, None, :, None]
     return torch.zeros(future.shape, device=keys.device).masked_fill(future, -torch.inf)
 
@@ -259,7 +259,7 @@ class Attention(nn.Module):
 
 
 def select(x, at):
-    """x (B, n, d) at positions at (B, k) int64 -> (B, k, d); None = all."""
+    """x (B, n, d) at the positions `at` (B, k) int64: (B, k, d); all of x for None."""
     if at is None:
         return x
     row = torch.arange(len(at), device=at.device)[:, None]
@@ -275,7 +275,7 @@ class Residual(nn.Module):
         self.pre = config.norm == "pre"
 
     def forward(self, x, f, at=None):
-        """x (B, n, d) -> (B, n, d), or (B, k, d) for an f of only the positions at (B, k) int64."""
+        """x (B, n, d) -> (B, n, d), or (B, k, d) if f returns only the positions `at` (B, k)."""
         fx = f(self.norm(x) if self.pre else x)
         x = select(x, at) + F.dropout(fx, self.p, self.training)
         if self.pre:
@@ -301,11 +301,11 @@ class Block(nn.Module):
         self.ffn_residual = Residual(config, dim, dropout)
 
     def forward(self, x, bias=None, memory=None, at=None):
-        """x (B, n, d), memory (B, m, d) -> (B, n, d), or (B, k, d) at the positions at (B, k) int64."""
+        """x (B, n, d), memory (B, m, d) -> (B, n, d), or (B, k, d) at the positions `at` (B, k)."""
         if self.self_attention is None:
             x = select(x, at)
         else:
-            # Keys and values are of all positions, queries only of those at `at`.
+            # Keys and values are of all positions, queries only of those in `at`.
             x = self.self_residual(x, lambda y: self.self_attention(select(y, at), y, bias), at)
         if self.cross_attention is not None:
             x = self.cross_residual(x, lambda y: self.cross_attention(y, memory))
@@ -337,14 +337,14 @@ class Stack(nn.Module):
         return states
 
     def bias(self, queries, keys, padding):
-        """The rule's bias, and -inf where a key is padding; None for 0."""
+        """The rule's bias, and -inf where a key is padding; None if all is 0."""
         bias = self.rule(queries, keys) if self.rule is not None else None
         if padding is not None:
-            k = padding.shape[1]
-            hidden = padding[:, None, None, :]  # (B, 1, 1, k)
+            hidden = padding[:, None, None, :]  # (B, 1, 1, n_k)
             bias = torch.zeros_like(hidden, dtype=torch.float32) if bias is None else bias
             bias = bias.masked_fill(hidden, -torch.inf)
-            bias = F.pad(bias, (0, -k % 8))[..., :k]  # rows apart as in RelativeBias
+            n_k = padding.shape[1]
+            bias = F.pad(bias, (0, -n_k % 8))[..., :n_k]  # as in RelativeBias
         return bias
 
 
@@ -363,7 +363,7 @@ class Encoder(nn.Module):
 
     def forward(self, tokens, positions, padding=None, all_layers=False, at=None):
         """tokens (B, m) int64 at positions (B, m) or (1, m), padding (B, m) bool, True = ignore -> H^L
-        (B, m, d), only at indices at (B, k) if given; with all_layers [H^0, ..., H^L]."""
+        (B, m, d), or (B, k, d) at the indices `at` (B, k); with all_layers [H^0, ..., H^L]."""
         h = self.token_embedding(tokens) + self.position_embedding(positions)  # h_i^0 = e_{x_i} + p_i
         # Differs from the paper: its formula has no LayerNorm; its code has.
         h = F.dropout(self.norm(h), self.p, self.training)
@@ -371,7 +371,7 @@ class Encoder(nn.Module):
         return states if all_layers else states[-1]
 
 
-# ---- 6. Decoder: section 3, "Decoder Configuration" --------------------------------------------------------
+# ---- 6. Decoder: section 3 ---------------------------------------------------------------------------------
 class Decoder(nn.Module):
     """A shallow stack over all n positions, for pre-training only."""
     def __init__(self, config):
@@ -379,7 +379,7 @@ class Decoder(nn.Module):
         d = config.decoder_width
         # Table 2 has decoders of another width.
         self.project = nn.Linear(config.encoder_dim, d) if config.encoder_dim != d else nn.Identity()
-        # Differs from the paper: it has one p_i; in its code, too, the decoder has a table of its own.
+        # Differs from the paper: it has one p_i; here, as in its code, the decoder has its own.
         self.position_embedding = nn.Embedding(config.seq_len, d)
         self.norm = nn.LayerNorm(d)
         self.cross = config.decoder_cross
@@ -392,8 +392,8 @@ class Decoder(nn.Module):
         self.stack = Stack(config, d, config.decoder_layers, 0.0, rule, self_attention, self.cross)
 
     def forward(self, x, memory, positions, padding=None, at=None):
-        """H-hat^0 without p_i, x (B, n, d), and H^L, memory (B, m, d) -> (B, n, decoder_width); others as in
-        Encoder."""
+        """x (B, n, d), H-hat^0 without p_i, and memory H^L (B, m, d) -> (B, n, decoder_width), or with `at`
+        (B, k, decoder_width); the others as in Encoder."""
         x = self.project(x) + self.position_embedding(positions)  # h-hat_i^0 = e_[MASK] + p_i or h_i^L + p_i
         memory = self.project(memory) if self.cross else None
         return self.stack(self.norm(x), positions, padding, memory, at)[-1]
@@ -437,45 +437,45 @@ class MAELM(nn.Module):
         if self.config.position_init == "sinusoid":
             sinusoid_(self.encoder.position_embedding.weight, std)
             if self.decoder is not None:
-                # Next to H^L, of size 1, std is lost; 1 takes dimensions from it.
+                # Beside H^L, of size 1, std is too weak, and 1 uses up its dimensions.
                 decoder_std = std if self.config.decoder_self == "uni" else 0.25
                 sinusoid_(self.decoder.position_embedding.weight, decoder_std)
 
     def forward(self, tokens, corruption):
         """tokens (B, n) int64 and their corruption -> the mean of -log p(x_i | x-hat), in nats; Eq. (1)."""
         at = self.predicted(corruption.masked)  # (B, k)
-        h = self.encode(corruption, at)  # H^L (B, m, d)
+        h = self.encode(corruption, at)  # H^L (B, m, d), or of MLM (B, k, d)
         z = self.decode(h, tokens, corruption, at)  # (B, k, decoder_width)
         logits = self.head(z, self.encoder.token_embedding.weight)  # (B, k, V)
         # Differs from the paper: Eq. (1) is a sum; its code, too, takes the mean.
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.gather(1, at).flatten())
 
     def predicted(self, masked):
-        """M (B, n) bool -> the positions (B, k) int64 of the loss: M, or for "uni" all but the first."""
+        """M (B, n) bool -> positions (B, k) int64 of the loss: M, or for "uni" 1 to n - 1, masked or not."""
         B, n = masked.shape
         if self.config.decoder_self == "uni":
             return torch.arange(1, n, device=masked.device).expand(B, -1)
         return masked.int().topk(self.config.masks_per_row(n)).indices  # of fixed size, unlike nonzero
 
     def encode(self, corruption, at=None):
-        """The encoder on what is kept -> H^L (B, m, d); of standard MLM, only at positions at (B, k)."""
+        """The encoder on what is kept -> H^L (B, m, d); of standard MLM, only the positions `at` (B, k)."""
         masked, kept, tokens = corruption
         m = kept.shape[1]
-        positions = torch.arange(m, device=kept.device)[None]  # (1, m): one bias for the batch
+        positions = torch.arange(m, device=kept.device)[None]  # (1, m); equals kept if m = n
         if self.config.aligned_positions and m < masked.shape[1]:
             positions = kept
         return self.encoder(tokens, positions, at=at if self.decoder is None else None)
 
     def decode(self, h, tokens, corruption, at):
-        """H^L (B, m, d) -> what the head reads, at (B, k): (B, k, decoder_width)."""
-        if self.decoder is None:  # standard MLM
+        """H^L (B, m, d) -> what the head reads at the positions `at`: (B, k, decoder_width)."""
+        if self.decoder is None:  # standard MLM: h is of these already
             return h
         if self.config.decoder_self == "uni":
-            # As BART's: position i reads x_{i-1}.
+            # As in BART, position i reads x_{i-1}.
             shifted = torch.cat([tokens[:, :1], tokens[:, :-1]], dim=1)
             x = self.encoder.token_embedding(shifted)
         else:
-            x = self.decoder_input(h, corruption)  # H-hat^0 (B, n, d)
+            x = self.decoder_input(h, corruption)  # (B, n, d)
         positions = torch.arange(x.shape[1], device=x.device)[None]  # (1, n)
         return self.decoder(x, h, positions, at=at)
 
@@ -492,9 +492,9 @@ class MAELM(nn.Module):
 
 
 def sinusoid_(table, std):
-    """Fill a table (n, d) with waves of standard deviation std; Vaswani et al., 2017."""
+    """Fill a table (n, d) with waves of root mean square std; Vaswani et al., 2017."""
     n, d = table.shape
     rates = 10000 ** -torch.linspace(0, 1, (d + 1) // 2, device=table.device)
     angle = torch.arange(n, device=table.device)[:, None] * rates  # (n, d / 2)
     waves = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :d]  # an odd d has one less
-    table.data.copy_(std * 2 ** 0.5 * waves)  # a wave has deviation 1 / sqrt(2)
+    table.data.copy_(std * 2 ** 0.5 * waves)  # a wave has 1 / sqrt(2)
