@@ -6,14 +6,10 @@
     python -m bench.speed --tiny           # the GPU part at a size that measures nothing, on a CPU too
 
 Rewrites bench/results/speed.json, or speed-cuda.json, after each result. Tokens are random; all n of a row count.
-
 CPU: a step is forward, backward, clipping and a fused AdamW update; the models take turns, so noise meets all alike.
-Size, batch, dropout and autocast are the same. RoBERTa has no relative positions, and its head reads all positions.
-
-GPU: first the loss and the gradients of each row of Table 2, in bf16 next to float64 on the CPU, for the attention bias
-of pre-training and for that of padded texts; then speed. A step is train.py's own, on batches that are on the GPU
-already. `forward_s` and `both_s`, forward and backward, are of one micro-batch, `first_s` is the
-latter with torch.compile's work. MFU is the FLOPs of support/cost.py over the GPU's peak.
+RoBERTa has no relative positions, and its head reads all positions. GPU: first loss and gradients of each row of Table
+2, in bf16 next to float64 on the CPU, for the bias of pre-training and of padded texts; then train.py's own step.
+`forward_s` and `both_s`, forward and backward, are of one micro-batch, `first_s` is the latter when compiled first.
 """
 import argparse
 import gc
@@ -24,6 +20,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -88,8 +85,7 @@ def make_model(size: str, name: str, **fields) -> tuple[torch.nn.Module, Config]
 
 
 # ---- 1. CPU: next to RoBERTa --------------------------------------------------------------------------------
-# size -> (batch, steps a round, dropouts)
-SIZES = {"toy": (64, 4, (0.0, 0.1)), "small": (16, 2, (0.0, 0.1)), "base": (2, 1, (0.1, 0.0))}
+SIZES = {"toy": (64, 4, (0.0, 0.1)), "small": (16, 2, (0.0, 0.1)), "base": (2, 1, (0.1, 0.0))}  # batch, steps, dropouts
 
 
 def stepper(model: torch.nn.Module, config: Config, rows: int, worker: Worker) -> Callable[[], None]:
@@ -108,7 +104,7 @@ def stepper(model: torch.nn.Module, config: Config, rows: int, worker: Worker) -
     return step
 
 
-def compare(size: str, dropout: float, rounds: int, worker: Worker) -> dict[str, dict]:
+def compare(size: str, dropout: float, worker: Worker, rounds: int = 7) -> dict[str, dict]:
     """Model -> tokens per second in each round, and how many times as fast as RoBERTa it is within a round: the least,
     the median and the most."""
     batch, steps, _ = SIZES[size]
@@ -136,7 +132,7 @@ def cpu_part(result: dict, options: argparse.Namespace, worker: Worker) -> None:
     print("size   dropout model     tokens/s   times RoBERTa: least, median, most")
     for size in options.sizes:
         for dropout in SIZES[size][2]:
-            found = compare(size, dropout, options.rounds, worker)
+            found = compare(size, dropout, worker)
             result["runs"].append({"size": size, "dropout": dropout, "batch": SIZES[size][0], "models": found})
             write_json(options.out, result)
             for name, one in found.items():
@@ -258,10 +254,9 @@ def gpu_part(result: dict, options: argparse.Namespace, worker: Worker) -> None:
     """Do all items, or those that --only names. Rewrites --out after each. An item that fails is recorded with its
     error, and the rest goes on."""
     rows, backend = (2, "eager") if options.tiny else (4, "inductor")
-    items = {}
-    for size, compiler in (("small", None), ("base", None), ("base", backend)):
-        for name in ABLATIONS:
-            items[f"errors {size} {name} {compiler or ''}"] = partial(errors, size, name, rows, compiler, worker)
+    kinds = product((("small", None), ("base", None), ("base", backend)), ABLATIONS)
+    items = {f"errors {size} {name} {compiler or ''}": partial(errors, size, name, rows, compiler, worker)
+             for (size, compiler), name in kinds}
     steps = (("toy", "mae-lm", 16), ("toy", "roberta", 16)) if options.tiny else STEPS
     for kind, compiler in (("eager", None), ("compiled", backend)):
         for size, name, rows in steps:
@@ -291,7 +286,6 @@ def main(argv: list[str] | None = None) -> None:
     add("--tiny", action="store_true", help="the GPU part at a size for tests")
     add("--only", nargs="+", metavar="WORD", help="of the GPU's items those that contain one of these words [all]")
     add("--sizes", nargs="+", default=list(SIZES), choices=SIZES, help="on a CPU [all]")
-    add("--rounds", type=int, default=7, help="on a CPU [7]")
     add("--out", type=Path, help="JSON file [in bench/results; with --tiny in out]")
     options = parser.parse_args(argv)
     cuda = options.device == "cuda"
@@ -311,7 +305,6 @@ def main(argv: list[str] | None = None) -> None:
             gpu_part(result, options, worker)
         else:
             cpu_part(result, options, worker)
-        print(options.out)
 
 
 if __name__ == "__main__":
