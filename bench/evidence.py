@@ -104,7 +104,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     steps = options.steps or recipe.max_steps
     interval = max(1, steps // KEPT)
     kept = [*range(interval, steps, interval)][:KEPT - 1] + [steps]
-    runs = [f"{model} {seed}" for seed in range(options.seeds) for model in MODELS]  # pair after pair
+    runs = [f"{model} {seed}" for seed in options.seeds for model in MODELS]  # pair after pair
 
     def folder_of(name: str) -> Path:
         return options.out / name.replace(" ", "-")
@@ -137,7 +137,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         add(f"rank {run}", read_ranks, [f"train {run}"], "rank.py", *checkpoints_of(run), "--tokens", 300_000)
     for run in runs:
         add_tuning(f"docs {run}", [f"train {run}"], "docs", TUNED)
-    for seed in range(options.seeds):
+    for seed in options.seeds:
         pair = [f"{model} {seed}" for model in MODELS]
         paths = [path for run in pair for path in checkpoints_of(run)[1::2]]
         add_tuning(f"figure3 {seed}", [f"train {run}" for run in pair], "docs", CURVE_TUNED, *paths)
@@ -463,7 +463,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--at-once", type=int, default=1, help="jobs at a time: one for each core [1]")
     add("--preset", default="laptop", choices=TRAIN_PRESETS, help="of all runs [laptop]")
     add("--steps", type=int, help="of the main runs [the preset's]")
-    add("--seeds", type=int, default=3, help="how many of pre-training [3]")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of pre-training [0 1 2]")
     add("--only", nargs="+", metavar="JOB", help="jobs that begin with these words: rank docs 'train mlm'")
     add("--learning-rate", type=float, default=4e-4, help="of fine-tuning [4e-4]")
     add("--docs-epochs", type=float, default=EPOCHS["docs"], help="of fine-tuning on docs [%(default)s]")

@@ -69,7 +69,7 @@ def test_project_record_gives_its_page(tmp_path, monkeypatch):
 
 
 def test_both_models_are_trained_alike():
-    options = SimpleNamespace(preset="toy", data="docs", seeds=1, only=["train", "rank", "docs"], docs_epochs=5.0,
+    options = SimpleNamespace(preset="toy", data="docs", seeds=[0], only=["train", "rank", "docs"], docs_epochs=5.0,
                               learning_rate=8e-4, out=evidence.RECORD, glue=None, steps=None)
     todo = evidence.jobs(options)
     assert [job.name for job in todo[2:]] == ["rank mae-lm 0", "rank mlm 0", "docs mae-lm 0", "docs mlm 0"]
