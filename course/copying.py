@@ -67,7 +67,7 @@ def describe(name: str, data: str | None) -> str:
     masks = corrupt(tokens, model.config, torch.Generator().manual_seed(0))
     loss, at = losses(model, tokens, masks)
     shown = tokens.masked_fill(masks.masked, -1)[:, None, :]
-    repeated = (tokens.gather(1, at)[:, :, None] == shown).any(2)  # (B, k)
+    again = (tokens.gather(1, at)[:, :, None] == shown).any(2)  # (B, k): does it repeat a token of the row?
     same, other, second = twice(tokens)
     drawn = [corrupt(text, model.config, torch.Generator().manual_seed(1), second) for text in (same, other)]
     first, control = [losses(model, *pair)[0].mean() for pair in zip((same, other), drawn)]
@@ -79,7 +79,7 @@ def describe(name: str, data: str | None) -> str:
         block.self_attention.output.forward = torch.zeros_like  # from here on the encoder has no attention
     cost = losses(model, tokens, masks)[0].mean() - loss.mean()
     return f"""{name}: loss {loss.mean():.3f}
-  {repeated.float().mean():.0%} repeat a token of their row: {loss[repeated].mean():.3f}; the others: {loss[~repeated].mean():.3f}
+  {again.float().mean():.0%} repeat a token of the row: {loss[again].mean():.3f}; the others: {loss[~again].mean():.3f}
   masks in the second A of A [SEP] A: {first:.2f}; of B [SEP] A: {control:.2f}
   attention of a gap to its copy, best head, by layer: {', '.join(f'{weight:.3f}' for weight in weights)}
   without the encoder's attention: {cost:+.2f}
