@@ -53,7 +53,7 @@ class TrainConfig:
     uncased: bool = True  # lower-case all text; --no-uncased keeps upper case
     val_share: float = VAL_SHARE  # share of documents held out for validation, between 0 and 1
     batch_size: int = 2048  # sequences per optimizer step, over all processes
-    micro_batch_size: int = 32  # sequences at a time on a device; gradients accumulate over the rest
+    micro_batch_size: int = 64  # sequences at a time on a device; gradients accumulate over the rest
     max_steps: int = 125_000  # length of the learning-rate schedule, below 10^7
     stop_at: int = 0  # end early with a checkpoint, schedule unchanged; at most max_steps; 0 = max_steps
     optimizer: str = "adamw"  # adamw | muon: Muon for the matrices of the layers, AdamW for the rest
@@ -68,7 +68,7 @@ class TrainConfig:
     clip_norm: float = 2.0  # of the gradient over all parameters
     precision: str = "auto"  # auto | fp32 (TF32 on CUDA) | bf16: of matrix products; auto = bf16 if in hardware
     device: str = "auto"  # auto | cpu | cuda | mps
-    compile: str = "auto"  # auto | on | off: torch.compile the model; auto = on CUDA, if encoder_dim is 256 or more
+    compile: str = "auto"  # auto | on | off | graphs (with CUDA graphs); auto = on, on CUDA if encoder_dim >= 256
     seed: int = 0  # 0 or more, below 2^63
     log_interval: int = 100  # steps between lines of log.jsonl
     eval_interval: int = 2_000  # steps between validation losses
@@ -88,7 +88,7 @@ class TrainConfig:
             warmup_steps=0 <= self.warmup_steps <= self.max_steps,
             optimizer=self.optimizer in ("adamw", "muon"),
             precision=self.precision in ("auto", "fp32", "bf16"),
-            compile=self.compile in ("auto", "on", "off"),
+            compile=self.compile in ("auto", "on", "off", "graphs"),
             seed=0 <= self.seed < 2 ** 63,
             stop_at=0 <= self.stop_at <= self.max_steps,
             weight_decay=self.weight_decay >= 0, muon_weight_decay=self.muon_weight_decay >= 0,
@@ -110,7 +110,7 @@ TRAIN_PRESETS = {  # as differences from the defaults; Table 4
                   warmup_steps=1000, log_interval=20, eval_interval=500, checkpoint_interval=1000),
     "base": dict(),
     "base++": dict(uncased=False, max_steps=2_000_000, learning_rate=2e-4),
-    "large++": dict(uncased=False, max_steps=1_000_000, learning_rate=1e-4, clip_norm=1.0),
+    "large++": dict(micro_batch_size=32, uncased=False, max_steps=1_000_000, learning_rate=1e-4, clip_norm=1.0),
 }
 TRAIN_PRESETS["laptop"] = TRAIN_PRESETS["toy"] | dict(  # 100 million tokens
     max_steps=24_500, learning_rate=3e-3, muon_learning_rate=1e-2, weight_decay=0.01, warmup_steps=500,
@@ -297,6 +297,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def train_step(model: nn.Module, optimizers: list, batches: list[Batch], step: int, train: TrainConfig, worker: Worker):
     """One optimizer step -> this process's mean loss, and the norm of the gradient before clipping, scalars."""
     total = torch.zeros((), device=worker.device)
+    if train.compile == "graphs":  # else a graph's output is p.grad, and the next micro-batch overwrites it
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
     for i, batch in enumerate(batches):  # their gradients add up in p.grad
         torch.manual_seed(seed_of(train.seed, step, i * worker.world_size + worker.rank, 1))  # for dropout
         wait = worker.world_size > 1 and i < len(batches) - 1
@@ -517,10 +520,12 @@ def pretrain(run: Run) -> int:
             print(f"{out} is finished at step {run.step}: nothing to do; choose another --out for another run")
         return 0
     small = config.encoder_dim < 256  # a whole run takes less time than the compilation
-    if train.compile == "on" or (train.compile == "auto" and worker.device.type == "cuda" and not small):
+    on = train.compile in ("on", "graphs")
+    if on or (train.compile == "auto" and worker.device.type == "cuda" and not small):
         torch._dynamo.config.suppress_errors = train.compile == "auto"  # without a compiler, run as it is
         torch._dynamo.config.optimize_ddp = False  # it would cut the model into pieces
-        run.model.compile(dynamic=False)  # in place: names of parameters stay as they are
+        mode = "reduce-overhead" if train.compile == "graphs" else None
+        run.model.compile(dynamic=False, mode=mode)  # in place: names of parameters stay as they are
         if worker.is_main:
             print("compiling the model in its first steps takes a minute or two (--compile off: without)", flush=True)
     entropy = unigram_entropy(run.rows["val"], train)

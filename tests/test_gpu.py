@@ -48,7 +48,7 @@ def test_padding_changes_nothing():
     close(states[:, :13], encoder(tokens[:, :13], positions[:, :13]), atol=5e-3, rtol=5e-3)
 
 
-@pytest.mark.parametrize("flags", [[], ["--compile", "on"]])
+@pytest.mark.parametrize("flags", [[], ["--compile", "on"], ["--compile", "graphs", "--micro-batch-size", "4"]])
 def test_a_run_that_was_stopped_continues(flags, text, tmp_path):
     flags = ["--device", "cuda", "--precision", "bf16", *flags]
     whole = short_run(text, tmp_path / "whole", *flags)
