@@ -5,9 +5,8 @@
     python -m bench.evidence --report                          # the same, and docs/results.md, of the project's record
 
 TEXT is what `train.py --data` takes. DIR has the files of GLUE's original releases (`hub`: from the Hub); without
---glue only `docs` is fine-tuned. Each job is a command of this project. What it finds goes into evidence.json in --out,
-and it is not run again. --hours stops jobs in progress, which continue next time. One job for each core (--at-once) is
-faster than one with many threads. The tables need requirements-test.txt.
+--glue only `docs` is fine-tuned. Each job is a command of this project. What it finds goes into evidence.json in --out.
+--hours stops jobs in progress. One job for each core (--at-once) is fastest. The tables need requirements-test.txt.
 """
 import argparse
 import itertools
@@ -103,13 +102,13 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         data = [] if task == "docs" or options.glue == "hub" else ["--data", options.glue]
         epochs = options.docs_epochs if task == "docs" else EPOCHS[task]
         add(name, lambda folder: read_json(folder / "result.json"), [needs], "finetune.py", "--init", start, "--task",
-            task, *data, "--epochs", epochs, "--learning-rate", options.learning_rate or rate, "--seeds", TUNED)
+            task, *data, "--epochs", epochs, "--learning-rate", rate, "--seeds", TUNED)
 
     def add_run(task: str, run: str) -> None:
         start = folder_of(f"train {run}")
-        rate = RATES.get(task, {}).get(run.split()[0], COMMON_RATE)
+        rate = options.learning_rate or RATES.get(task, {}).get(run.split()[0], COMMON_RATE)
         add_tuning(task, f"{task} {run}", start, rate, f"train {run}")
-        if rate != COMMON_RATE and options.learning_rate is None:
+        if rate != COMMON_RATE:
             add_tuning(task, f"common {task} {run}", start, COMMON_RATE, f"train {run}")
 
     tasks = TASKS if options.glue else ["docs"]
@@ -165,9 +164,8 @@ def run_jobs(todo: list[Job], options: argparse.Namespace, path: Path) -> list[s
             if not running:
                 return failed
             time.sleep(PAUSE)
-            for one in [one for one in running if one[1].poll() is not None]:
-                running.remove(one)
-                job, process, start = one
+            for job, process, start in [one for one in running if one[1].poll() is not None]:
+                running.remove((job, process, start))
                 if process.returncode == 0:
                     done[job.name] = {"command": " ".join(job.command), **about, "found": job.read(job.folder),
                                       "minutes": round((time.monotonic() - start) / 60, 1)}
@@ -217,15 +215,14 @@ def numbers_of(found: dict) -> Numbers:
         return rank_after(ranks, centering, when) if when in ranks else None
 
     ranks = {run: rank_array(results[f"rank {run}"]) for run in runs if results[f"rank {run}"]}
-    shape = next((one.shape for one in ranks.values()), (2, 3, KEPT, 2))
-    ranks = np.array([ranks.get(run, np.full(shape, math.nan)) for run in runs])
+    nothing = np.full(next((one.shape for one in ranks.values()), (2, 3, KEPT, 2)), math.nan)
     names = [f"{task} {run}" for task in TASKS for run in runs]
     after = [ranks_of(name, by) for name in names for by in CENTERINGS]
     common = [ranks_of(f"common {name}" if f"common {name}" in found else name) for name in names]
     last = [ranks_of(name, when="at_the_end") for name in names]
     shape_of_scores = len(TASKS), len(MODELS), len(seeds)
     # None becomes NaN.
-    return Numbers(ranks.reshape(2, len(seeds), *shape), seeds,
+    return Numbers(np.reshape([ranks.get(run, nothing) for run in runs], (2, len(seeds), *nothing.shape)), seeds,
                    np.array([results[name].get("median") for name in names], float).reshape(shape_of_scores),
                    np.array(after, float).reshape(*shape_of_scores, 2),
                    np.stack([np.array(one, float).reshape(shape_of_scores) for one in (common, last)], axis=1),
@@ -386,25 +383,28 @@ def details(found: dict) -> str:
     return "\n\n".join(tables) + "\n"
 
 
-def draw(numbers: Numbers, path: Path) -> None:
-    """The figure, a panel for each question. Markers are those of rank.png."""
+def draw(found: dict, path: Path) -> None:
+    """The figure: losses, Figure 1, Table 3. Markers are those of rank.png."""
+    numbers = numbers_of(found)
     tasks = [task for task, scores in enumerate(numbers.scores) if np.isfinite(scores).all()]
-    with figure(path, panels=2) as (_, (layers, tuned)):
-        for m, name in enumerate(MODELS.values()):
+    with figure(path, panels=3) as (_, (learned, layers, tuned)):
+        for m, (model, name) in enumerate(MODELS.items()):
             style = {"color": f"C{m}", "alpha": 0.6, "markersize": 4}
             ranks = numbers.ranks[m, :, 0]  # (seed, curve, checkpoint, layer)
             for curve, (_, line, _) in enumerate(LINES.values()):
                 layers.plot(ranks[:, curve, -1].T, line, **style)
             tops = [ranks[:, WITHOUT, -1, -1], *numbers.after[tasks, m, :, 0]]  # (task, seed)
             tuned.plot(tops, "s", **style)
-            for axis in (layers, tuned):
+            for job in [job for run, job in found.items() if run.startswith(f"train {model} ")]:
+                learned.plot(*np.transpose(job["found"]["losses"][1:]), **style)  # without that of step 0
+            for axis in (learned, layers, tuned):
                 axis.plot([], [], "s", color=style["color"], label=name)
         for _, line, label in LINES.values():
             layers.plot([], [], line, color="gray", markersize=4, label=label)
-        for axis in (layers, tuned):
+        for axis in (learned, layers, tuned):
             axis.legend(fontsize="small")
-        layers.xaxis.get_major_locator().set_params(integer=True)
-        layers.set(xlabel="layer (0 = embeddings)", ylabel="rank_0.9", title="Figure 1")
+        learned.set(xlabel="step", ylabel="validation loss, nats per masked token", title="Learning")
+        layers.set(xticks=range(ranks.shape[-1]), xlabel="layer (0 = embeddings)", ylabel="rank_0.9", title="Figure 1")
         tuned.set_xticks(range(len(tops)), ["before", *[TASKS[task] for task in tasks]])
         tuned.set(xlabel="fine-tuned on", ylabel="rank_0.9 of H^L, text without [MASK]", title="Table 3")
 
@@ -449,7 +449,7 @@ def report(folder: Path) -> None:
         text = f"{verdicts(found)}\n\n![figure](evidence.png)\n\n{text}"
     with atomic(page) as temporary:
         temporary.write_text(text, encoding="utf-8")
-    draw(numbers_of(found), picture)
+    draw(found, picture)
     print(f"{len(found)} jobs recorded: {page}, {picture}")
 
 
@@ -465,7 +465,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--steps", type=int, help="of the main runs [the preset's]")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of pre-training [0 1 2]")
     add("--only", nargs="+", metavar="JOB", help="jobs that begin with these words: rank docs 'train mlm'")
-    add("--learning-rate", type=float, help="of all fine-tuning [those of bench/results/plan.md]")
+    add("--learning-rate", type=float, help="of fine-tuning, besides 4e-4 [those of bench/results/plan.md]")
     add("--docs-epochs", type=float, default=EPOCHS["docs"], help="of fine-tuning on docs [%(default)s]")
     add("--out", type=Path, help="for the runs and the record [out/evidence]")
     add("--report", action="store_true", help="make the tables and the figure from the record")

@@ -7,9 +7,8 @@
 
 Rewrites bench/results/speed.json, or speed-cuda.json, after each result. Tokens are random; all n of a row count.
 CPU: a step is forward, backward, clipping and a fused AdamW update; the models take turns, so noise meets all alike.
-RoBERTa has no relative positions, and its head reads all positions. GPU: first loss and gradients of each row of Table
-2, in bf16 next to float64 on the CPU, for the bias of pre-training and of padded texts; then train.py's own step.
-`forward_s` and `both_s`, forward and backward, are of one micro-batch, `first_s` is the latter when compiled first.
+RoBERTa has no relative positions, and its head reads all positions. GPU: loss and gradients of each row of Table 2, in
+bf16 next to float64 on the CPU, also of padded texts; then train.py's own step. Times are of one micro-batch.
 """
 import argparse
 import gc
@@ -79,8 +78,8 @@ MODELS = {"mae-lm": "mae-lm", "mlm": "mlm", "roberta": "mlm"}  # -> the ablation
 
 
 def make_model(size: str, name: str, **fields) -> tuple[torch.nn.Module, Config]:
-    """One of MODELS in training mode, and its configuration."""
-    config = make_config(size, MODELS[name], **fields)
+    """One of MODELS, or of ABLATIONS, in training mode, and its configuration."""
+    config = make_config(size, MODELS.get(name, name), **fields)
     return (Roberta(config) if name == "roberta" else MAELM(config)).train(), config
 
 
@@ -187,7 +186,7 @@ def errors(size: str, name: str, rows: int, compiler: str | None, worker: Worker
 # ---- 3. GPU: how fast is it? --------------------------------------------------------------------------------
 # Preset, model, rows of a micro-batch. More rows need more memory and fewer launches.
 STEPS = (("base", "mae-lm", 64), ("small", "mae-lm", 256), ("base", "mlm", 64), ("base", "roberta", 64),
-         ("base", "mae-lm", 128), ("base", "mae-lm", 32), ("small", "mlm", 256), ("small", "mae-lm", 32))
+         ("base", "mae-lm", 128), ("base", "mae-lm", 32), ("small", "mlm", 256), ("base", "no-relative", 64))
 WINDOW = 0.3  # seconds between two looks at the clock, at least
 
 
@@ -210,16 +209,17 @@ def seconds_of(call: Callable[[], object], worker: Worker) -> float:
     return statistics.median(window(calls) for _ in range(3))
 
 
-def measure(size: str, name: str, rows: int, compiler: str | None, worker: Worker) -> dict[str, float | None]:
-    """Times in seconds; of a step also tokens/s, MFU, and peak memory in GB (None where it is not known). The compiler
-    is one of torch.compile's backends, or None."""
+def measure(size: str, name: str, rows: int, kind: str, compiler: str, worker: Worker) -> dict[str, float | None]:
+    """Times in seconds; of a step also tokens/s, MFU, and peak memory in GB (None where it is not known). The kind is
+    eager, compiled or graphs; the compiler is one of torch.compile's backends."""
     torch.manual_seed(0)
-    train = TrainConfig(**TRAIN_PRESETS[size] | {"micro_batch_size": rows})
+    graphs = kind == "graphs"
+    train = TrainConfig(**TRAIN_PRESETS[size] | {"micro_batch_size": rows, "compile": "graphs" if graphs else "off"})
     model, config = make_model(size, name)
     model.to(worker.device)
-    if compiler:
+    if kind != "eager":
         torch.compiler.reset()  # each model is compiled as if it were the only one
-        model.compile(dynamic=False, backend=compiler)
+        model.compile(dynamic=False, backend=compiler, mode="reduce-overhead" if graphs else None)
     optimizers = make_optimizers(model, train, worker.dtype)
     batch = to_device(random_batch(config, rows, torch.Generator().manual_seed(0)), worker.device)
     batches = [batch] * (train.batch_size // rows)
@@ -234,11 +234,12 @@ def measure(size: str, name: str, rows: int, compiler: str | None, worker: Worke
     def step() -> None:
         train_step(model, optimizers, batches, 0, train, worker)
 
+    timed = [step] if graphs else [both, forward, step]  # only a step allocates gradients outside of the graphs
     start = time.perf_counter()
-    both()
+    timed[0]()
     synchronize(worker)
     found = {"first_s": time.perf_counter() - start}
-    for call in (forward, both, step):
+    for call in timed:
         found[f"{call.__name__}_s"] = seconds_of(call, worker)
     found["tokens_per_second"] = train.batch_size * config.seq_len / found["step_s"]
     found["peak_gb"] = found["mfu"] = None
@@ -258,9 +259,8 @@ def gpu_part(result: dict, options: argparse.Namespace, worker: Worker) -> None:
     items = {f"errors {size} {name} {compiler or ''}": partial(errors, size, name, rows, compiler, worker)
              for (size, compiler), name in kinds}
     steps = (("toy", "mae-lm", 16), ("toy", "roberta", 16)) if options.tiny else STEPS
-    for kind, compiler in (("eager", None), ("compiled", backend)):
-        for size, name, rows in steps:
-            items[f"{size} {name} {rows} {kind}"] = partial(measure, size, name, rows, compiler, worker)
+    for kind, (size, name, rows) in product(("eager", "compiled", "graphs"), steps):
+        items[f"{size} {name} {rows} {kind}"] = partial(measure, size, name, rows, kind, backend, worker)
     for item, call in items.items():
         if options.only and not any(word in item for word in options.only):
             continue

@@ -78,7 +78,7 @@ def test_project_record_gives_its_page(tmp_path, monkeypatch):
 
 def test_both_models_are_trained_alike():
     options = SimpleNamespace(preset="toy", data="docs", seeds=[0], only=["train", "rank", "docs"], docs_epochs=5.0,
-                              learning_rate=8e-4, out=evidence.RECORD, glue=None, steps=None)
+                              learning_rate=None, out=evidence.RECORD, glue=None, steps=None)
     todo = evidence.jobs(options)
     assert [job.name for job in todo[2:]] == ["rank mae-lm 0", "rank mlm 0", "docs mae-lm 0", "docs mlm 0"]
     mae, mlm = [train.parse(job.command[1:]) for job in todo[:2]]
@@ -103,7 +103,7 @@ def test_gpu_part_of_speed_runs_on_a_cpu(tmp_path, monkeypatch):
     for words in ["errors"], ["toy"]:
         speed.main(["--tiny", "--only", *words, "--out", str(tmp_path / "speed.json")])
     runs = json.loads((tmp_path / "speed.json").read_text())["runs"]
-    assert len(runs) == 3 * len(ABLATIONS) + 4
+    assert len(runs) == 3 * len(ABLATIONS) + 6
     assert not [run["error"] for run in runs.values() if "error" in run]
     assert runs["toy mae-lm 16 compiled"]["tokens_per_second"] > 0
 

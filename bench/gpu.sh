@@ -1,0 +1,51 @@
+#!/bin/bash
+# What one GPU decides, the most important first: bash bench/gpu.sh TEXT GLUE [OUT]. The same command continues.
+# TEXT and GLUE are --data and --glue of bench.evidence. TINY=1 tries it all on a CPU in minutes, and measures nothing.
+set -u
+text=${1:?TEXT} glue=${2:?GLUE} out=${3:-out/gpu}
+speed="python -m bench.speed --device cuda" train="python train.py --data $text --preset"
+small=small steps=20000 short=5000 base="base --batch-size 256 --max-steps 20000 --warmup-steps 1600" half=600 all=1200
+evidence="--glue $glue --seeds 0 1 2 --at-once 6 --learning-rate 1.2e-4"
+if [ -n "${TINY:-}" ]; then
+    speed="python -m bench.speed --tiny"
+    small=toy steps=12 short=6 base="toy --max-steps 12 --warmup-steps 0" half=3 all=6
+    evidence="--seeds 0 --at-once 2 --learning-rate 1.2e-4 --docs-epochs 0.1"
+else
+    nvidia-cuda-mps-control -d || true  # processes share the GPU
+fi
+mkdir -p "$out"
+
+once() {  # NAME COMMAND...: unless it has ended well before
+    [ -e "$out/$1.done" ] && return
+    echo "$(date +%H:%M) $1"
+    if "${@:2}" >> "$out/$1.log" 2>&1; then touch "$out/$1.done"; else echo "$1 failed: see $out/$1.log"; fi
+}
+
+# 1. Is it right?
+[ -n "${TINY:-}" ] || once tests env CUDA_VISIBLE_DEVICES=0 pytest -q -m cuda -n 0
+once errors $speed --only "errors base" --out "$out/errors.json"
+# 2. Is it faster? Graphs stay if small gains 15 %; another setting if base gains 3 % and more than twice the spread.
+once steps $speed --only "small mae-lm 256" "base mae-lm 64" "base no-relative 64" --out "$out/steps.json"
+once cublaslt env TORCH_BLAS_PREFER_CUBLASLT=1 $speed --only "base mae-lm 64 compiled" --out "$out/cublaslt.json"
+once autotune env TORCHINDUCTOR_MAX_AUTOTUNE=1 $speed --only "base mae-lm 64 compiled" --out "$out/autotune.json"
+once again $speed --only "base mae-lm 64 compiled" --out "$out/again.json"
+# 3. small at its own schedule: all claims, and what is copied.
+once small python -m bench.evidence --preset $small --steps $steps --data "$text" $evidence --out "$out/small"
+once report python -m bench.evidence --report --out "$out/small"
+once copying python -m course.copying "$out"/small/train-m*-?
+# 4. How deep should the decoder of small be? Side by side.
+for layers in 2 4; do
+    for relative in decoder-relative no-decoder-relative; do
+        name=decoder-$layers-$relative
+        once $name $train $small --decoder-layers $layers --$relative --max-steps $short --warmup-steps 0 --out "$out/$name" &
+    done
+done
+wait
+for run in "$out"/decoder-?-*relative; do
+    once "docs-$(basename "$run")" python finetune.py --init "$run" --task docs --seeds 3 --out "$run-docs" &
+done
+wait
+once copying-decoders python -m course.copying "$out"/decoder-?-*relative
+# 5. Does base learn? Stopped once, and continued.
+once base $train $base --stop-at $half --out "$out/base"
+once base-continued $train $base --stop-at $all --out "$out/base"
