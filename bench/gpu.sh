@@ -3,11 +3,11 @@
 # TEXT and GLUE are --data and --glue of bench.evidence. TINY=1 tries it all on a CPU in minutes, and measures nothing.
 set -u
 text=${1:?TEXT} glue=${2:?GLUE} out=${3:-out/gpu}
-speed="python -m bench.speed --device cuda" train="python train.py --data $text --preset"
+speed="python -m bench.speed --device cuda" right="errors base" step="base mae-lm 64" train="python train.py --data $text --preset"
 small=small steps=20000 short=5000 base="base --batch-size 256 --max-steps 20000 --warmup-steps 1600" half=600 all=1200
 evidence="--glue $glue --seeds 0 1 2 --at-once 6 --learning-rate 1.2e-4"
 if [ -n "${TINY:-}" ]; then
-    speed="python -m bench.speed --tiny"
+    speed="python -m bench.speed --tiny" right="errors small mae-lm" step="toy mae-lm"
     small=toy steps=12 short=6 base="toy --max-steps 12 --warmup-steps 0" half=3 all=6
     evidence="--seeds 0 --at-once 2 --learning-rate 1.2e-4 --docs-epochs 0.1"
 else
@@ -23,12 +23,12 @@ once() {  # NAME COMMAND...: unless it has ended well before
 
 # 1. Is it right?
 [ -n "${TINY:-}" ] || once tests env CUDA_VISIBLE_DEVICES=0 pytest -q -m cuda -n 0
-once errors $speed --only "errors base" --out "$out/errors.json"
+once errors $speed --only "$right" --out "$out/errors.json"
 # 2. Is it faster? Graphs stay if small gains 15 %; another setting if base gains 3 % and more than twice the spread.
-once steps $speed --only "small mae-lm 256" "base mae-lm 64" "base no-relative 64" --out "$out/steps.json"
-once cublaslt env TORCH_BLAS_PREFER_CUBLASLT=1 $speed --only "base mae-lm 64 compiled" --out "$out/cublaslt.json"
-once autotune env TORCHINDUCTOR_MAX_AUTOTUNE=1 $speed --only "base mae-lm 64 compiled" --out "$out/autotune.json"
-once again $speed --only "base mae-lm 64 compiled" --out "$out/again.json"
+once steps $speed --only "$step" "small mae-lm 256" "base no-relative 64" --out "$out/steps.json"
+once cublaslt env TORCH_BLAS_PREFER_CUBLASLT=1 $speed --only "$step compiled" --out "$out/cublaslt.json"
+once autotune env TORCHINDUCTOR_MAX_AUTOTUNE=1 $speed --only "$step compiled" --out "$out/autotune.json"
+once again $speed --only "$step compiled" --out "$out/again.json"
 # 3. small at its own schedule: all claims, and what is copied.
 once small python -m bench.evidence --preset $small --steps $steps --data "$text" $evidence --out "$out/small"
 once report python -m bench.evidence --report --out "$out/small"

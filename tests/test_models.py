@@ -1,0 +1,23 @@
+"""The trained models of models/, as the README's first commands use them."""
+import json
+
+import rank
+import train
+from tests.common import ROOT
+
+MAE, MLM = (str(ROOT / "models" / name) for name in ("mae-lm", "mlm"))
+
+
+def test_the_models_show_figure_1(tmp_path):
+    rank.main([MAE, MLM, "--data", "docs", "--tokens", "20000", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "rank.json").read_text())["models"]
+    low, high = ([layer["uncentered"]["mask_only"]["0.9"] for layer in found[name]["layers"]] for name in (MAE, MLM))
+    assert sorted(high) == high and high[0] < 10 and high[-1] > 2 * low[-1]
+    top = found[MLM]["layers"][-1]["uncentered"]
+    assert top["with_mask"]["0.9"] > top["without_mask"]["0.9"]
+
+
+def test_the_models_have_learned_english(capsys):
+    for model in (MAE, MLM):
+        train.main(["--fill-mask", "he went [MASK] the house.", "--init", model])
+        assert capsys.readouterr().out.startswith("[MASK] 1: to 0.")
