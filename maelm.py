@@ -95,7 +95,7 @@ class Config:
         return round(self.mask_rate * n)
 
 
-# Differs from the paper: with these, small models learn in minutes; docs/results.md.
+# Differs from the paper: with these, small models learn in minutes; bench/results/presets.md.
 SMALL = dict(norm="pre", position_init="sinusoid", decoder_relative=True)
 PRESETS = {  # as differences from the defaults
     "toy": dict(vocab_size=2048, seq_len=64, encoder_layers=3, encoder_dim=128, encoder_heads=2,

@@ -52,7 +52,7 @@ def estimate(config: Config, train, rows: int | None) -> str:
         model = MAELM(config)
     parameters, encoder = (sum(p.numel() for p in part.parameters()) for part in (model, model.encoder))
     row, batch = flops(config), train.batch_size
-    share = 0.25 if config.encoder_dim >= 768 else 0.12  # as measured for base and small: docs/results.md
+    share = 0.25 if config.encoder_dim >= 768 else 0.12  # as measured for base and small: bench/results/speed.md
     hours = row * batch * train.last_step / (share * PEAKS["H100"]) / 3600
     lines = {
         "parameters": f"{parameters:,}, of which {encoder:,} are the encoder's",
