@@ -6,10 +6,11 @@ text=${1:?TEXT} glue=${2:?GLUE} out=${3:-out/gpu}
 speed="python -m bench.speed --device cuda" right="errors base" step="base mae-lm 64" train="python train.py --data $text --preset"
 small=small steps=20000 short=5000 base="base --batch-size 256 --max-steps 20000 --warmup-steps 1600" half=600 all=1200
 evidence="--glue $glue --seeds 0 1 2 --at-once 6 --learning-rate 1.2e-4"
+tune="--task docs --learning-rate 1.2e-4 --seeds 3 --epochs 30"
 if [ -n "${TINY:-}" ]; then
-    speed="python -m bench.speed --tiny" right="errors small mae-lm" step="toy mae-lm"
+    speed="python -m bench.speed --tiny" right="errors small mae-lm" step="toy mae-lm 16"
     small=toy steps=12 short=6 base="toy --max-steps 12 --warmup-steps 0" half=3 all=6
-    evidence="--seeds 0 --at-once 2 --learning-rate 1.2e-4 --docs-epochs 0.1"
+    evidence="--seeds 0 --at-once 2 --learning-rate 1.2e-4 --docs-epochs 0.1" tune="--task docs --seeds 1 --epochs 0.1"
 else
     nvidia-cuda-mps-control -d || true  # processes share the GPU
 fi
@@ -42,7 +43,7 @@ for layers in 2 4; do
 done
 wait
 for run in "$out"/decoder-?-*relative; do
-    once "docs-$(basename "$run")" python finetune.py --init "$run" --task docs --seeds 3 --out "$run-docs" &
+    once "docs-$(basename "$run")" python finetune.py --init "$run" $tune --out "$run-docs" &
 done
 wait
 once copying-decoders python -m course.copying "$out"/decoder-?-*relative
