@@ -369,7 +369,7 @@ def details(found: dict) -> str:
     hours = sum(job["minutes"] for job in found.values()) / 60
     made = sorted({f"{job['machine']} (commit {job['commit']})" for job in found.values()})
     head = ["task", "", "score", "rank_0.9 of H^L afterwards", f"at {COMMON_RATE:g}, if not chosen", "at the last step"]
-    tables = [
+    return "\n\n".join([
         f"{len(found)} jobs, {hours:.1f} hours one after another, on {', '.join(made)}. All commands: evidence.json.",
         table(["", f"validation loss, seeds {format_numbers(numbers.seeds)}"], trained),
         "The claims, each a number that is above 0 if it holds:",
@@ -379,8 +379,7 @@ def details(found: dict) -> str:
         f"Fine-tuning by pre-training seed, medians of {TUNED} seeds without those that diverged:",
         table(head, tuned),
         "What these scores are above, if anything is learned:",
-        table(["task", "the most frequent answer", "random weights"], others)]
-    return "\n\n".join(tables) + "\n"
+        table(["task", "the most frequent answer", "random weights"], others)]) + "\n"
 
 
 def draw(found: dict, path: Path) -> None:

@@ -59,7 +59,7 @@ def explained(h, groups) -> float:
 
 
 @torch.no_grad()
-def describe(name: str, data: str | None) -> str:
+def describe(name: str, data: str) -> str:
     """What a run predicts of `data`, or of its own validation text, and what its vectors hold: printable lines."""
     model, _ = load_model(Path(name))
     rows = measurement_of_run(name, RankConfig(data=data), torch.device("cpu")).rows
@@ -89,7 +89,7 @@ def describe(name: str, data: str | None) -> str:
 def main(argv=None):
     parser = Parser("course.copying", __doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder or checkpoint of train.py")
-    parser.add_argument("--data", help="text, as for train.py [the validation text of each run]")
+    parser.add_argument("--data", default="", help="text, as for train.py [the validation text of each run]")
     options = parser.parse_args(argv)
     with clear_errors("course.copying"):
         for name in options.runs:
