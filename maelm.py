@@ -14,12 +14,12 @@ and keeps only the encoder (section 3). Figure 2, for M = {2, 5}:
 
     symbol           name here                             shape
     x, M             tokens, Corruption.masked             (B, n), k of each row are in M
-    i not in M, x_i  Corruption.kept, .tokens              (B, m), m = n - k
+    i not in M, x_i  Corruption.kept, .tokens              (B, m), m = n - k (the paper's m is our k)
     e_x, p_i         token_embedding, position_embedding   (V, d), (n, d)
     H^l, H-hat^0     states; x + p_i in Decoder.forward    (B, m, d), (B, n, d)
 
-Only for speed, skip at first: the lookup in RelativeBias.forward, and the argument `at`: the last layer
-computes only these positions.
+Only for speed, skip at first: the lookup in RelativeBias.forward, F.pad to 8, and the argument `at` of the
+layers: the last one computes only these positions.
 """
 import math
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class Config:
     mask_in_encoder: float = 0.0  # delta of Figure 4, 0 to 1: share of masks that the encoder reads
     encoder_fill: str = "mask"  # mask | random: what it reads there
     decoder_reset: bool = False  # the decoder reads e_[MASK] at all masks
-    aligned_positions: bool = True  # the encoder's positions skip removed tokens
+    aligned_positions: bool = True  # kept tokens keep their positions; else 0 to m - 1
     rel_pos_buckets: int = 32  # of relative positions in the encoder; 0 = none
     rel_pos_max_distance: int = 128  # the last bucket starts before this distance
     decoder_layers: int = 4  # 0 = none: the encoder predicts, as in standard MLM
@@ -136,8 +136,9 @@ class Corruption(NamedTuple):
 
 
 def corrupt(tokens, config, generator, maskable=None):
-    """Draw M, k of each row's real tokens, or of the positions where maskable (B, n) bool is True. Remove all
-    of M but a share mask_in_encoder. tokens (B, n) int64 -> Corruption. ValueError if a row has too few."""
+    """Draw M, k of each row's tokens that are not special, or of the positions where maskable (B, n) bool is
+    True. Remove all of M but a share mask_in_encoder. tokens (B, n) int64 -> Corruption. ValueError if a row
+    has fewer than k, or k is 0."""
     B, n = tokens.shape
     k = config.masks_per_row(n)
     if maskable is None:
@@ -172,7 +173,7 @@ def corrupt(tokens, config, generator, maskable=None):
 def relative_bucket(distance, num_buckets, max_distance):
     """T5's buckets of key position - query position, int64 of any shape -> int64: the upper half for keys to
     the right; near ones have a bucket each, far ones share."""
-    # Differs from the paper: its code has another formula, though the text cites T5.
+    # Differs from the paper: the text cites T5, but its code has another formula.
     half = num_buckets // 2
     exact = half // 2  # sizes below this have their own bucket
     size = distance.abs()
@@ -187,7 +188,7 @@ def relative_bucket(distance, num_buckets, max_distance):
 
 
 class RelativeBias(nn.Module):
-    """A learned number for each bucket and head, added to attention logits; one table for all layers."""
+    """A learned number for each bucket and head, added to attention logits; all layers share it."""
     def __init__(self, config, heads):
         super().__init__()
         self.table = nn.Embedding(config.rel_pos_buckets, heads)
@@ -246,7 +247,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(dim, dim)
 
     def forward(self, x, y, bias=None):
-        """Queries of x (B, n_q, d), keys and values of y (B, n_k, d) -> (B, n_q, d)."""
+        """Queries of x (B, n_q, d), keys and values of y (B, n_k, d), or x again -> (B, n_q, d)."""
         def split(z):
             return z.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, n, d_h)
 
@@ -267,7 +268,7 @@ def select(x, at):
 
 
 class Residual(nn.Module):
-    """A sub-layer f with its skip connection: LayerNorm(x + f(x)), or x + f(LayerNorm(x)) for pre."""
+    """A sub-layer f with its skip connection: LayerNorm(x + f(x)), or for pre x + f(LayerNorm(x))."""
     def __init__(self, config, dim, dropout):
         super().__init__()
         self.norm = nn.LayerNorm(dim)
@@ -288,7 +289,6 @@ class Block(nn.Module):
     def __init__(self, config, dim, dropout, self_attention=True, cross_attention=False):
         super().__init__()
         heads = dim * config.encoder_heads // config.encoder_dim
-        ffn = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
         self.self_attention = None
         self.cross_attention = None
         if self_attention:
@@ -297,7 +297,7 @@ class Block(nn.Module):
         if cross_attention:
             self.cross_attention = Attention(dim, heads, dropout)
             self.cross_residual = Residual(config, dim, dropout)
-        self.ffn = ffn
+        self.ffn = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
         self.ffn_residual = Residual(config, dim, dropout)
 
     def forward(self, x, bias=None, memory=None, at=None):
@@ -323,7 +323,7 @@ class Stack(nn.Module):
         self.final_norm = nn.LayerNorm(dim) if config.norm == "pre" else nn.Identity()
 
     def forward(self, x, positions, padding=None, memory=None, at=None):
-        """H^0, x (B, n, d), and memory (B, m, d) -> [H^0, ..., H^L]; the others as in Encoder."""
+        """H^0, x (B, n, d), and memory (B, m, d) -> [H^0, ..., H^L]; the other arguments as in Encoder."""
         states = [x]
         *lower, top = self.blocks
         if lower or at is None:
@@ -394,7 +394,7 @@ class Decoder(nn.Module):
     def forward(self, x, memory, positions, padding=None, at=None):
         """x (B, n, d), H-hat^0 without p_i, and memory H^L (B, m, d) -> (B, n, decoder_width), or with `at`
         (B, k, decoder_width); the others as in Encoder."""
-        x = self.project(x) + self.position_embedding(positions)  # h-hat_i^0 = e_[MASK] + p_i or h_i^L + p_i
+        x = self.project(x) + self.position_embedding(positions)  # h-hat_i^0; x is e_[MASK] or h_i^L
         memory = self.project(memory) if self.cross else None
         return self.stack(self.norm(x), positions, padding, memory, at)[-1]
 
@@ -437,17 +437,17 @@ class MAELM(nn.Module):
         if self.config.position_init == "sinusoid":
             sinusoid_(self.encoder.position_embedding.weight, std)
             if self.decoder is not None:
-                # Beside H^L, of size 1, std is too weak, and 1 uses up its dimensions.
+                # Between std, which is lost beside h_i^L (about 1), and 1, which takes up its dimensions.
                 decoder_std = std if self.config.decoder_self == "uni" else 0.25
                 sinusoid_(self.decoder.position_embedding.weight, decoder_std)
 
     def forward(self, tokens, corruption):
         """tokens (B, n) int64 and their corruption -> the mean of -log p(x_i | x-hat), in nats; Eq. (1)."""
         at = self.predicted(corruption.masked)  # (B, k)
-        h = self.encode(corruption, at)  # H^L (B, m, d), or of MLM (B, k, d)
+        h = self.encode(corruption, at)  # H^L (B, m, d); for standard MLM (B, k, d)
         z = self.decode(h, tokens, corruption, at)  # (B, k, decoder_width)
         logits = self.head(z, self.encoder.token_embedding.weight)  # (B, k, V)
-        # Differs from the paper: Eq. (1) is a sum; its code, too, takes the mean.
+        # Differs from the paper: Eq. (1) is a sum; here, as in its code, a mean.
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.gather(1, at).flatten())
 
     def predicted(self, masked):
@@ -455,13 +455,13 @@ class MAELM(nn.Module):
         B, n = masked.shape
         if self.config.decoder_self == "uni":
             return torch.arange(1, n, device=masked.device).expand(B, -1)
-        return masked.int().topk(self.config.masks_per_row(n)).indices  # of fixed size, unlike nonzero
+        return masked.int().topk(self.config.masks_per_row(n)).indices  # a shape that torch.compile knows
 
     def encode(self, corruption, at=None):
-        """The encoder on what is kept -> H^L (B, m, d); of standard MLM, only the positions `at` (B, k)."""
+        """The encoder on what is kept -> H^L (B, m, d); for standard MLM only the positions `at` (B, k)."""
         masked, kept, tokens = corruption
         m = kept.shape[1]
-        positions = torch.arange(m, device=kept.device)[None]  # (1, m); equals kept if m = n
+        positions = torch.arange(m, device=kept.device)[None]  # (1, m): all rows share a bias
         if self.config.aligned_positions and m < masked.shape[1]:
             positions = kept
         return self.encoder(tokens, positions, at=at if self.decoder is None else None)
@@ -497,4 +497,4 @@ def sinusoid_(table, std):
     rates = 10000 ** -torch.linspace(0, 1, (d + 1) // 2, device=table.device)
     angle = torch.arange(n, device=table.device)[:, None] * rates  # (n, d / 2)
     waves = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :d]  # an odd d has one less
-    table.data.copy_(std * 2 ** 0.5 * waves)  # a wave has 1 / sqrt(2)
+    table.data.copy_(std * 2 ** 0.5 * waves)  # sin and cos have 1 / sqrt(2)
