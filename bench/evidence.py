@@ -32,7 +32,7 @@ from support.flags import Parser
 from support.log import figure, read_log
 from train import TRAIN_PRESETS, TrainConfig
 
-RECORD = HERE / "results" / "explored"
+RECORD = HERE / "results"
 PAGE = HERE.parent / "docs" / "results.md"
 MODELS = {"mae-lm": "MAE-LM", "mlm": "MLM"}
 KEPT = 6  # checkpoints of a run whose ranks are measured
