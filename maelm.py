@@ -247,7 +247,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(dim, dim)
 
     def forward(self, x, y, bias=None):
-        """Queries of x (B, n_q, d), keys and values of y (B, n_k, d), or x again -> (B, n_q, d)."""
+        """Queries of x (B, n_q, d), keys and values of y (B, n_k, d) -> (B, n_q, d); y is x or memory."""
         def split(z):
             return z.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, n, d_h)
 
