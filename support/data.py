@@ -1,8 +1,8 @@
-"""From text to rows of tokens: the corpora, their packing into memory-mapped shards, the rows of each step.
+"""From text to rows of tokens: the corpora, their packing into memory-mapped rows, the rows of each step.
 
 A prepared corpus lies in --cache, in a folder named by a hash of what was read and how. It holds `tokenizer.json`,
-`meta.json`, and shards such as `train-00000.npy`: arrays (rows, seq_len) of uint16, or uint32. A row is `[CLS]` and
-seq_len - 1 tokens of documents that are joined by `[SEP]`. A hash of each document decides whether it is validation.
+`meta.json`, `train.bin` and `val.bin`: (rows, seq_len) uint16, or uint32. A row is `[CLS]` and seq_len - 1 tokens of
+documents that are joined by `[SEP]`. A hash of each document decides whether it is validation.
 """
 import ast
 import functools
@@ -29,12 +29,11 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from maelm import CLS, NUM_SPECIAL, SEP
-from support.files import UserError, atomic, read_json, root_cause, short_hash, write_json
+from support.files import UserError, read_json, root_cause, short_hash, write_json
 from support.tokenizer import Tokenizer, split_long
 
 CACHE = "~/.cache/maelm"  # where tokenized corpora are kept
 VAL_SHARE = 0.01  # of the documents, held out for validation
-SHARD_TOKENS = 1 << 25  # a shard of uint16 is 64 MB
 BLOCK = 1 << 20  # characters that a thread tokenizes at a time
 LONGEST = 1 << 22  # characters; a longer document, longer than any book, is cut
 SAMPLE = 200 * 10 ** 6  # characters that the tokenizer learns from, at most
@@ -224,22 +223,19 @@ def in_validation(text: str, share: float) -> bool:
     return int.from_bytes(digest) / 2 ** 32 < share
 
 
-def ngrams(text: str):
-    """A hash (length,) uint64 of each NGRAM words in a row, in lower case and split at white space."""
-    words = np.array([zlib.crc32(word.encode()) for word in text.lower().split()], np.uint64)
-    hashes = np.zeros(max(0, len(words) - NGRAM + 1), np.uint64)
-    for i in range(NGRAM):
-        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + words[i:i + len(hashes)]
-    return hashes
+def ngrams(text: str) -> set[str]:
+    """All NGRAM words in a row, in lower case and split at white space."""
+    words = text.lower().split()
+    return {" ".join(words[i:i + NGRAM]) for i in range(len(words) - NGRAM + 1)}
 
 
-def validation_ngrams(read: list[Part], val_share: float) -> set[int]:
+def validation_ngrams(read: list[Part], val_share: float) -> set[str]:
     """The ngrams of all validation documents; none if no part is docs, whose texts repeat a lot."""
     found = set()
     if any(part.loader == "docs" for part in read):
         for text in itertools.chain.from_iterable(map(documents, read)):
             if in_validation(text, val_share):
-                found.update(ngrams(text).tolist())
+                found |= ngrams(text)
     return found
 
 
@@ -255,7 +251,7 @@ def sample(read: list[Part], val_share: float) -> Iterator[str]:
                 yield text
 
 
-# ---- 4. Packed shards ---------------------------------------------------------------------------------------
+# ---- 4. Packed rows -----------------------------------------------------------------------------------------
 def blocks(texts: Iterable[str]) -> Iterator[list[str]]:
     """Texts, in order, in lists of at least BLOCK characters; the last one may have fewer."""
     block, size = [], 0
@@ -284,14 +280,14 @@ class EncodedBlock(NamedTuple):
     left_out: int  # training documents that share an ngram with a validation document
 
 
-def encode_block(texts: list[str], tokenizer: Tokenizer, val_share: float, known: set[int]) -> EncodedBlock:
+def encode_block(texts: list[str], tokenizer: Tokenizer, val_share: float, known: set[str]) -> EncodedBlock:
     """Tokenize documents; training documents that have one of the `known` ngrams are left out."""
     separator = np.array([SEP], np.uint32)
     pieces = {"train": [separator[:0]], "val": [separator[:0]]}
     left_out = 0
     for text in texts:
         part = "val" if in_validation(text, val_share) else "train"
-        if part == "train" and known and not known.isdisjoint(ngrams(text).tolist()):
+        if part == "train" and known and not known.isdisjoint(ngrams(text)):
             left_out += 1
         else:
             pieces[part] += [tokenizer.encode(text), separator]
@@ -299,54 +295,37 @@ def encode_block(texts: list[str], tokenizer: Tokenizer, val_share: float, known
     return EncodedBlock(streams, sum(map(len, texts)), left_out)
 
 
-def pack(stream, n: int):
-    """Cut a stream of tokens (length,) into rows `[CLS]` + n - 1 tokens. Returns them (rows, n), and the rest."""
-    count = len(stream) // (n - 1)
-    body = stream[:count * (n - 1)].reshape(count, n - 1)
-    return np.insert(body, 0, CLS, axis=1), stream[count * (n - 1):]
-
-
-class ShardWriter:
-    """Packs the tokens of one part into rows of n and writes them as shards of about SHARD_TOKENS."""
-    def __init__(self, folder: Path, part: str, n: int, dtype: str):
-        self.folder, self.part, self.n, self.dtype = folder, part, n, dtype
-        self.shards = []  # (name, rows)
+class RowWriter:
+    """Packs the tokens of one part into rows `[CLS]` + n - 1 tokens, and appends them to a file."""
+    def __init__(self, path: Path, n: int, dtype: str):
+        self.file, self.n, self.dtype = open(path, "wb"), n, dtype
+        self.rest = np.empty(0, np.uint32)  # tokens that fill no row yet
+        self.count = 0  # rows
         self.min_real = n  # the fewest real tokens in a row
-        self.waiting = []  # streams that are not packed yet
-        self.size = 0  # tokens in them
 
     def add(self, stream):
         """Append tokens (length,)."""
-        self.waiting.append(stream)
-        self.size += len(stream)
-        if self.size >= SHARD_TOKENS:
-            self.flush()
-
-    def flush(self):
-        """Write all full rows as the next shard, if there are any."""
-        rows, rest = pack(np.concatenate(self.waiting), self.n)
-        self.waiting, self.size = [rest], len(rest)
+        stream = np.concatenate([self.rest, stream])
+        body, self.rest = np.split(stream, [len(stream) // (self.n - 1) * (self.n - 1)])
+        rows = np.insert(body.reshape(-1, self.n - 1), 0, CLS, axis=1)
         real = (rows >= NUM_SPECIAL).sum(axis=1)
         useful = real >= self.n // 4  # skip rows that are almost only [SEP]
-        if useful.any():
-            self.min_real = min(self.min_real, int(real[useful].min()))
-            path = self.folder / f"{self.part}-{len(self.shards):05d}.npy"
-            with atomic(path) as temporary, open(temporary, "wb") as file:
-                np.save(file, rows[useful].astype(self.dtype))
-            self.shards.append((path.name, int(useful.sum())))
+        self.file.write(rows[useful].astype(self.dtype).tobytes())
+        self.count += int(useful.sum())
+        self.min_real = int(real[useful].min(initial=self.min_real))
 
 
 def prepare(source: str, folder: Path, vocab_size: int, seq_len: int, uncased: bool, val_share: float,
             column: str = "text", tokenizer: Tokenizer | None = None):
-    """Write tokenizer, shards and meta.json to `folder`. UserError for text that is missing, bad or too little."""
+    """Write tokenizer, rows and meta.json to `folder`. UserError for text that is missing, bad or too little."""
     read = parts(source, column)
     if tokenizer is None:
-        # One pass over a sample for the tokenizer, and one over all for the shards.
+        # One pass over a sample for the tokenizer, and one over all for the rows.
         texts = tqdm(sample(read, val_share), "tokenizer's sample", unit=" texts", leave=False, disable=None)
         tokenizer = Tokenizer.train(list(texts), vocab_size, uncased)  # a list: learning does not hear Ctrl-C
     tokenizer.save(folder)
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    writers = {part: ShardWriter(folder, part, seq_len, dtype) for part in ("train", "val")}
+    writers = {part: RowWriter(folder / f"{part}.bin", seq_len, dtype) for part in ("train", "val")}
     encode = partial(encode_block, tokenizer=tokenizer, val_share=val_share, known=validation_ngrams(read, val_share))
     texts = itertools.chain.from_iterable(map(documents, read))
     left_out = 0
@@ -358,25 +337,24 @@ def prepare(source: str, folder: Path, vocab_size: int, seq_len: int, uncased: b
             bar.update(block.size)
         characters = bar.n
     for part, writer in writers.items():
-        writer.add(np.empty(0, np.uint32))
-        writer.flush()
-        if not writer.shards:
+        writer.file.close()
+        if writer.count == 0:
             raise UserError(f"--data {source}: its {part} part is too small for one row of seq_len={seq_len} tokens; "
                             "use more text, a smaller --seq-len, or another --val-share")
     write_json(folder / "meta.json", {
-        "source": source, "characters": characters, "left_out": left_out,
+        "source": source, "characters": characters, "left_out": left_out, "dtype": dtype,
         "min_real": min(writer.min_real for writer in writers.values()),
-        **{part: writer.shards for part, writer in writers.items()}})
+        **{part: (writer.count, seq_len) for part, writer in writers.items()}})
 
 
 def corpus_folder(source: str, cache: str, tokenizer: Tokenizer | None = None, **how) -> Path:
-    """Where the shards for `source` are, or will be; `how` are the other arguments of `prepare`."""
+    """Where the rows of `source` are, or will be; `how` are the other arguments of `prepare`."""
     known = "" if tokenizer is None else short_hash(tokenizer.model.to_str())
-    return Path(cache).expanduser() / short_hash(json.dumps([identity(source), known, sorted(how.items())]))
+    return Path(cache).expanduser() / short_hash(json.dumps(["rows", identity(source), known, sorted(how.items())]))
 
 
 def corpus(source: str, cache: str, **how) -> Path:
-    """The folder of shards for `source`. If it is not there, one process prepares it, and the others wait."""
+    """The folder of rows of `source`. If it is not there, one process prepares it, and the others wait."""
     folder = corpus_folder(source, cache, **how)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -399,20 +377,14 @@ class Rows:
     def __init__(self, folder: Path, part: str):
         meta = read_json(folder / "meta.json")
         self.min_real = meta["min_real"]
-        # asarray: the same memory, but a row of a memmap takes four times as long to take.
-        self.shards = [np.asarray(np.load(folder / name, mmap_mode="r")) for name, _ in meta[part]]
-        # Row i is in the first shard whose end is above i.
-        self.ends = np.cumsum([len(shard) for shard in self.shards], dtype=np.int64)
+        self.rows = np.memmap(folder / f"{part}.bin", meta["dtype"], "r", shape=tuple(meta[part]))
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return len(self.rows)
 
     def __getitem__(self, indices):
         """Rows (B, seq_len) int64 at indices (B,)."""
-        shard = np.searchsorted(self.ends, indices, side="right")
-        # i - ends[s] counts from the end of shard s.
-        rows = [self.shards[s][i - self.ends[s]] for s, i in zip(shard, indices)]
-        return np.stack(rows).astype(np.int64)
+        return np.asarray(self.rows[indices], np.int64)
 
 
 def seed_of(*numbers: int) -> int:
