@@ -37,8 +37,7 @@ from support.flags import Parser, add_flags, given_flags, require, require_posit
 from support.log import figure
 from support.sentences import Sentences, labels_and_scale
 from support.squad import Spans
-from support.tasks import (DEFAULTS, GLUE, SWEPT, TASKS, Encoded, TaskKind, grid, locate, read_inputs, read_squad,
-                           read_task)
+from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, Encoded, grid, locate, read_inputs, read_squad, read_task
 from train import learning_rate_factor
 
 
@@ -131,7 +130,7 @@ class Setup(NamedTuple):
     """What all runs of a task have in common."""
     task: str
     pretrained: Pretrained
-    kind: TaskKind
+    kind: Sentences | Spans
     parts: dict[str, Encoded]
     tune: TuneConfig
     worker: Worker
@@ -301,7 +300,7 @@ def wait_for(path: Path):
         time.sleep(0.2)
 
 
-def make_kind(pretrained: Pretrained, tune: TuneConfig, *labels) -> TaskKind:
+def make_kind(pretrained: Pretrained, tune: TuneConfig, *labels) -> Sentences | Spans:
     """The kind of a task with `labels`: metric, names and scale; without them, SQuAD."""
     n = min(tune.seq_len, pretrained.config.seq_len)
     if labels:

@@ -50,7 +50,8 @@ def labels_and_scale(task: str, examples: list[Example]) -> tuple[str, tuple[str
 
 
 class Sentences:
-    """Tasks with a label, or a number, for one or two texts: `[CLS] A [SEP]`, `[CLS] A [SEP] B [SEP]`."""
+    """Tasks with a label, or a number, for one or two texts: `[CLS] A [SEP]`, `[CLS] A [SEP] B [SEP]`. Spans has the
+    same methods. Targets are those of Encoded."""
     def __init__(self, tokenizer: Tokenizer, dim: int, n: int, dropout: float, metric: str, labels: tuple[str, ...],
                  scale: float):
         self.tokenizer, self.dim, self.n, self.dropout = tokenizer, dim, n, dropout

@@ -16,19 +16,10 @@ from support.tokenizer import Tokenizer
 # ---- 1. Contexts as tokens ----------------------------------------------------------------------------------
 def spans_of(tokenizer: Tokenizer, text: str):
     """Text -> ids, and of each token the first and last + 1 character, without the space before a word, (length,)."""
-    ids = tokenizer.encode(text).astype(np.int64)
-    # Bytes are followed back through lower-casing, which may change their number: U+0130 becomes two letters.
-    seen = [c.lower() for c in text] if tokenizer.uncased else text
-    width = [len(c.encode()) for c in seen]
-    owner = np.repeat(np.arange(len(text)), width)  # the character of each byte
-    tokens = tokenizer.tiktoken.decode_tokens_bytes(ids.tolist())
-    size = np.array([len(token) for token in tokens], np.int64)
-    end = size.cumsum()  # the byte after each token
-    starts = owner[end - size]
-    ends = owner[end - 1] + 1
+    found = tokenizer.model.encode(text, add_special_tokens=False)  # tiktoken has the same ids, but no characters
+    starts, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T
     space = np.array([c.isspace() for c in text] + [False])
-    starts = np.minimum(starts + space[starts], ends)
-    return ids, starts, ends
+    return np.array(found.ids, np.int64), np.minimum(starts + space[starts], ends), ends
 
 
 def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:

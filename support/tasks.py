@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from support.data import in_validation, load, read_docs
 from support.files import UserError, read_json
@@ -131,23 +131,6 @@ class Encoded(NamedTuple):
     examples: list  # Example or Question
     windows: list[tuple[int, int]]  # SQuAD, of each input: number of its question, tokens of the context before it
     remarks: list[str]
-
-
-class TaskKind(Protocol):
-    """What finetune.py asks of a kind of task: support/sentences.py, support/squad.py. Targets are those of Encoded."""
-    metric: str
-    labels: tuple[str, ...]  # none for numbers and spans
-    scale: float  # what the head's number is multiplied by
-
-    def encode(self, examples: list) -> Encoded: ...
-    def head(self) -> nn.Module: ...  # H^L (B, m, d) -> logits
-
-    # Of a batch: the mean loss, a scalar, and what is kept of the logits, (B, ...); padding (B, m) bool, True = ignore.
-    def loss(self, logits, targets, padding): ...
-    def decode(self, logits, targets, padding): ...
-
-    # Of a part: what is kept, (N, ...) -> metrics in percent, and files to write by their names.
-    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict]: ...
 
 
 LOADERS = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".parquet": "parquet"}

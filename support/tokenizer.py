@@ -26,6 +26,7 @@ class Tokenizer:
     """Ids in the order: special tokens, the 256 bytes, the merges."""
     def __init__(self, model: tokenizers.Tokenizer):
         self.model = model
+        model.encode_special_tokens = True  # `[MASK]` and its like in a text are plain text
         self.uncased = model.normalizer is not None
         byte = {letter: b for b, letter in byte_letters().items()}
         ranks = {}  # the bytes of each token -> its id, which is also the order of the merges
