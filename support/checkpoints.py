@@ -1,6 +1,5 @@
 """Checkpoints of a run folder: written whole, read without running code, loaded as models."""
 import pickle
-import re
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -10,12 +9,10 @@ from maelm import MAELM, Config, Encoder
 from support.files import UserError, atomic, read_json
 from support.tokenizer import Tokenizer
 
-CHECKPOINT = re.compile(r"step_([0-9]{7})\.pt")  # only files of this name are ours to load or to delete
-
 
 def checkpoints(out: Path) -> list[Path]:
-    """Checkpoints of a run, oldest first."""
-    return sorted(path for path in out.glob("step_*.pt") if CHECKPOINT.fullmatch(path.name))
+    """Checkpoints of a run, oldest first. Only files of this name are ours to load or to delete."""
+    return sorted(out.glob(f"step_{7 * '[0-9]'}.pt"))
 
 
 def checkpoint_path(out: Path, step: int) -> Path:

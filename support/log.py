@@ -43,12 +43,9 @@ def open_wandb(project: str, out: Path, settings: dict):
 
 @contextmanager
 def figure(path: Path, panels: int = 1) -> Iterator[tuple]:
-    """Yield a matplotlib figure and its axes, side by side, without a display; then write it to `path`."""
-    import matplotlib
-    matplotlib.use("Agg")  # draws without a display
-    import matplotlib.pyplot as plt
-    drawn, axes = plt.subplots(1, panels, figsize=(5.2 * panels, 4.2), layout="constrained")
-    yield drawn, axes
+    """Yield a matplotlib figure and its axes, side by side; then write it to `path`. Without pyplot: no display."""
+    from matplotlib.figure import Figure
+    drawn = Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
+    yield drawn, drawn.subplots(1, panels)
     with atomic(path) as temporary:
         drawn.savefig(temporary, dpi=120, format="png")
-    plt.close(drawn)
