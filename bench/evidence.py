@@ -284,11 +284,11 @@ class Claim(NamedTuple):
         return "undecided"
 
     def power(self) -> str:
-        """Where the paper's number is: an interval that has no room for it excludes it."""
+        """Whether the paper's number lies in the interval: one that has no room for it excludes it."""
         if self.size is None or math.isinf(self.interval.high):
             return self.paper
-        below, above = self.size < self.interval.low, self.size > self.interval.high
-        return f"{self.paper}: {self.size:.1f}, {'below' if below else 'above' if above else 'inside'}"
+        place = "inside" if self.interval.low <= self.size <= self.interval.high else "outside"
+        return f"{self.paper}: {self.size:.1f}, {place}"
 
 
 def claims(numbers: Numbers) -> list[Claim]:

@@ -35,8 +35,8 @@ def test_verdicts_say_effect_and_power():
         interval = evidence.Interval((low + high) / 2, low, high, p)
         found = evidence.Claim("Table 3", "", "29 of 768", 4.8, None, interval, None, p)
         return found.verdict(), found.power()
-    cases = {(1, 9, 0.01): ("shown", "inside"), (-9, -1, 0.01): ("reversed", "above"),
-             (5, 9, 0.06): ("undecided", "below"), (-9, 1, 0.1): ("undecided", "above")}
+    cases = {(1, 9, 0.01): ("shown", "inside"), (-9, -1, 0.01): ("reversed", "outside"),
+             (5, 9, 0.06): ("undecided", "outside"), (-9, 1, 0.1): ("undecided", "outside")}
     for case, (verdict, place) in cases.items():
         assert claim(*case) == (verdict, f"29 of 768: 4.8, {place}")
 
