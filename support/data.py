@@ -298,7 +298,7 @@ def encode_block(texts: list[str], tokenizer: Tokenizer, val_share: float, known
 class RowWriter:
     """Packs the tokens of one part into rows `[CLS]` + n - 1 tokens, and appends them to a file."""
     def __init__(self, path: Path, n: int, dtype: str):
-        self.file, self.n, self.dtype = open(path, "wb"), n, dtype
+        self.path, self.n, self.dtype = path, n, dtype
         self.rest = np.empty(0, np.uint32)  # tokens that fill no row yet
         self.count = 0  # rows
         self.min_real = n  # the fewest real tokens in a row
@@ -310,7 +310,8 @@ class RowWriter:
         rows = np.insert(body.reshape(-1, self.n - 1), 0, CLS, axis=1)
         real = (rows >= NUM_SPECIAL).sum(axis=1)
         useful = real >= self.n // 4  # skip rows that are almost only [SEP]
-        self.file.write(rows[useful].astype(self.dtype).tobytes())
+        with open(self.path, "ab") as file:
+            file.write(rows[useful].astype(self.dtype).tobytes())
         self.count += int(useful.sum())
         self.min_real = int(real[useful].min(initial=self.min_real))
 
@@ -337,7 +338,6 @@ def prepare(source: str, folder: Path, vocab_size: int, seq_len: int, uncased: b
             bar.update(block.size)
         characters = bar.n
     for part, writer in writers.items():
-        writer.file.close()
         if writer.count == 0:
             raise UserError(f"--data {source}: its {part} part is too small for one row of seq_len={seq_len} tokens; "
                             "use more text, a smaller --seq-len, or another --val-share")
