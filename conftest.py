@@ -8,6 +8,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 import torch  # noqa: E402
 
 import maelm  # noqa: E402
+from support import cross_attention  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -58,16 +59,10 @@ def model_and_batch(**fields):
     """A small model in evaluation mode, tokens (6, 24) and their corruption."""
     config = tiny(**fields)
     torch.manual_seed(0)
-    model = maelm.MAELM(config).eval()
+    kind = maelm.MAELM if config.decoder == "bi" else cross_attention.CrossMAELM
+    model = kind(config).eval()
     for name, parameter in model.named_parameters():  # none may hide at its neutral start
         gain = parameter.ndim == 1 and name.endswith("weight")
         torch.nn.init.normal_(parameter, mean=float(gain), std=0.2)
     tokens = random_tokens()
     return model, tokens, maelm.corrupt(tokens, config, generator(1))
-
-
-# ---- Not for students -----------------------------------------------------------------------------------------------
-def logits_at(model, tokens, corruption, at):
-    """The predictions (B, k, V) of a model at positions at (B, k)."""
-    h = model.encode(corruption, at)
-    return model.head(model.decode(h, tokens, corruption, at), model.encoder.token_embedding.weight)

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from maelm import MAELM, PAD
+from maelm import PAD
 from rank import CENTERINGS, Moments, tau_rank
 from support.checkpoints import load_encoder, read_tensors, run_settings, write_tensors
 from support.data import VAL_SHARE, rows_of_step, seed_of
@@ -35,6 +35,7 @@ from support.files import (UserError, atomic, clear_errors, lock_folder, read_js
                            short_hash, write_json)
 from support.flags import Parser, add_flags, given_flags, require, require_positive, value_in
 from support.log import figure
+from support.models import make_model
 from support.sentences import Sentences, labels_and_scale
 from support.squad import Spans
 from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, Encoded, grid, locate, read_inputs, read_squad, read_task
@@ -101,12 +102,14 @@ class Pretrained:
         encoder, self.tokenizer, self.config = load_encoder(path)
         self.weights, self.dropped = encoder.state_dict(), replace(self.config, dropout=dropout)
         self.dim = self.config.encoder_dim
-        self.val_share = run_settings(path.parent if path.is_file() else path).get("val_share", VAL_SHARE)
+        settings = run_settings(path.parent if path.is_file() else path)
+        self.val_share = settings.get("val_share", VAL_SHARE)
+        self.position_init = settings.get("position_init", "normal")  # of random weights
 
     def new_encoder(self, seed: int) -> nn.Module:
         """A copy of the encoder, with dropout. The seed draws random weights."""
         torch.manual_seed(seed)
-        encoder = MAELM(self.dropped).encoder
+        encoder = make_model(self.dropped, self.position_init).encoder
         if not self.random:
             encoder.load_state_dict(self.weights)
         return encoder

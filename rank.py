@@ -13,9 +13,8 @@ curves over the layers 0 (embeddings) to L, of the same text (Figure 1; the seco
 The paper's formula takes the singular values of H itself ("uncentered"); its text speaks of variance ("centered": the
 mean row is subtracted first).
 """
-import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from maelm import CLS, MASK, NUM_SPECIAL, SEP, Config, Encoder, corrupt
+from maelm import CLS, MASK, NUM_SPECIAL, SEP, Encoder, draw_masks
 from support.checkpoints import corpus_settings, load_encoder, run_settings
 from support.data import VAL_SHARE, Rows, corpus, documents, in_validation, parts, seed_of
 from support.device import make_worker
@@ -35,7 +34,7 @@ from support.log import figure
 
 CURVES = ("with_mask", "without_mask", "mask_only")
 CENTERINGS = {"uncentered": False, "centered": True}
-MASKING = Config(mask_rate=0.15)  # section 2.2
+MASK_RATE = 0.15  # section 2.2
 
 
 # ---- 1. Effective rank: section 2.2 -------------------------------------------------------------------------
@@ -98,9 +97,9 @@ class RankConfig:
     """What is measured and how it is shown; every field is a flag. ValueError names a field that is wrong."""
     data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; without it a run's own validation rows, else docs
     column: str = "text"  # the field of its records that holds the text
-    val_share: float = VAL_SHARE  # share of --data to use, above 0, at most 1
+    val_share: float = VAL_SHARE  # share of the documents of --data that is used, above 0, at most 1
     tokens: int = 1_000_000  # at most so many, special tokens included
-    tau: Sequence[float] = (0.9,)  # one or more between 0 and 1; the first is printed and plotted
+    tau: float = 0.9  # share of the squared singular values, between 0 and 1
     seq_len: int = 512  # tokens in a row for hf: models, or their limit
     batch_size: int = 32  # rows at a time
     seed: int = 0  # of the masks, 0 or more, below 2^63
@@ -108,14 +107,14 @@ class RankConfig:
 
     def __post_init__(self):
         require_positive(self, "tokens", "seq_len", "batch_size")
-        require(self, tau=all(0 < tau < 1 for tau in self.tau), seed=0 <= self.seed < 2 ** 63)
+        require(self, tau=0 < self.tau < 1, seed=0 <= self.seed < 2 ** 63)
 
 
-class Measurement(NamedTuple):
-    """An encoder and the rows of tokens to measure it on."""
+class Subject(NamedTuple):
+    """What is measured: an encoder, on rows of tokens."""
     name: str
     encode: Callable[[Tensor], list[Tensor]]  # (B, n) int64 on the CPU -> H^0 ... H^L, (B, n, d) float32
-    rows: np.ndarray | Rows  # rows[indices] is (B, n) int64
+    rows: np.ndarray | Rows  # rows[numbers] is (B, n) int64
     text: str  # where the rows are from
     dim: int
     seq_len: int
@@ -125,7 +124,7 @@ class Measurement(NamedTuple):
     reads_mask: bool = True  # whether it was trained on [MASK]
 
 
-def measurement_of_run(name: str, config: RankConfig, device: torch.device) -> Measurement:
+def subject_of_run(name: str, config: RankConfig, device: torch.device) -> Subject:
     """A model of ours on --data, else on its own validation rows, else (fine-tuned or imported) on docs."""
     path = Path(name)
     encoder, tokenizer, shape = load_encoder(path, device)
@@ -133,7 +132,7 @@ def measurement_of_run(name: str, config: RankConfig, device: torch.device) -> M
     settings = run_settings(home)
     text = config.data or settings.get("data", "docs")
     if config.data or "data" not in settings:
-        rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config)
+        rows = text_rows(text, tokenizer.encode, Frame([CLS], [SEP], []), shape.seq_len, config)
     else:
         rows = Rows(corpus(**corpus_settings(shape, settings, tokenizer)), "val")
     positions = torch.arange(shape.seq_len, device=device)[None]  # (1, n)
@@ -142,11 +141,11 @@ def measurement_of_run(name: str, config: RankConfig, device: torch.device) -> M
         return encoder(tokens.to(device), positions, all_layers=True)
 
     reads_mask = shape.mask_in_encoder > 0 and shape.encoder_fill == "mask"
-    return Measurement(name, encode, rows, text, shape.encoder_dim, shape.seq_len, MASK, list(range(NUM_SPECIAL)),
+    return Subject(name, encode, rows, text, shape.encoder_dim, shape.seq_len, MASK, list(range(NUM_SPECIAL)),
                        encoder, reads_mask)
 
 
-def measurement_of_hub(name: str, config: RankConfig, device: torch.device) -> Measurement:
+def subject_of_hub(name: str, config: RankConfig, device: torch.device) -> Subject:
     """Any encoder of transformers' AutoModel with its own tokenizer, on the validation documents of --data or docs."""
     from support.convert import open_hub  # here: it needs transformers
     model, tokenizer, longest = open_hub(name)
@@ -162,64 +161,73 @@ def measurement_of_hub(name: str, config: RankConfig, device: torch.device) -> M
         # The last of hidden_states lacks the final LayerNorm in some families.
         return [*out.hidden_states[:-1], out.last_hidden_state]
 
-    # The special tokens around a row, by the example of one letter. Some tokenizers hide where it is.
-    letter, framed = encode_text("a"), tokenizer("a")["input_ids"]
-    places = [i for i in range(len(framed)) if framed[i:i + len(letter)] == letter]
-    start = places[0] if places else 0
-    between = [i for i in (tokenizer.sep_token_id, tokenizer.eos_token_id) if i is not None][:1]
-    frame = framed[:start], between, framed[start + len(letter):]
-
     text, n = config.data or "docs", min(config.seq_len, longest)
-    rows = text_rows(text, encode_text, frame, n, config)
+    rows = text_rows(text, encode_text, frame_of(tokenizer), n, config)
     specials = sorted(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
-    return Measurement(name, encode, rows, text, model.config.hidden_size, n, tokenizer.mask_token_id, specials)
+    return Subject(name, encode, rows, text, model.config.hidden_size, n, tokenizer.mask_token_id, specials)
 
 
-def text_rows(source: str, encode: Callable, frame: tuple[list[int], list[int], list[int]], n: int, config: RankConfig):
-    """Validation documents as rows (rows, n) int64. `frame`: ids before a row, after a document, after a row."""
-    before, between, after = frame
-    room = n - len(before) - len(after)
+class Frame(NamedTuple):
+    """The ids of special tokens in rows."""
+    before: list[int]  # a row
+    between: list[int]  # documents
+    after: list[int]  # a row
+
+
+def frame_of(tokenizer) -> Frame:
+    """The frame that a tokenizer of transformers makes: of RoBERTa's, which turns "a" into `<s> a </s>`, the ids of
+    `<s>`, `</s>` and `</s>`."""
+    letter, framed = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    size = len(letter)
+    starts = [i for i in range(len(framed)) if framed[i:i + size] == letter]
+    start = starts[0] if starts else 0  # some tokenizers write it in another way there
+    separator = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
+    between = [] if separator is None else [separator]
+    return Frame(framed[:start], between, framed[start + size:])
+
+
+def text_rows(source: str, encode: Callable[[str], np.ndarray | list[int]], frame: Frame, n: int, config: RankConfig):
+    """Validation documents as rows (rows, n) int64, each in the frame."""
+    room = n - len(frame.before) - len(frame.after)
     read = parts(source, config.column)
     texts = (text for part in read for text in documents(part) if in_validation(text, config.val_share))
-    pieces, size = [], 0
+    ids = []
     for text in tqdm(texts, "tokenizing", unit="text", leave=False, disable=None):
-        pieces += [np.asarray(encode(text), np.int64), np.array(between, np.int64)]
-        size += len(pieces[-2]) + len(between)
-        if size >= config.tokens:
+        ids += [*np.asarray(encode(text)).tolist(), *frame.between]
+        if len(ids) >= config.tokens:
             break
-    count = min(size // room, math.ceil(config.tokens / n)) if room > 0 else 0
+    count = min(len(ids) // room, math.ceil(config.tokens / n)) if room > 0 else 0
     if count == 0:
-        raise UserError(f"--data {source}: {size} validation tokens are less than a row of {n}; use --val-share 1")
-    body = np.concatenate(pieces)[:count * room].reshape(count, room)
-    before, after = np.tile(before, (count, 1)), np.tile(after, (count, 1))
-    return np.concatenate([before, body, after], axis=1).astype(np.int64)  # an empty frame is float64
+        raise UserError(f"--data {source}: {len(ids)} validation tokens are less than a row of {n}; use --val-share 1")
+    rows = [[*frame.before, *ids[i * room:(i + 1) * room], *frame.after] for i in range(count)]
+    return np.array(rows, np.int64)
 
 
 # ---- 3. Measuring -------------------------------------------------------------------------------------------
 @torch.no_grad()
-def measure(measurement: Measurement, config: RankConfig) -> dict[str, list[Moments]]:
+def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     """Curve -> the moments of layers 0 to L. UserError if there is too little text."""
-    n, d = measurement.seq_len, measurement.dim
-    count = min(len(measurement.rows), math.ceil(config.tokens / n))
-    masks = count * MASKING.masks_per_row(n)
-    batches = range(0, count, config.batch_size)
-    if masks < 10 * d:
-        raise UserError(f"{measurement.name}: {masks:,} [MASK] are fewer than 10 d = {10 * d:,}, too few for a rank; "
+    n, d = subject.seq_len, subject.dim
+    count = min(len(subject.rows), math.ceil(config.tokens / n))
+    k = round(MASK_RATE * n)
+    if count * k < 10 * d:
+        raise UserError(f"{subject.name}: {count * k:,} [MASK] are fewer than 10 d = {10 * d:,}, too few for a rank; "
                         "raise --tokens, or give more text: --data, --val-share 1")
-    indices = np.linspace(0, len(measurement.rows) - 1, count).astype(np.int64)  # from the whole text
+    numbers = np.linspace(0, len(subject.rows) - 1, count).astype(np.int64)  # of rows, from the whole text
     moments = {curve: [] for curve in CURVES}
-    for start in tqdm(batches, measurement.name, leave=False, disable=None):
-        tokens = torch.from_numpy(measurement.rows[indices[start:start + config.batch_size]])  # (B, n)
-        maskable = ~torch.isin(tokens, torch.tensor(measurement.specials))
+    for start in tqdm(range(0, count, config.batch_size), subject.name, leave=False, disable=None):
+        tokens = torch.from_numpy(subject.rows[numbers[start:start + config.batch_size]])  # (B, n)
+        maskable = ~torch.isin(tokens, torch.tensor(subject.specials))
         generator = torch.Generator().manual_seed(seed_of(config.seed, start))
         try:
-            masked = corrupt(tokens, MASKING, generator, maskable).masked
+            chosen = draw_masks(maskable, k, generator)
         except ValueError as error:
-            raise UserError(f"{measurement.name}: rows of too few words ({error}); use another --data") from error
-        with_mask = measurement.encode(tokens.masked_fill(masked, measurement.mask))
+            raise UserError(f"{subject.name}: rows of too few words ({error}); use another --data") from error
+        masked = torch.zeros_like(maskable).scatter(1, chosen, True)
+        with_mask = subject.encode(tokens.masked_fill(masked, subject.mask))
         add_rows(moments["with_mask"], with_mask)
         add_rows(moments["mask_only"], [h[masked.to(h.device)] for h in with_mask])
-        add_rows(moments["without_mask"], measurement.encode(tokens))
+        add_rows(moments["without_mask"], subject.encode(tokens))
     return moments
 
 
@@ -231,19 +239,19 @@ def add_rows(moments: list[Moments], states):
         layer.add(h.reshape(-1, h.shape[-1]))
 
 
-def analyse(measurement: Measurement, config: RankConfig) -> dict:
-    """A model's part of rank.json: for each layer the ranks by centering, curve and tau."""
-    moments = measure(measurement, config)
+def analyse(subject: Subject, config: RankConfig) -> dict:
+    """A model's entry of rank.json: for each layer the ranks by centering, curve and tau."""
+    moments = measure(subject, config)
     layers = []
     for layer in range(len(moments["with_mask"])):
         ranks = {centering: {} for centering in CENTERINGS}
         for centering, centered in CENTERINGS.items():
             for curve in CURVES:
                 values = moments[curve][layer].spectrum(centered)
-                ranks[centering][curve] = {str(tau): tau_rank(values, tau) for tau in config.tau}
+                ranks[centering][curve] = {str(config.tau): tau_rank(values, config.tau)}
         layers.append(ranks)
-    return {"d": measurement.dim, "n": {curve: moments[curve][0].count for curve in CURVES}, "text": measurement.text,
-            "trained_on_mask": measurement.reads_mask, "layers": layers}
+    return {"d": subject.dim, "n": {curve: moments[curve][0].count for curve in CURVES}, "text": subject.text,
+            "trained_on_mask": subject.reads_mask, "layers": layers}
 
 
 # ---- 4. Table and figure ------------------------------------------------------------------------------------
@@ -279,7 +287,7 @@ LINES = {"with_mask": (0, "o-", "input with [MASK]"), "without_mask": (0, "s--",
 
 def draw(models: dict[str, dict], config: RankConfig):
     """rank.png as Figure 1: (a) rank with and without [MASK] in the input, (b) rank of [MASK], by layer."""
-    tau = config.tau[0]
+    tau = config.tau
     with figure(config.out / "rank.png", panels=2) as (drawn, axes):
         for number, (name, model) in enumerate(models.items()):
             for curve, (panel, style, label) in LINES.items():
@@ -300,9 +308,6 @@ def read_options(argv) -> tuple[list[str], RankConfig]:
     parser = Parser("rank.py", __doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a run folder, a checkpoint, or hf:NAME_OR_FOLDER")
     add_flags(parser, RankConfig, {})
-    # In place of the flag made from the field: this one takes several numbers.
-    parser.add_argument("--tau", type=float, nargs="+", default=argparse.SUPPRESS,
-                        help="one or more between 0 and 1; the first is printed and plotted [0.9]")
     options = parser.parse_args(argv)
     try:
         config = RankConfig(**given_flags(options, RankConfig))
@@ -321,11 +326,11 @@ def main(argv=None):
         torch.set_float32_matmul_precision("highest")  # TF32, as in training, is too coarse for a covariance
         models = {}
         for name in names:
-            open_model = measurement_of_hub if name.startswith("hf:") else measurement_of_run
+            open_model = subject_of_hub if name.startswith("hf:") else subject_of_run
             models[name] = analyse(open_model(name, config, device), config)
-            print(format_table(name, models[name], config.tau[0]), flush=True)
+            print(format_table(name, models[name], config.tau), flush=True)
         with lock_folder(config.out):
-            write_json(config.out / "rank.json", {"tau": list(config.tau), "models": models})
+            write_json(config.out / "rank.json", {"tau": [config.tau], "models": models})
             draw(models, config)
         print("with: all tokens of the text with 15 % [MASK]; without: of the same text unmasked; [MASK]: at masks")
         print(f"{config.out}: rank.json, rank.png")

@@ -9,15 +9,14 @@ Every field of both configurations is a flag; -h shows the values of --preset. T
 unfinished run. A step's rows never depend on the number of processes; masks and dropout do only if a process gets fewer
 than micro_batch_size rows.
 """
-import importlib.util
+import argparse
 import json
 import math
 import shutil
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 
@@ -27,16 +26,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from maelm import ABLATIONS, MAELM, NUM_SPECIAL, PRESETS, Config, Corruption, corrupt
-from support.checkpoints import (checkpoint_of, checkpoints, corpus_settings, load_checkpoint, load_model, run_settings,
-                                 save_checkpoint)
-from support.cost import describe_epochs, estimate, flops, peak_of
+from maelm import ABLATIONS, MAELM, NUM_SPECIAL, Config, Corruption, corrupt
+from support.checkpoints import (checkpoint_of, checkpoints, copy_weights, corpus_settings, load_checkpoint, load_model,
+                                 run_settings, save_checkpoint)
+from support.cost import describe_epochs, estimate, use_of_gpu
 from support.data import CACHE, VAL_SHARE, Rows, corpus, corpus_folder, rows_of_step, seed_of
-from support.device import Interrupt, Worker, explain_out_of_memory, make_worker
+from support.device import Interrupt, Stopwatch, Worker, compile_model, explain_out_of_memory, make_worker
 from support.files import (UserError, atomic, clear_errors, lock_folder, read_json, refuse_other_files, same_settings,
                            short_hash, write_json)
 from support.flags import Parser, add_flags, given_flags, require, require_positive, value_in
 from support.log import draw_loss, open_wandb, read_log
+from support.models import make_model
 from support.muon import make_optimizers
 from support.predict import examples, fill_mask
 from support.tokenizer import Tokenizer
@@ -65,6 +65,7 @@ class TrainConfig:
     adam_beta1: float = 0.9  # 0 or more, below 1
     adam_beta2: float = 0.98  # 0 or more, below 1
     adam_epsilon: float = 1e-6  # 0 or more
+    position_init: str = "normal"  # normal | sinusoid: where learned positions start
     clip_norm: float = 2.0  # of the gradient over all parameters
     precision: str = "auto"  # auto | fp32 (TF32 on CUDA) | bf16: of matrix products; auto = bf16 if in hardware
     device: str = "auto"  # auto | cpu | cuda | mps
@@ -87,6 +88,7 @@ class TrainConfig:
             max_steps=0 < self.max_steps < 10 ** 7,
             warmup_steps=0 <= self.warmup_steps <= self.max_steps,
             optimizer=self.optimizer in ("adamw", "muon"),
+            position_init=self.position_init in ("normal", "sinusoid"),
             precision=self.precision in ("auto", "fp32", "bf16"),
             compile=self.compile in ("auto", "on", "off", "graphs"),
             seed=0 <= self.seed < 2 ** 63,
@@ -102,66 +104,74 @@ class TrainConfig:
         return self.stop_at or self.max_steps
 
 
-TRAIN_PRESETS = {  # as differences from the defaults; Table 4
-    "toy": dict(batch_size=64, micro_batch_size=64, max_steps=1900, optimizer="muon", learning_rate=6e-3,
-                weight_decay=0.1, warmup_steps=100, log_interval=20, eval_interval=100, eval_rows=512,
-                checkpoint_interval=500),
-    "small": dict(batch_size=256, micro_batch_size=256, max_steps=20_000, optimizer="muon", learning_rate=2e-3,
-                  warmup_steps=1000, log_interval=20, eval_interval=500, checkpoint_interval=1000),
+# Differs from the paper: with these, small models learn in minutes; bench/results/presets.md.
+SMALL = dict(norm="pre", decoder_relative=True, position_init="sinusoid", optimizer="muon", log_interval=20)
+PRESETS = {  # as differences from the defaults of Config and TrainConfig; section 4.1 and Table 4
+    "toy": SMALL | dict(
+        vocab_size=2048, seq_len=64, encoder_layers=3, encoder_dim=128, encoder_heads=2, decoder_layers=1, dropout=0.0,
+        init_std=0.06, batch_size=64, max_steps=1900, learning_rate=6e-3, weight_decay=0.1, warmup_steps=100,
+        eval_interval=100, eval_rows=512, checkpoint_interval=500),
+    "small": SMALL | dict(
+        vocab_size=8192, seq_len=128, encoder_layers=6, encoder_dim=384, encoder_heads=6, decoder_layers=2,
+        init_std=0.03, batch_size=256, micro_batch_size=256, max_steps=20_000, learning_rate=2e-3, warmup_steps=1000,
+        eval_interval=500, checkpoint_interval=1000),
     "base": dict(),
-    "base++": dict(uncased=False, max_steps=2_000_000, learning_rate=2e-4),
-    "large++": dict(micro_batch_size=32, uncased=False, max_steps=1_000_000, learning_rate=1e-4, clip_norm=1.0),
+    "base++": dict(
+        vocab_size=64000, rel_pos_buckets=64, uncased=False, max_steps=2_000_000, learning_rate=2e-4),
+    "large++": dict(
+        vocab_size=64000, encoder_layers=24, encoder_dim=1024, encoder_heads=16, rel_pos_buckets=128,
+        rel_pos_max_distance=256, uncased=False, micro_batch_size=32, max_steps=1_000_000, learning_rate=1e-4,
+        clip_norm=1.0),
 }
-TRAIN_PRESETS["laptop"] = TRAIN_PRESETS["toy"] | dict(  # 100 million tokens
+PRESETS["laptop"] = PRESETS["toy"] | dict(  # the toy for 100 million tokens
     max_steps=24_500, learning_rate=3e-3, muon_learning_rate=1e-2, weight_decay=0.01, warmup_steps=500,
     log_interval=100, eval_interval=500, checkpoint_interval=2000)
-RECIPE = ("batch_size", "micro_batch_size", "max_steps", "optimizer", "learning_rate", "muon_learning_rate",
-          "warmup_steps", "weight_decay", "muon_weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "clip_norm",
-          "log_interval", "eval_interval", "eval_rows", "checkpoint_interval")  # what --init takes along
 CAUTIOUS = dict(batch_size=256, max_steps=10_000, learning_rate=1e-4, warmup_steps=600, eval_interval=500,
-                checkpoint_interval=1000)  # for weights without a run
-MAY_CHANGE = {"init", "tokenizer", "stop_at", "micro_batch_size", "device", "compile", "log_interval", "eval_interval",
-              "checkpoint_interval", "keep_checkpoints", "cache", "wandb"}  # when a run is continued
-
-
-def make_config(preset: str = "base", ablation: str = "mae-lm", start: dict | None = None, **flags) -> Config:
-    """Default < preset (or the fields `start`) < ablation < flag. Table 2 has base's decoder sizes: other presets keep
-    their ratios, in whole heads and to the preset's own depth. ValueError for a bad field or a broken depth."""
-    own = PRESETS[preset] if start is None else start
-    change = {field: value for field, value in ABLATIONS[ablation].items() if field not in flags}
-    if "decoder_layers" in change:
-        depth = own.get("decoder_layers", Config.decoder_layers)
-        layers = change["decoder_layers"] * depth / Config.decoder_layers
-        if not layers.is_integer():
-            raise ValueError(f"decoder_layers={layers:g}: {ablation} scaled from base's {Config.decoder_layers} layers "
-                             f"to {depth}; give --decoder-layers")
-        change["decoder_layers"] = int(layers)
-    if "decoder_dim" in change:
-        size = {"encoder_dim": Config.encoder_dim, "encoder_heads": Config.encoder_heads} | own | flags
-        encoder_heads = max(1, size["encoder_heads"])  # Config refuses fewer
-        heads = round(change["decoder_dim"] / Config.encoder_dim * encoder_heads)
-        change["decoder_dim"] = heads * (size["encoder_dim"] // encoder_heads)
-    return Config(**own | change | flags)
-
+                checkpoint_interval=1000)  # for --init with weights without a run
 
 SHAPE = ("vocab_size", "seq_len", "encoder_layers", "encoder_dim", "encoder_heads", "norm", "rel_pos_buckets",
          "rel_pos_max_distance")  # fields that the encoder's weights decide
-OBJECTIVE = set().union(*ABLATIONS.values()) - {*SHAPE}  # fields that rows of Table 2 decide
+OBJECTIVE = set().union(*ABLATIONS.values()) - set(SHAPE)  # fields that rows of Table 2 decide
+RECIPE = ("batch_size", "micro_batch_size", "max_steps", "optimizer", "learning_rate", "muon_learning_rate",
+          "warmup_steps", "weight_decay", "muon_weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "clip_norm",
+          "position_init", "log_interval", "eval_interval", "eval_rows", "checkpoint_interval")  # --init takes it along
+MAY_CHANGE = ("init", "tokenizer", "stop_at", "micro_batch_size", "device", "compile", "log_interval", "eval_interval",
+              "checkpoint_interval", "keep_checkpoints", "cache", "wandb")  # when a run is continued
 
 
-def config_from(there: Config, ablation: str | None, flags: dict) -> Config:
-    """The configuration `there` of a model, with flags and the OBJECTIVE of an ablation. ValueError: another SHAPE."""
-    if ablation is None:
-        config = replace(there, **flags)
-    else:
+def fields_of(kind: type, values: dict) -> dict:
+    """Those of `values` that are fields of a configuration."""
+    return {field.name: values[field.name] for field in fields(kind) if field.name in values}
+
+
+def make_config(preset: str = "base", ablation: str | None = None, there: Config | None = None, **flags) -> Config:
+    """Default < preset, or the model `there` of --init < ablation < flag. ValueError for what is not possible."""
+    start = fields_of(Config, PRESETS[preset])
+    if there is not None:
+        start = asdict(there)
+    if there is not None and ablation is not None:
+        start |= {name: getattr(Config, name) for name in OBJECTIVE}
         # A decoder that is new is as deep as those of the presets.
-        depth = there.decoder_layers or max(1, min(4, there.encoder_layers // 3))
-        start = asdict(there) | {name: getattr(Config, name) for name in OBJECTIVE} | {"decoder_layers": depth}
-        config = make_config(ablation=ablation, start=start, **flags)
-    for name in SHAPE:
+        start["decoder_layers"] = there.decoder_layers or max(1, min(4, there.encoder_layers // 3))
+    config = Config(**start | ABLATIONS[ablation or "mae-lm"] | flags)
+    for name in SHAPE if there is not None else ():
         if getattr(config, name) != getattr(there, name):
             raise ValueError(f"{name}={getattr(config, name)!r}: the weights of --init have {getattr(there, name)!r}")
     return config
+
+
+def make_recipe(preset: str | None, init: str, flags: dict) -> tuple[TrainConfig, str]:
+    """Default < preset, or the run of --init if no preset is given < flag; and whose recipe it is, in words."""
+    if preset is not None or not init:
+        preset = preset or "toy"
+        return TrainConfig(**fields_of(TrainConfig, PRESETS[preset]) | flags), f"that of {preset}"
+    folder = checkpoint_of(Path(init)).parent
+    there = run_settings(folder)
+    if "max_steps" not in there:
+        return TrainConfig(**CAUTIOUS | flags), "a cautious one, as the weights come without"
+    rates = {name: round(there[name] / 5, 12) for name in ("learning_rate", "muon_learning_rate")}
+    start = {name: there[name] for name in RECIPE} | rates
+    return TrainConfig(**start | flags), f"that of {folder} with a fifth of its peak rates"
 
 
 @dataclass(frozen=True)
@@ -169,14 +179,11 @@ class Command:
     """What the command line asks for."""
     config: Config
     train: TrainConfig
+    origin: str  # whose recipe it is
     out: Path
-    resume: bool
-    prepare: bool
-    estimate: bool
-    fill_mask: str | None
     start: MAELM | None  # the model of --init, to begin with
     tokenizer: Tokenizer | None  # that of --init or --tokenizer; without it, the corpus has its own
-    origin: str  # whose recipe it is
+    options: argparse.Namespace  # the other flags
 
 
 def parse(argv) -> Command:
@@ -190,49 +197,44 @@ def parse(argv) -> Command:
     add("--prepare", action="store_true", help="only tokenize --data, into --cache")
     add("--estimate", action="store_true", help="only print parameters, FLOPs and time")
     add("--fill-mask", metavar="TEXT", help="only predict each [MASK] of TEXT with the model of --init")
-    preset = value_in(argv, "--preset", "toy")
-    add_flags(parser, Config, PRESETS.get(preset, {}))
-    add_flags(parser, TrainConfig, TRAIN_PRESETS.get(preset, {}))
+    shown = PRESETS.get(value_in(argv, "--preset", "toy"), {})
+    add_flags(parser, Config, shown)
+    add_flags(parser, TrainConfig, shown)
     options = parser.parse_args(argv)
-    flags, recipe = given_flags(options, Config), given_flags(options, TrainConfig)
-    preset, start, tokenizer = options.preset or "toy", None, None
-    name, start_recipe, origin = preset, TRAIN_PRESETS[preset], f"that of {preset}"
     try:
-        if "init" in recipe and "tokenizer" in recipe:
-            raise ValueError("--tokenizer: --init comes with its own")
-        if recipe.get("wandb") and importlib.util.find_spec("wandb") is None:
-            raise ValueError("--wandb: this needs the package wandb: pip install wandb")
-        if "init" in recipe and options.fill_mask is None:
-            start, tokenizer = load_model(Path(options.init))
-            config = config_from(start.config, options.ablation, flags)
-            name = f"{checkpoint_of(Path(options.init)).resolve().parent.name}-{options.ablation or 'more'}"
-            if options.preset is None:
-                start_recipe, origin = recipe_of(Path(options.init))
-        else:
-            if "tokenizer" in recipe:
-                tokenizer = Tokenizer.read(recipe["tokenizer"])
-                flags.setdefault("vocab_size", len(tokenizer))
-            config = make_config(preset, options.ablation or "mae-lm", **flags)
-            if options.ablation not in (None, "mae-lm"):
-                name += f"-{options.ablation}"
-        if tokenizer is not None:
-            check_tokenizer(tokenizer, config, recipe)
-        train = TrainConfig(**start_recipe | recipe)
-        refuse_idle_flags(config, train, flags | recipe)
+        return command_of(options)
     except ValueError as error:
         parser.error(str(error))
-    return Command(config, train, options.out or Path("out") / name, options.resume, options.prepare, options.estimate,
-                   options.fill_mask, start, tokenizer, origin)
 
 
-def recipe_of(init: Path) -> tuple[dict, str]:
-    """The recipe of a run that begins with weights, and whose it is: their own run's, or a cautious one."""
-    folder = checkpoint_of(init).parent
-    there = run_settings(folder)
-    if "max_steps" not in there:
-        return CAUTIOUS, "a cautious one, as the weights come without"
-    rates = {name: round(there[name] / 5, 12) for name in ("learning_rate", "muon_learning_rate")}
-    return {name: there[name] for name in RECIPE} | rates, f"that of {folder} with a fifth of its peak rates"
+def command_of(options: argparse.Namespace) -> Command:
+    """The command of parsed options. ValueError for flags that are not possible together."""
+    flags, train_flags = given_flags(options, Config), given_flags(options, TrainConfig)
+    init = train_flags.get("init", "") if options.fill_mask is None else ""
+    start = there = tokenizer = None
+    if init and "tokenizer" in train_flags:
+        raise ValueError("--tokenizer: --init comes with its own")
+    if init:
+        start, tokenizer = load_model(Path(init))
+        there = start.config
+    elif "tokenizer" in train_flags:
+        tokenizer = Tokenizer.read(train_flags["tokenizer"])
+        flags = {"vocab_size": len(tokenizer)} | flags
+    if tokenizer is not None:
+        train_flags = {"uncased": tokenizer.uncased} | train_flags
+
+    config = make_config(options.preset or "toy", options.ablation, there, **flags)
+    train, origin = make_recipe(options.preset, init, train_flags)
+    if tokenizer is not None and train.uncased != tokenizer.uncased:
+        raise ValueError(f"uncased={train.uncased}: the given tokenizer has {tokenizer.uncased}")
+    if tokenizer is not None and config.vocab_size < len(tokenizer):
+        raise ValueError(f"vocab_size={config.vocab_size}: the given tokenizer has {len(tokenizer)} tokens")
+    refuse_idle_flags(config, train, flags | train_flags)
+
+    name = f"{options.preset or 'toy'}-{options.ablation or 'mae-lm'}".removesuffix("-mae-lm")
+    if init:
+        name = f"{checkpoint_of(Path(init)).resolve().parent.name}-{options.ablation or 'more'}"
+    return Command(config, train, origin, options.out or Path("out") / name, start, tokenizer, options)
 
 
 def refuse_idle_flags(config: Config, train: TrainConfig, given: dict):
@@ -243,14 +245,6 @@ def refuse_idle_flags(config: Config, train: TrainConfig, given: dict):
     for field in idle:
         if given.get(field):
             raise ValueError(f"{field}={given[field]!r} has no effect here: leave it out")
-
-
-def check_tokenizer(tokenizer: Tokenizer, config: Config, recipe: dict):
-    """Take `uncased` from a tokenizer that is given. ValueError for flags that contradict it."""
-    if recipe.setdefault("uncased", tokenizer.uncased) != tokenizer.uncased:
-        raise ValueError(f"uncased={recipe['uncased']}: the given tokenizer has {tokenizer.uncased}")
-    if config.vocab_size < len(tokenizer):
-        raise ValueError(f"vocab_size={config.vocab_size}: the given tokenizer has {len(tokenizer)} tokens")
 
 
 # ---- 2. One training step, and evaluation -------------------------------------------------------------------
@@ -360,90 +354,91 @@ class Run:
     rows: dict[str, Rows]
     model: MAELM
     optimizers: list
+    watch: Stopwatch  # seconds of training: evaluations and checkpoints are not counted
     step: int = 0
-    seconds: float = 0.0  # of training: evaluations and checkpoints are not counted
     wandb: object = None  # its run there, of the first process if --wandb is given
 
 
 def loop(run: Run) -> int:
     """Train from run.step to train.last_step. Returns 0, or the number of the signal that ended it."""
-    model, train, worker, out, step = run.model, run.train, run.worker, run.out, run.step
+    model, train, worker = run.model, run.train, run.worker
     network = model
     if worker.world_size > 1:
         network = DistributedDataParallel(model, gradient_as_bucket_view=True)
         network.broadcast_buffers = False  # they never change (as an argument, it has another name in each version)
-    tokens = train.batch_size * model.config.seq_len  # in a step
-    losses, norms = [], []  # since the last line of the log
-    stopped = False
-    start = time.perf_counter() - run.seconds  # later by the time of what is not training
-    logged = run.seconds  # seconds at the last line of the log
     draw = partial(batch_of_step, rows=run.rows["train"], config=model.config, train=train, worker=worker)
-    bar = tqdm(total=train.last_step, initial=step, unit="step", disable=None if worker.is_main else True)
+    bar = tqdm(total=train.last_step, initial=run.step, unit="step", disable=None if worker.is_main else True)
+    recent = []  # loss and norm of the steps since the last line of the log
+    stopped = False
+    run.watch.start()
     # Rows and masks of the next step are drawn by a thread while this step is computed.
     with Interrupt() as interrupt, bar, ThreadPoolExecutor(1) as ahead:
-        coming = ahead.submit(draw, step)
-        while step < train.last_step and not stopped:
+        coming = ahead.submit(draw, run.step)
+        while run.step < train.last_step and not stopped:
             batches = coming.result()
-            coming = ahead.submit(draw, step + 1)
+            coming = ahead.submit(draw, run.step + 1)
 
             # ---- one training step ----
-            loss, norm = train_step(network, run.optimizers, batches, step, train, worker)
-            losses.append(loss)
-            norms.append(norm)
-            step += 1
+            recent.append(train_step(network, run.optimizers, batches, run.step, train, worker))
+            run.step += 1
             bar.update()
             # ---------------------------
 
             # All processes stop if one is told to. To ask them makes a GPU wait: not after every step.
-            if worker.world_size == 1 or step % 4 == 0:
+            if worker.world_size == 1 or run.step % 4 == 0:
                 stopped = sum(worker.all_reduce(interrupt.signal)) > 0
-            last = step == train.last_step or stopped
-            saving = step % train.checkpoint_interval == 0 or last
-
-            # ---- log, evaluate, save ----
-            if step % train.log_interval == 0 or saving:  # also where a run can go on: its lines stay the same
-                # The mean over steps and processes: each process has an equal share of every batch.
-                loss = sum(worker.all_reduce(sum(losses))) / worker.world_size / len(losses)
-                if not math.isfinite(loss):
-                    raise UserError(f"step {step}: the loss is not finite; start again with a lower --learning-rate")
-                seconds = time.perf_counter() - start
-                speed = len(losses) * tokens / (seconds - logged)
-                if worker.is_main:
-                    norm = float(sum(norms)) / len(norms)
-                    write_log(run, step=step, loss=loss, grad_norm=norm, seconds=seconds, tokens_per_second=speed,
-                              **progress(run, step, speed))
-                bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
-                losses, norms, logged = [], [], seconds
-            seconds = time.perf_counter() - start
-            if step % train.eval_interval == 0 or (last and not stopped):
-                val_loss = evaluate(model, run.rows["val"], train, worker)
-                if worker.is_main:
-                    write_log(run, step=step, val_loss=val_loss, seconds=seconds)
-                    left = (train.last_step - step) / step * seconds / 60
-                    bar.write(f"step {step:>6,}/{train.last_step:,}  validation loss {val_loss:.3f}  "
-                              f"{step * tokens / seconds:,.0f} tokens/s  {left:.1f} min left")
-                    sys.stdout.flush()
+            last = run.step == train.last_step or stopped
+            saving = run.step % train.checkpoint_interval == 0 or last
+            if run.step % train.log_interval == 0 or saving:  # also where a run can go on: its lines stay the same
+                log_steps(run, recent, bar)
+                recent = []
+            if run.step % train.eval_interval == 0 or (last and not stopped):
+                with run.watch.paused():
+                    log_validation(run, bar)
             if saving and worker.is_main:
-                save_checkpoint(out, step, model, run.optimizers, logged, train.keep_checkpoints)
-                draw_loss(out)
-            start = time.perf_counter() - seconds  # evaluating and saving is not training
-    worker.all_reduce(0)  # until the first process has saved
+                with run.watch.paused():
+                    seconds = run.watch.seconds()
+                    save_checkpoint(run.out, run.step, model, run.optimizers, seconds, train.keep_checkpoints)
+                    draw_loss(run.out)
+    worker.wait()  # until the first process has saved
     return (interrupt.signal or 15) if stopped else 0
 
 
-def progress(run: Run, step: int, speed: float) -> dict[str, float]:
+def log_steps(run: Run, recent: list[tuple], bar: tqdm):
+    """Log the mean loss and norm of recent steps, and the speed. UserError if the loss is not finite."""
+    losses, norms = zip(*recent)
+    # The mean over steps and processes: each process has an equal share of every batch.
+    total, = run.worker.all_reduce(float(sum(losses)))
+    loss = total / run.worker.world_size / len(losses)
+    if not math.isfinite(loss):
+        raise UserError(f"step {run.step}: the loss is not finite; start again with a lower --learning-rate")
+    tokens = len(losses) * run.train.batch_size * run.model.config.seq_len
+    speed = tokens / run.watch.lap()
+    bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
+    if run.worker.is_main:
+        norm = float(sum(norms)) / len(norms)
+        write_log(run, step=run.step, loss=loss, grad_norm=norm, seconds=run.watch.seconds(), tokens_per_second=speed,
+                  **progress(run, speed))
+
+
+def log_validation(run: Run, bar: tqdm):
+    """Log the validation loss, and print it with the time that is left."""
+    val_loss = evaluate(run.model, run.rows["val"], run.train, run.worker)
+    if run.worker.is_main:
+        step, last, seconds = run.step, run.train.last_step, run.watch.seconds()
+        write_log(run, step=step, val_loss=val_loss, seconds=seconds)
+        speed = step * run.train.batch_size * run.model.config.seq_len / seconds
+        bar.write(f"step {step:>6,}/{last:,}  validation loss {val_loss:.3f}  {speed:,.0f} tokens/s  "
+                  f"{(last - step) / step * seconds / 60:.1f} min left")
+        sys.stdout.flush()
+
+
+def progress(run: Run, speed: float) -> dict[str, float]:
     """What a line of log.jsonl says about rates, progress and the device, at a speed in tokens per second."""
     rates = [optimizer.param_groups[0]["lr"] for optimizer in run.optimizers]
-    rows = step * run.train.batch_size
-    found = dict(zip(("lr", "muon_lr"), rates)) | {
-        "tokens": rows * run.model.config.seq_len, "epoch": round(rows / len(run.rows["train"]), 4)}
-    if run.worker.device.type == "cuda":
-        found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        peak = peak_of(torch.cuda.get_device_name(), run.worker.dtype)
-        if peak is not None:
-            config = run.model.config
-            found["mfu"] = speed / config.seq_len * flops(config) / (peak * run.worker.world_size)
-    return found
+    rows = run.step * run.train.batch_size
+    position = {"tokens": rows * run.model.config.seq_len, "epoch": round(rows / len(run.rows["train"]), 4)}
+    return dict(zip(("lr", "muon_lr"), rates)) | position | use_of_gpu(run.model.config, run.worker, speed)
 
 
 def write_log(run: Run, **line):
@@ -454,14 +449,6 @@ def write_log(run: Run, **line):
         run.wandb.log(line)
 
 
-def copy_weights(model: MAELM, start: MAELM) -> str:
-    """Copy the weights of `start` that have the same name and shape in a model. Returns the names of what is new."""
-    here = model.state_dict()
-    taken = {name: x for name, x in start.state_dict().items() if name in here and x.shape == here[name].shape}
-    model.load_state_dict(taken, strict=False)
-    return ", ".join(dict.fromkeys(".".join(name.split(".")[:3]) for name in here if name not in taken))
-
-
 def open_run(command: Command, folder: Path, worker: Worker) -> Run:
     """A run on the prepared corpus `folder`: new, or as far as it is in --out. UserError if that is another run."""
     config, train, out, start = command.config, command.train, command.out, command.start
@@ -470,29 +457,29 @@ def open_run(command: Command, folder: Path, worker: Worker) -> Run:
     if not 0 < k <= least:
         raise UserError(f"mask_rate={config.mask_rate} masks {k} of {config.seq_len} tokens in a row: use 1 to {least}")
     torch.manual_seed(train.seed)
-    model = MAELM(config)
-    if worker.is_main:  # the others wait in join
+    model = make_model(config, train.position_init)
+    if worker.is_main:
         vocabulary = short_hash((folder / "tokenizer.json").read_bytes())
         settings = {"corpus": folder.name, "vocabulary": vocabulary, "init_weights": None}
         settings |= asdict(config) | asdict(train)
         if start is not None:
             settings["init_weights"] = short_hash(checkpoint_of(Path(train.init)).read_bytes())
-        check_run_folder(out, settings, command.resume)
+        check_run_folder(out, settings, command.options.resume)
         shutil.copyfile(folder / "tokenizer.json", out / "tokenizer.json")
     worker.init_process_group()
-    worker.all_reduce(0)  # until the first process is here
+    worker.wait()  # until the first process has checked --out
     state = load_checkpoint(out)
     if start is not None and state is None:
         new = copy_weights(model, start)
         if worker.is_main:
             print(f"the weights of --init are copied; new: {new or 'nothing'}")
     model = model.to(worker.device)
-    run = Run(out, train, worker, rows, model, make_optimizers(model, train, worker.dtype))
+    run = Run(out, train, worker, rows, model, make_optimizers(model, train, worker.dtype), Stopwatch(worker.device))
     if state is not None:
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        run.step, run.seconds = state["step"], state["seconds"]
+        run.step, run.watch = state["step"], Stopwatch(worker.device, state["seconds"])
     if sum(worker.all_reduce(run.step)) != worker.world_size * run.step:
         raise UserError(f"{out}: not all processes see the same checkpoints; --out must be one folder for all of them")
     return run
@@ -520,12 +507,9 @@ def pretrain(run: Run) -> int:
             print(f"{out} is finished at step {run.step}: nothing to do; choose another --out for another run")
         return 0
     small = config.encoder_dim < 256  # a whole run takes less time than the compilation
-    on = train.compile in ("on", "graphs")
-    if on or (train.compile == "auto" and worker.device.type == "cuda" and not small):
-        torch._dynamo.config.suppress_errors = train.compile == "auto"  # without a compiler, run as it is
-        torch._dynamo.config.optimize_ddp = False  # it would cut the model into pieces
-        mode = "reduce-overhead" if train.compile == "graphs" else None
-        run.model.compile(dynamic=False, mode=mode)  # in place: names of parameters stay as they are
+    compiled = train.compile in ("on", "graphs") or (worker.device.type == "cuda" and not small)
+    if compiled and train.compile != "off":
+        compile_model(run.model, train.compile)
         if worker.is_main:
             print("compiling the model in its first steps takes a minute or two (--compile off: without)", flush=True)
     entropy = unigram_entropy(run.rows["val"], train)
@@ -564,12 +548,12 @@ def main(argv=None):
     with clear_errors("train.py"), ExitStack() as held:
         command = parse(argv)
         config, train = command.config, command.train
-        if command.fill_mask is not None:
+        if command.options.fill_mask is not None:
             model, tokenizer = load_model(Path(train.init or command.out))
-            print(fill_mask(model, tokenizer, command.fill_mask))
+            print(fill_mask(model, tokenizer, command.options.fill_mask))
             return
         source = corpus_settings(config, asdict(train), command.tokenizer)
-        if command.estimate:
+        if command.options.estimate:
             folder = corpus_folder(**source)
             print(estimate(config, train, len(Rows(folder, "train")) if folder.is_dir() else None))
             return
@@ -578,10 +562,10 @@ def main(argv=None):
         if worker.is_main and command.start is not None:
             print(f"recipe: {command.origin}; {train.optimizer}, learning rate {train.learning_rate:g}, "
                   f"{train.max_steps:,} steps of {train.batch_size} rows", flush=True)
-        if worker.is_main and not command.prepare:
+        if worker.is_main and not command.options.prepare:
             held.enter_context(lock_folder(command.out))  # until this process ends
         folder = corpus(**source)
-        if command.prepare:
+        if command.options.prepare:
             print(f"{folder}: prepared")
             return
         run = open_run(command, folder, worker)

@@ -30,7 +30,7 @@ from support.checkpoints import checkpoint_path
 from support.files import UserError, atomic, clear_errors, lock_folder, read_json, write_json
 from support.flags import Parser
 from support.log import figure, read_log
-from train import TRAIN_PRESETS, TrainConfig
+from train import PRESETS, make_recipe
 
 RECORD = HERE / "results"
 PAGE = HERE.parent / "docs" / "results.md"
@@ -80,7 +80,7 @@ def read_ranks(folder: Path) -> dict:
 def jobs(options: argparse.Namespace) -> list[Job]:
     """The jobs that --only chooses, the most important first."""
     found = []
-    recipe = TrainConfig(**TRAIN_PRESETS[options.preset])
+    recipe = make_recipe(options.preset, "", {})[0]
     steps = options.steps or recipe.max_steps
     interval = max(1, steps // KEPT)
     kept = [*range(interval, steps, interval)][:KEPT - 1] + [steps]
@@ -460,7 +460,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--glue", help="folder of GLUE's files, or hub")
     add("--hours", type=float, default=1000.0, help="end after so many [when all is done]")
     add("--at-once", type=int, default=1, help="jobs at a time: one for each core [1]")
-    add("--preset", default="laptop", choices=TRAIN_PRESETS, help="of all runs [laptop]")
+    add("--preset", default="laptop", choices=PRESETS, help="of all runs [laptop]")
     add("--steps", type=int, help="of the main runs [the preset's]")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of pre-training [0 1 2]")
     add("--only", nargs="+", metavar="JOB", help="jobs that begin with these words: rank docs 'train mlm'")

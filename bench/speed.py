@@ -24,13 +24,14 @@ from pathlib import Path
 
 import torch
 
-from maelm import ABLATIONS, MAELM, MASK, NUM_SPECIAL, Config, Corruption, corrupt
+from maelm import ABLATIONS, MASK, NUM_SPECIAL, Config, Corruption, corrupt
+from support import models
 from support.cost import flops, peak_of
 from support.device import Worker, make_worker
 from support.files import clear_errors, read_json, write_json
 from support.flags import Parser
 from support.muon import make_optimizers
-from train import TRAIN_PRESETS, Batch, TrainConfig, make_config, to_device, train_step
+from train import Batch, make_config, make_recipe, to_device, train_step
 
 HERE = Path(__file__).resolve().parent
 
@@ -80,7 +81,7 @@ MODELS = {"mae-lm": "mae-lm", "mlm": "mlm", "roberta": "mlm"}  # -> the ablation
 def make_model(size: str, name: str, **fields) -> tuple[torch.nn.Module, Config]:
     """One of MODELS, or of ABLATIONS, in training mode, and its configuration."""
     config = make_config(size, MODELS.get(name, name), **fields)
-    return (Roberta(config) if name == "roberta" else MAELM(config)).train(), config
+    return (Roberta(config) if name == "roberta" else models.make_model(config)).train(), config
 
 
 # ---- 1. CPU: next to RoBERTa --------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ def gradients(config: Config, batch: Batch, worker: Worker, padded: bool, compil
     """The loss and all gradients of a model without dropout on a batch, side by side in float64 on the CPU. With
     `padded`, of its encoder alone, on rows of which the last tokens are padding, as in fine-tuning."""
     torch.manual_seed(0)
-    model = MAELM(config).to(worker.device, torch.float64 if worker is EXACT else torch.float32)
+    model = models.make_model(config).to(worker.device, torch.float64 if worker is EXACT else torch.float32)
     if compiler:
         model.compile(dynamic=False, backend=compiler)
     tokens, corruption = to_device(batch, worker.device)
@@ -214,7 +215,7 @@ def measure(size: str, name: str, rows: int, kind: str, compiler: str, worker: W
     eager, compiled or graphs; the compiler is one of torch.compile's backends."""
     torch.manual_seed(0)
     graphs = kind == "graphs"
-    train = TrainConfig(**TRAIN_PRESETS[size] | {"micro_batch_size": rows, "compile": "graphs" if graphs else "off"})
+    train = make_recipe(size, "", {"micro_batch_size": rows, "compile": "graphs" if graphs else "off"})[0]
     model, config = make_model(size, name)
     model.to(worker.device)
     if kind != "eager":

@@ -38,11 +38,15 @@ TASKS = {  # function or Class.method: its file, level and hours; each one calls
     "MAELM.decoder_input": ("maelm.py", "medium", 1),
     "MAELM.forward": ("maelm.py", "easy", 1),
 }
+STEPS = {"corrupt": ("draw_masks", "remove_masks")}  # functions that belong to a task, too
 TESTS = ("test_maelm.py", "tests/test_homework.py")
 COPIED = ("*.py", "tests/test_homework.py", "support/*.py", "course/*.py", "course/tasks.md", "LICENSE",
           "requirements.txt")
-SOLVED = ("support/convert.py", "support/modeling_maelm.py", "support/predict.py")  # not copied: they show solutions
-PREDICT = 'examples = fill_mask = lambda *_: "What the model expects at [MASK] is not part of the homework."\n'
+SOLVED = ("support/convert.py", "support/modeling_maelm.py", "course/copying.py")  # not copied: they show solutions
+STUBS = {  # what takes the place of other files that do
+    "support/predict.py": 'examples = fill_mask = lambda *_: "What a model expects at [MASK] is not part of this."\n',
+    "support/cross_attention.py": "CrossMAELM = None  # not part of the homework\n",
+}
 
 
 # ---- 1. Reading and changing code ---------------------------------------------------------------------------
@@ -88,20 +92,33 @@ def rules(name: str) -> str:
     return read(HERE / "course/tasks.md").partition(f"## {name}\n")[2].partition("\n## ")[0].strip()
 
 
+def functions_of(task: str) -> tuple[str, ...]:
+    """The functions that students write for a task."""
+    return (task, *STEPS.get(task, ()))
+
+
 def blank(text: str, name: str) -> str:
     """The signature of a function, and its docstring with the rules of the task."""
     function = source(text, name)
     docstring = find(function, name.rpartition(".")[2]).body[0]
     head = "\n".join(function.split("\n")[:docstring.end_lineno]).removesuffix('"""')
-    section = "\n\n" + textwrap.indent(rules(name), "    ")
+    section = "\n\n" + textwrap.indent(rules(name), "    ") if name in TASKS else ""
     return head.removesuffix(section) + section + '"""\n    raise NotImplementedError'
 
 
-def alone(text: str, name: str, ours: str) -> str:
-    """A student's file with the solutions in `ours` of all its tasks but `name`."""
+def unsolved(text: str, task: str) -> str:
+    """`text` without the solution of a task."""
+    for name in functions_of(task):
+        text = replaced(text, name, blank(text, name))
+    return text
+
+
+def alone(text: str, task: str, ours: str) -> str:
+    """A student's file with the solutions in `ours` of all its tasks but one."""
     for other, (file, *_) in TASKS.items():
-        if other != name and file == TASKS[name][0] and find(text, other):
-            text = replaced(text, other, source(ours, other))
+        for name in functions_of(other):
+            if other != task and file == TASKS[task][0] and find(text, name):
+                text = replaced(text, name, source(ours, name))
     return text
 
 
@@ -144,8 +161,7 @@ def copy_project(folder: Path):
         if name in TESTS or name == "conftest.py":
             text = for_students(text)
         if name not in SOLVED:
-            write(folder / name, text)
-    write(folder / "support/predict.py", PREDICT)  # train.py imports it
+            write(folder / name, STUBS.get(name, text))
     write(folder / "pytest.ini", "[pytest]\naddopts = --import-mode=importlib\npythonpath = .\n")
 
 
@@ -157,8 +173,8 @@ def hand_out(folder: Path):
     sections = ["# Assignment\n\nThe paper: https://arxiv.org/abs/2302.02060. Each task calls only those above it.\n"]
     for name, (file, level, hours) in TASKS.items():
         text, points = read(folder / file), len(claims_of(name))
-        function = blank(text, name)
-        write(folder / file, replaced(text, name, function))
+        write(folder / file, unsolved(text, name))
+        function = "\n\n\n".join(blank(text, part) for part in functions_of(name))
         sections.append(f"## {name}\n\n{level}, {hours} h, {points} points, `{file}`\n\n```python\n{function}\n```\n")
     write(folder / "assignment.md", "\n".join(sections))
     write(folder / "README.md", read(HERE / "course/homework.md"))
@@ -173,7 +189,7 @@ def without(names: list[str]) -> str:
     text = read(HERE / wanted)
     for name, (file, *_) in TASKS.items():
         if file == wanted and (name in names or "all" in names):
-            text = replaced(text, name, blank(text, name))
+            text = unsolved(text, name)
     return text
 
 
@@ -205,7 +221,9 @@ def grade(name: str, path: Path, folder: Path, seconds: float) -> tuple[int, str
     file, claims = TASKS[name][0], claims_of(name)
     try:
         ours, text = read(HERE / file), read(path)
-        if find(text, name) is None or source(text, name) == blank(ours, name):
+        parts = functions_of(name)
+        if any(find(text, part) is None for part in parts) or all(
+                source(text, part) == blank(ours, part) for part in parts):
             return 0, "not attempted", ""
         text = alone(text, name, ours)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from maelm import corrupt
-from rank import MASKING, Measurement, RankConfig, effective_rank, measurement_of_run
+from maelm import NUM_SPECIAL, draw_masks
+from rank import MASK_RATE, RankConfig, Subject, effective_rank, subject_of_run
 from support.data import seed_of
 from support.files import clear_errors
 from support.flags import Parser
@@ -69,27 +69,27 @@ def attention_only(h, qk, vo):
     return (h @ qk @ h.T).softmax(1) @ h @ vo
 
 
-def lemma_2_1(measurement: Measurement, states, masked) -> list[str]:
+def lemma_2_1(subject: Subject, states, masked) -> list[str]:
     """Ranks of P, E, H_M^0 and H_M^L of a model: printable lines."""
-    P = measurement.encoder.position_embedding.weight.cpu().double()
-    E = measurement.encoder.token_embedding.weight.cpu().double()
+    P = subject.encoder.position_embedding.weight.cpu().double()
+    E = subject.encoder.token_embedding.weight.cpu().double()
     matrices = {"P": P, "E": E, "H_M^0": states[0][masked], "H_M^L": states[-1][masked]}
     lines = []
     for name, matrix in matrices.items():
         numerical = int(torch.linalg.matrix_rank(matrix))
         lines.append(f"  {name:<6} rank_0.9 {effective_rank(matrix):>5}   numerical rank {numerical:>5}")
-    return [*lines, f"  the proof has rank(P) <= d - rank(E), d = {measurement.dim}"]
+    return [*lines, f"  the proof has rank(P) <= d - rank(E), d = {subject.dim}"]
 
 
-def theorem_2_2(measurement: Measurement, states, masked) -> list[str]:
+def theorem_2_2(subject: Subject, states, masked) -> list[str]:
     """By layer the residual of the real tokens of masked text, and for one row both sides of the bound, as lines."""
     lines = ["  layer  1h^T residual  pure attention  ||R'||_1,inf        bound     spread  Eq.(3) error"]
     at = masked[0]
     pure = states[0][0][~at]  # the embeddings of one row's real tokens, through the attention weights only
     for layer, state in enumerate(states):
         line = f"  {layer:>5}  {residual(state[~masked]):13.3f}  {residual(pure):14.2e}"
-        if layer < len(measurement.encoder.stack.blocks):
-            qk, vo = single_head(measurement.encoder.stack.blocks[layer].self_attention)
+        if layer < len(subject.encoder.stack.blocks):
+            qk, vo = single_head(subject.encoder.stack.blocks[layer].self_attention)
             sides = both_sides(state[0][~at], state[0][at], qk, vo)
             line += f"  {sides['left']:12.3e} {sides['right']:12.3e} {sides['spread']:10.2f}  {sides['eq3']:12.3f}"
             pure = attention_only(pure, qk, vo)
@@ -107,13 +107,15 @@ ASSUMPTIONS = """\
 @torch.no_grad()
 def theory(name: str) -> str:
     """What Lemma 2.1 and Theorem 2.2 say about a run of train.py: printable lines."""
-    measurement = measurement_of_run(name, RankConfig(), torch.device("cpu"))
-    count = min(len(measurement.rows), TOKENS // measurement.seq_len)
-    tokens = torch.from_numpy(measurement.rows[np.arange(count)])  # (B, n)
-    masked = corrupt(tokens, MASKING, torch.Generator().manual_seed(seed_of(0))).masked
-    states = [h.double() for h in measurement.encode(tokens.masked_fill(masked, measurement.mask))]
-    title = f"Lemma 2.1 and Theorem 2.2 for {name}, d = {measurement.dim}"
-    lines = lemma_2_1(measurement, states, masked) + theorem_2_2(measurement, states, masked)
+    subject = subject_of_run(name, RankConfig(), torch.device("cpu"))
+    count = min(len(subject.rows), TOKENS // subject.seq_len)
+    tokens = torch.from_numpy(subject.rows[np.arange(count)])  # (B, n)
+    maskable = tokens >= NUM_SPECIAL
+    chosen = draw_masks(maskable, round(MASK_RATE * tokens.shape[1]), torch.Generator().manual_seed(seed_of(0)))
+    masked = torch.zeros_like(maskable).scatter(1, chosen, True)
+    states = [h.double() for h in subject.encode(tokens.masked_fill(masked, subject.mask))]
+    title = f"Lemma 2.1 and Theorem 2.2 for {name}, d = {subject.dim}"
+    lines = lemma_2_1(subject, states, masked) + theorem_2_2(subject, states, masked)
     return "\n".join([title, *lines, ASSUMPTIONS])
 
 

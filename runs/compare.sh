@@ -9,7 +9,7 @@ on_node() { torchrun --standalone --nproc_per_node 8 "$@"; }
 python train.py --preset base --data "$text" --prepare
 on_node train.py --preset base --data "$text"                                            # 12 hours
 on_node train.py --preset base --data "$text" --ablation mlm                             # 11 hours: equal steps
-on_node train.py --preset base --data "$text" --ablation mlm --max-steps 146700 --out out/base-mlm-compute  # 12: equal FLOPs
+on_node train.py --preset base --data "$text" --ablation mlm --max-steps 146300 --out out/base-mlm-compute  # 12: equal FLOPs
 
 python rank.py out/base out/base-mlm out/base-mlm-compute --out out/table-3           # minutes: Figure 1 and Table 3
 for run in base base-mlm base-mlm-compute; do

@@ -7,6 +7,7 @@ import torch
 
 from maelm import MAELM, Config, Encoder
 from support.files import UserError, atomic, read_json
+from support.models import make_model
 from support.tokenizer import Tokenizer
 
 
@@ -71,6 +72,14 @@ def load_checkpoint(out: Path) -> dict | None:
     return state
 
 
+def copy_weights(model: MAELM, start: MAELM) -> str:
+    """Copy the weights of `start` that have the same name and shape in a model. Returns the names of what is new."""
+    here = model.state_dict()
+    taken = {name: x for name, x in start.state_dict().items() if name in here and x.shape == here[name].shape}
+    model.load_state_dict(taken, strict=False)
+    return ", ".join(dict.fromkeys(".".join(name.split(".")[:3]) for name in here if name not in taken))
+
+
 def config_of(state: dict, path: Path) -> Config:
     """The configuration in a checkpoint. UserError if another version of this code wrote it."""
     differs = state["config"].keys() ^ {field.name for field in fields(Config)}
@@ -92,7 +101,7 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[MAELM, T
     """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. UserError if there is none."""
     file = checkpoint_of(path)
     state = read_tensors(file, "config", "model")
-    model = MAELM(config_of(state, file))
+    model = make_model(config_of(state, file))
     model.load_state_dict(state["model"])
     return model.to(device).eval(), Tokenizer.load(file.parent)
 

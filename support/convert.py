@@ -78,7 +78,7 @@ ROBERTA_NAMES = {  # applied one after the other
     "classifier.1": "classifier.dense", "classifier.4": "classifier.out_proj",
 }
 MPNET_NAMES = ROBERTA_NAMES | {
-    "encoder.stack.rule.table": "encoder.relative_attention_bias",
+    "encoder.stack.relative_bias.table": "encoder.relative_attention_bias",
     "self.query": "attn.q", "self.key": "attn.k", "self.value": "attn.v",
     "attention.output.dense": "attention.attn.o", "attention.output.LayerNorm": "attention.LayerNorm",
 }
@@ -221,7 +221,7 @@ def export(source: Path, out: Path, wanted: str):
     kind = choose_format(config, wanted)
     # A format without decoder cannot predict [MASK], nor can a model that reads more than a text with [MASK].
     no_decoder = kind != "maelm" and config.decoder_layers > 0
-    if head == "ForMaskedLM" and (no_decoder or config.decoder_cross or config.encoder_fill == "random"):
+    if head == "ForMaskedLM" and (no_decoder or config.decoder != "bi" or config.encoder_fill == "random"):
         head = ""
         weights = {name: weight for name, weight in weights.items() if name.startswith("encoder.")}
     if kind != "maelm":

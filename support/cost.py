@@ -4,7 +4,9 @@ import functools
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from maelm import MAELM, Config, Corruption
+from maelm import Config, Corruption
+from support.device import Worker
+from support.models import make_model
 
 
 @functools.cache
@@ -17,7 +19,7 @@ def flops(config: Config) -> int:
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         tokens = torch.zeros(1, n, dtype=torch.int64)
         kept = torch.zeros(1, m, dtype=torch.int64)
-        MAELM(config)(tokens, Corruption(tokens.bool(), kept, kept)).backward()
+        make_model(config)(tokens, Corruption(tokens.bool(), kept, kept)).backward()
     return counter.get_total_flops()
 
 
@@ -30,6 +32,17 @@ def peak_of(device: str, dtype: torch.dtype) -> float | None:
     if dtype != torch.bfloat16:
         return None
     return next((peak for name, peak in PEAKS.items() if name in device), None)
+
+
+def use_of_gpu(config: Config, worker: Worker, speed: float) -> dict[str, float]:
+    """Peak memory in GB, and the share of the peak FLOP/s that a speed in tokens per second is; {} without a GPU."""
+    if worker.device.type != "cuda":
+        return {}
+    found = {"memory_gb": torch.cuda.max_memory_allocated() / 1e9}
+    peak = peak_of(torch.cuda.get_device_name(), worker.dtype)
+    if peak is not None:
+        found["mfu"] = speed / config.seq_len * flops(config) / (peak * worker.world_size)
+    return found
 
 
 def describe_epochs(train, config: Config, rows: int | None) -> str:
@@ -49,7 +62,7 @@ def short_count(count: int) -> str:
 def estimate(config: Config, train, rows: int | None) -> str:
     """What a run by a TrainConfig takes, on H100s; rows of the corpus, None if not prepared."""
     with torch.device("meta"):
-        model = MAELM(config)
+        model = make_model(config)
     parameters, encoder = (sum(p.numel() for p in part.parameters()) for part in (model, model.encoder))
     row, batch = flops(config), train.batch_size
     share = 0.25 if config.encoder_dim >= 768 else 0.12  # as measured for base and small: bench/results/speed.md

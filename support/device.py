@@ -3,6 +3,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from support.files import UserError
 
@@ -38,6 +40,10 @@ class Worker:
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.tolist()
+
+    def wait(self):
+        """Wait until all processes are here."""
+        self.all_reduce(0)
 
     def init_process_group(self):
         """Join the other processes that torchrun started."""
@@ -97,6 +103,44 @@ def make_worker(precision: str, device: str = "auto", small: bool = False) -> Wo
         bf16 = precision == "bf16"
     world = int(os.environ.get("WORLD_SIZE", 1))
     return Worker(int(os.environ.get("RANK", 0)), world, device, torch.bfloat16 if bf16 else torch.float32)
+
+
+def compile_model(model: nn.Module, how: str):
+    """Compile a model in place, so that its parameters keep their names. How: auto, on, or graphs (CUDA graphs)."""
+    torch._dynamo.config.suppress_errors = how == "auto"  # without a compiler, run as it is
+    torch._dynamo.config.optimize_ddp = False  # it would cut the model into pieces
+    model.compile(dynamic=False, mode="reduce-overhead" if how == "graphs" else None)
+
+
+class Stopwatch:
+    """Seconds of training on a device, what it still has in its queue included."""
+    def __init__(self, device: torch.device, seconds: float = 0.0):
+        self.device = device
+        self.before = self.at_lap = seconds  # until the last pause, until the last lap
+        self.running_since = None
+
+    def start(self):
+        """Count on."""
+        self.running_since = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Seconds so far."""
+        if self.running_since is None:
+            return self.before
+        torch.get_device_module(self.device).synchronize()
+        return self.before + time.perf_counter() - self.running_since
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        before, self.at_lap = self.at_lap, self.seconds()
+        return self.at_lap - before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While entered, no time passes."""
+        self.before, self.running_since = self.seconds(), None
+        yield
+        self.start()
 
 
 class Interrupt:

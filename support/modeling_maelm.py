@@ -94,7 +94,7 @@ class MAELMForMaskedLM(MAELMModel):
         if self.decoder is not None:
             if not reads_mask or self.shape.decoder_reset:  # e_[MASK] where [MASK] is removed, or to be forgotten
                 h = torch.where(masked[:, :, None], embeddings[MASK], h)
-            z = self.decoder(h, h, positions, ~real)  # (B, n, decoder_width)
+            z = self.decoder(h, positions, ~real)  # (B, n, decoder_width)
         logits = self.head(z, embeddings)
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=logits.shape[-1])
         return outputs.MaskedLMOutput(loss, logits, out.hidden_states)

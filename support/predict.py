@@ -1,11 +1,10 @@
 """What a model expects at [MASK]: --fill-mask, and the examples at the end of a run."""
 import re
-from dataclasses import replace
 
 import numpy as np
 import torch
 
-from maelm import CLS, MAELM, MASK, SEP, Corruption, corrupt
+from maelm import CLS, MAELM, MASK, SEP, Corruption, remove_masks
 from support.data import Rows
 from support.files import UserError
 from support.tokenizer import Tokenizer
@@ -17,14 +16,9 @@ SHOWN = 6  # examples at the end of a run
 def best_tokens(model: MAELM, tokens, masked, top: int = 3):
     """Mask positions masked (1, n) bool of tokens (1, n) -> the best tokens there and their probabilities, (k, top)."""
     at = masked.nonzero()[:, 1][None]  # (1, k)
-    exactly = replace(model.config, mask_rate=at.shape[1] / tokens.shape[1])
-    corruption = corrupt(tokens, exactly, torch.Generator().manual_seed(0), maskable=masked)
-    tokens, at, *fields = [x.to(model.head.bias.device) for x in (tokens, at, *corruption)]
-    corruption = Corruption(*fields)
-    # The three calls of MAELM.forward, on a batch of one row.
-    h = model.encode(corruption, at)
-    z = model.decode(h, tokens, corruption, at)
-    logits = model.head(z, model.encoder.token_embedding.weight)
+    corruption = remove_masks(tokens, at, model.config, torch.Generator().manual_seed(0))
+    at, *fields = [x.to(model.head.bias.device) for x in (at, *corruption)]
+    logits = model.logits(Corruption(*fields), at)  # (1, k, V)
     best = logits[0].float().softmax(-1).topk(top)
     return best.indices.cpu(), best.values.cpu()
 

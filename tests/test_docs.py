@@ -9,7 +9,8 @@ import pytest
 import torch.distributed.run
 
 import train
-from maelm import ABLATIONS, PRESETS
+from maelm import ABLATIONS
+from train import PRESETS
 from tests.common import ROOT, arguments
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("[bcd]*/*.md")]

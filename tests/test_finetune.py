@@ -9,7 +9,7 @@ import torch
 
 import finetune
 from maelm import CLS, SEP
-from rank import RankConfig, measurement_of_run
+from rank import RankConfig, subject_of_run
 from support import tasks
 from support.files import read_json, write_json
 from support.checkpoints import checkpoints, load_encoder
@@ -124,7 +124,7 @@ def test_a_result_can_be_read_and_continued(finished, text, tmp_path):
     ranks = result["effective_rank"]
     for found in (ranks["before"], *ranks["after"]):
         assert 1 <= found["uncentered"] <= 32 and 1 <= found["centered"] <= 32
-    encoder = measurement_of_run(str(tmp_path / "out"), RankConfig(data=str(text)), ONE.device).encoder
+    encoder = subject_of_run(str(tmp_path / "out"), RankConfig(data=str(text)), ONE.device).encoder
     assert not torch.equal(encoder.norm.weight, load_encoder(finished)[0].norm.weight)
     assert tune(tmp_path / "out", "rte", tmp_path, out="next")["setting"].keys() == set(tasks.SWEPT)
 

@@ -1,6 +1,5 @@
 """Claims about rank.py and course/theory.py: what is measured, for which models, and what the command writes."""
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,7 +76,7 @@ def made_up(tokens):
     return [table[tokens] + POSITIONS for table in TABLES]
 
 
-def measure(seed):
+def measure(seed, tau=0.9):
     """Rows (40, 20), the masked ones that the encoder read, and its part of rank.json."""
     rows = torch.randint(maelm.NUM_SPECIAL, 300, (40, 20), generator=generator(3))
     rows[:, 0] = maelm.CLS
@@ -88,23 +87,24 @@ def measure(seed):
         read.append(tokens)
         return made_up(tokens)
 
-    measurement = rank.Measurement("made up", encode, rows.numpy(), "rows", 8, 20, maelm.MASK, [0, 1, 2, 3])
-    found = rank.analyse(measurement, rank.RankConfig(batch_size=7, tau=TAUS, seed=seed))
+    subject = rank.Subject("made up", encode, rows.numpy(), "rows", 8, 20, maelm.MASK, [0, 1, 2, 3])
+    found = rank.analyse(subject, rank.RankConfig(batch_size=7, tau=tau, seed=seed))
     assert torch.equal(torch.cat(read[1::2]), rows)
     return rows, torch.cat(read[::2]), found
 
 
 def test_curves_hold_the_states_they_name():
-    rows, masked, found = measure(0)
-    at = masked == maelm.MASK
-    everywhere = torch.ones_like(at)
-    curves = {"with_mask": (masked, everywhere), "without_mask": (rows, everywhere), "mask_only": (masked, at)}
-    for curve, (tokens, chosen) in curves.items():
-        assert found["n"][curve] == chosen.sum()
-        for layer, h in zip(found["layers"], made_up(tokens), strict=True):
-            for centering, centered in rank.CENTERINGS.items():
-                ranks, _ = svd_ranks(h[chosen].numpy(), centered)
-                assert list(layer[centering][curve].values()) == ranks
+    for number, tau in enumerate(TAUS):
+        rows, masked, found = measure(0, tau)
+        at = masked == maelm.MASK
+        everywhere = torch.ones_like(at)
+        curves = {"with_mask": (masked, everywhere), "without_mask": (rows, everywhere), "mask_only": (masked, at)}
+        for curve, (tokens, chosen) in curves.items():
+            assert found["n"][curve] == chosen.sum()
+            for layer, h in zip(found["layers"], made_up(tokens), strict=True):
+                for centering, centered in rank.CENTERINGS.items():
+                    ranks, _ = svd_ranks(h[chosen].numpy(), centered)
+                    assert layer[centering][curve] == {str(tau): ranks[number]}
 
 
 def test_masks_are_15_percent_of_real_tokens():
@@ -122,34 +122,34 @@ def rank_json(out, *arguments):
 
 def test_the_command_writes_ranks_and_a_figure(text, finished, tmp_path):
     names = [str(path) for path in (finished, *checkpoints(finished))]
-    models = rank_json(tmp_path, *names, "--data", text, "--val-share", 1, "--tau", 0.9, 0.5)
+    models = rank_json(tmp_path, *names, "--data", text, "--val-share", 1, "--tau", 0.5)
     assert list(models) == names and (tmp_path / "rank.png").is_file()
     folder, first, last = models.values()
     assert folder == last and folder["layers"] != first["layers"]  # a folder is its newest checkpoint
     ranks = folder["layers"][2]["centered"]["mask_only"]
-    assert 1 <= ranks["0.5"] <= ranks["0.9"] <= folder["d"] == 32
+    assert 1 <= ranks["0.5"] <= folder["d"] == 32
 
 
 def test_a_run_is_measured_on_its_validation_text(finished):
-    measurement = rank.measurement_of_run(str(finished), rank.RankConfig(), CPU)
+    subject = rank.subject_of_run(str(finished), rank.RankConfig(), CPU)
     encoder, tokenizer, _ = load_encoder(finished)
     document = next(text for text in little_documents() if rank.in_validation(text, 0.1))
-    tokens = torch.from_numpy(measurement.rows[[0, 1, 2]])
+    tokens = torch.from_numpy(subject.rows[[0, 1, 2]])
     assert tokenizer.decode(tokens[:, 1:].flatten()).startswith(document.lower())
     states = encoder(tokens, torch.arange(24)[None], all_layers=True)
-    assert all(map(torch.equal, measurement.encode(tokens), states))
+    assert all(map(torch.equal, subject.encode(tokens), states))
 
 
 def test_a_hub_encoder_keeps_its_frame(text, tmp_path):
     model, tokenizer = write_hub_model(tmp_path)
     config = rank.RankConfig(data=str(text), val_share=1.0)
-    measurement = rank.measurement_of_hub(f"hf:{tmp_path}", config, CPU)
-    tokens = torch.from_numpy(measurement.rows[:3])
+    subject = rank.subject_of_hub(f"hf:{tmp_path}", config, CPU)
+    tokens = torch.from_numpy(subject.rows[:3])
     for row in tokens.tolist():
         assert row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id
     assert tokenizer.decode(tokens[:, 1:-1].flatten()).startswith(little_documents()[0] + "</s>")
-    torch.testing.assert_close(measurement.encode(tokens)[-1], model.base_model(tokens).last_hidden_state)
-    assert rank.analyse(measurement, config)["n"]["mask_only"] == 4 * len(measurement.rows)
+    torch.testing.assert_close(subject.encode(tokens)[-1], model.base_model(tokens).last_hidden_state)
+    assert rank.analyse(subject, config)["n"]["mask_only"] == 4 * len(subject.rows)
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -167,9 +167,9 @@ def test_too_few_tokens_are_refused(text, finished, capsys):
 
 def test_rows_of_special_tokens_are_refused():
     rows = np.full((40, 20), maelm.SEP)
-    measurement = rank.Measurement("made up", made_up, rows, "rows", 8, 20, maelm.MASK, [0, 1, 2, 3])
+    subject = rank.Subject("made up", made_up, rows, "rows", 8, 20, maelm.MASK, [0, 1, 2, 3])
     with pytest.raises(UserError, match="made up: rows of too few words"):
-        rank.analyse(measurement, rank.RankConfig())
+        rank.analyse(subject, rank.RankConfig())
 
 
 def test_theorem_2_2_holds_where_u_exists():
@@ -192,25 +192,15 @@ def test_the_theory_of_a_run_has_each_layer(finished, capsys):
 def test_copying_is_seen_in_a_model_that_copies(finished, capsys):
     class Copier(torch.nn.Module):
         """At position i of [CLS] A [SEP] A, with A of ten tokens, predicts the token eleven before."""
-        decoder, encoder = None, SimpleNamespace(token_embedding=SimpleNamespace(weight=None))
+        config = maelm.Config(mask_in_encoder=1.0, decoder_layers=0)
 
-        def predicted(self, masked):
-            return masked.int().topk(int(masked[0].sum())).indices
-
-        def encode(self, corruption, at):
-            return torch.nn.functional.one_hot(corruption.tokens.gather(1, at - 11), 300).float() * 50
-
-        def decode(self, h, tokens, corruption, at):
-            return h
-
-        def head(self, z, embeddings):
-            return z
+        def logits(self, corruption, at):
+            return torch.nn.functional.one_hot(corruption.read.gather(1, at - 11), 300).float() * 50
 
     rows = torch.randint(maelm.NUM_SPECIAL, 300, (8, 22), generator=generator(0))
     same, other, second = copying.twice(rows)
-    config = maelm.Config(mask_in_encoder=1.0, decoder_layers=0)
-    found = [copying.losses(Copier(), text, maelm.corrupt(text, config, generator(1), second))[0].mean()
-             for text in (same, other)]
+    copier = Copier()
+    found = [copying.losses(copier, text, copying.mask(copier, text, second, 1))[0].mean() for text in (same, other)]
     assert found[0] < 1e-3 and found[1] > 30
     assert copying.explained(torch.eye(3)[[0, 1, 2, 0]], torch.tensor([0, 1, 2, 0])) == pytest.approx(1)
     assert copying.explained(torch.randn(4000, 3, generator=generator(0)), torch.arange(4000) % 2) < 0.01
