@@ -7,13 +7,13 @@ positions from the encoder and lets a shallow decoder predict them (section 3). 
           [       encoder, L layers       ]       reads real tokens only, at their original positions
              |     |           |     |
     H^L     h_0   h_1 [MASK]  h_3   h_4 [MASK]    e_[MASK] fills the gaps, then p_i is added
-          [       decoder, 4 layers       ]       thrown away after pre-training
+          [       decoder, 4 layers       ]       thrown away after pre-training, like the head
                          |                 |
                         sat               mat     predicted at the masked positions only
 
 e_x is the embedding of token x, p_i that of position i, H^l what layer l returns. Shapes:
     B   rows of a batch                d   dimensions
-    n   tokens of a row                m   tokens that the encoder reads: n - k, in standard MLM n
+    n   tokens of a row                m   tokens that the encoder reads: in MAE-LM n - k
     k   of them masked (paper: m)      V   tokens in the vocabulary
 """
 import math
@@ -30,7 +30,7 @@ CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # the first token ids; bytes follow
 # ---- 1. Configuration: section 4.1 -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Config:
-    """What is computed; by default, the paper's base. ValueError for a field that is not possible."""
+    """What is computed; by default, base. ValueError for a field that is not possible."""
     vocab_size: int = 32768  # V, special tokens and bytes included
     seq_len: int = 512  # n
     encoder_layers: int = 12  # L
@@ -39,17 +39,17 @@ class Config:
     decoder_layers: int = 4  # 0: the encoder predicts, as in standard MLM
     dropout: float = 0.1  # of the encoder; the decoder has none (App. C)
     rel_pos_buckets: int = 32  # groups of distances between tokens; 0: no relative positions
-    rel_pos_max_distance: int = 128  # from here on all are one group
+    rel_pos_max_distance: int = 128  # the last group of either side begins before this
     mask_rate: float = 0.15  # share of a row that is masked
-    # Differs from the paper: small presets change these, to learn in minutes; bench/results/presets.md.
+    # For small presets (bench/results/presets.md):
     norm: str = "post"  # post | pre: LayerNorm after or before sub-layers
     init_std: float = 0.02  # of initial weights
     decoder_relative: bool = False  # relative positions in the decoder, too
-    # For the rows of Table 2 (ABLATIONS) and Figure 4.
+    # For Table 2 (ABLATIONS) and Figure 4:
     mask_in_encoder: float = 0.0  # delta of Figure 4, 0 to 1: share of masks that the encoder reads
     encoder_fill: str = "mask"  # mask | random: what it reads there
-    decoder_reset: bool = False  # the decoder reads e_[MASK] there, too
-    aligned_positions: bool = True  # kept tokens keep their positions; else 0 to m - 1
+    decoder_reset: bool = False  # the decoder reads e_[MASK] at all masks
+    aligned_positions: bool = True  # in the encoder, tokens keep their positions; else 0 to m - 1
     decoder_dim: int = 0  # 0: encoder_dim
     decoder: str = "bi"  # bi | bi+cross | uni+cross | cross; all but bi: support/cross_attention.py
 
@@ -61,13 +61,12 @@ class Config:
 
     @property
     def decoder_width(self):
-        has_width = self.decoder_layers > 0 and self.decoder_dim > 0
-        return self.decoder_dim if has_width else self.encoder_dim
+        return self.decoder_dim if self.decoder_dim > 0 else self.encoder_dim
 
 
 # ---- 2. Removing the masked positions: section 3, App. C ---------------------------------------------------
 class Corruption(NamedTuple):
-    """A masked batch. What is removed is neither in `kept` nor in `read`."""
+    """What the model sees of a batch. k is the same in every row, so (B, m) has no gaps."""
     masked: Tensor  # (B, n) bool, the set M
     kept: Tensor  # (B, m) int64, positions that the encoder reads, ascending
     read: Tensor  # (B, m) int64, the tokens that it reads there
@@ -85,23 +84,22 @@ def draw_masks(maskable, k, generator):
     fewest = int(maskable.sum(1).min())
     if not 0 < k <= fewest:
         raise ValueError(f"cannot mask {k} tokens of each row: use 1 to {fewest}")
-    # Each position draws a number. The k smallest are masked; topk sorts by number, so in random order.
+    # Each position draws a number; the k smallest are masked. topk sorts by number, so any slice is random.
     number = torch.rand(maskable.shape, generator=generator, device=maskable.device)
     number = number.masked_fill(~maskable, 2.0)  # above all others
     return number.topk(k, largest=False).indices
 
 
 def remove_masks(tokens, chosen, config, generator):
-    """Mask tokens (B, n) int64 at the positions chosen (B, k) int64, in random order -> Corruption."""
-    B, n = tokens.shape
-    k = chosen.shape[1]
-    shown = round(config.mask_in_encoder * k)  # masks that the encoder reads: 0 in MAE-LM, k in standard MLM
+    """Mask tokens (B, n) int64 at the positions chosen (B, k) int64 -> Corruption."""
+    n, k = tokens.shape[1], chosen.shape[1]
+    shown = round(config.mask_in_encoder * k)  # the encoder reads so many masks: 0 in MAE-LM
     nowhere = torch.zeros_like(tokens, dtype=torch.bool)
     masked = nowhere.scatter(1, chosen, True)
     removed = nowhere.scatter(1, chosen[:, shown:], True)
-    kept = (~removed).nonzero()[:, 1].view(B, n - k + shown)  # row after row: (B, m)
+    kept = (~removed).nonzero()[:, 1].view(len(tokens), n - k + shown)  # row after row: (B, m)
 
-    # At masks that stay, the encoder reads [MASK] or a random token.
+    # At masks that stay, the encoder reads [MASK] (always, unlike BERT) or a random token.
     fill = torch.full_like(tokens, MASK)
     if config.encoder_fill == "random":
         fill.random_(NUM_SPECIAL, config.vocab_size, generator=generator)
@@ -109,12 +107,12 @@ def remove_masks(tokens, chosen, config, generator):
     return Corruption(masked, kept, read)
 
 
-# ---- 3. Transformer layers: section 2.1; relative positions: section 4.1 -----------------------------------
+# ---- 3. Transformer layers: section 2.1 --------------------------------------------------------------------
 def attention(q, k, v, bias=None, p=0.0):
-    """Softmax(Q K^T / sqrt(d_h) + bias) V, with dropout p on the softmax. q (B, heads, n_q, d_h), k and v (B,
-    heads, n_k, d_h), bias broadcastable to (B, heads, n_q, n_k) -> (B, heads, n_q, d_h)."""
+    """Softmax(Q K^T / sqrt(d_h) + bias) V, with dropout p on the softmax. q (B, heads, n, d_h), k and v (B,
+    heads, m, d_h), bias that fits (B, heads, n, m) -> (B, heads, n, d_h)."""
     if q.is_cuda:
-        # One fused kernel. On a CPU the formula is faster.
+        # One fused kernel for the formula below, which is faster on a CPU.
         bias = bias.to(q.dtype) if bias is not None else None
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
     d_h = q.shape[-1]
@@ -126,7 +124,7 @@ def attention(q, k, v, bias=None, p=0.0):
 
 
 class RelativeBias(nn.Module):
-    """A learned number for each bucket of distances and head, added to the logits of attention."""
+    """A number for each head and group of distances ("bucket"), added to attention's logits; section 4.1."""
     def __init__(self, config, heads):
         super().__init__()
         self.table = nn.Embedding(config.rel_pos_buckets, heads)
@@ -139,7 +137,7 @@ class RelativeBias(nn.Module):
         values = self.table(self.bucket)  # (2n - 1, heads)
         distance = positions[:, None, :] - positions[:, :, None]  # key minus query: (B, m, m)
         index = distance + len(values) // 2  # distance 0 is in the middle
-        return look_up(values, index)  # values[index], heads in front
+        return gather_bias(values, index)  # values[index], heads in front
 
 
 class Attention(nn.Module):
@@ -171,7 +169,7 @@ class Residual(nn.Module):
         if self.pre:
             return x + F.dropout(f(self.norm(x)), self.p, self.training)
         fx = F.dropout(f(x), self.p, self.training)
-        return self.norm(x + fx).to(fx.dtype)  # autocast's LayerNorm returns float32
+        return self.norm(x + fx).to(fx.dtype)  # LayerNorm returns float32
 
 
 class Block(nn.Module):
@@ -186,7 +184,7 @@ class Block(nn.Module):
     def forward(self, x, bias=None, at=None):
         """x (B, n, d) -> (B, n, d), or at the positions `at` (B, k) int64 only: (B, k, d)."""
         x = self.self_residual(x, lambda y: self.self_attention(y, bias))
-        if at is not None:
+        if at is not None:  # attention is of all positions, the FFN only of these
             row = torch.arange(len(at), device=at.device)[:, None]
             x = x[row, at]
         return self.ffn_residual(x, self.ffn)
@@ -197,15 +195,15 @@ class Stack(nn.Module):
     def __init__(self, config, dim, layers, dropout, relative):
         super().__init__()
         heads = dim * config.encoder_heads // config.encoder_dim
-        relative = relative and config.rel_pos_buckets > 0
-        self.relative_bias = RelativeBias(config, heads) if relative else None
+        has_bias = relative and config.rel_pos_buckets > 0
+        self.relative_bias = RelativeBias(config, heads) if has_bias else None
         self.blocks = nn.ModuleList([Block(config, dim, heads, dropout) for _ in range(layers)])
-        # Post-LN layers end with a LayerNorm, pre-LN layers do not.
+        # Post-LN layers end with a LayerNorm already.
         self.final_norm = nn.LayerNorm(dim) if config.norm == "pre" else nn.Identity()
 
     def forward(self, x, positions, padding=None, at=None):
-        """H^0, x (B, n, d) -> [H^0, ..., H^L], H^L only `at` (B, k) if given: the loss needs no more."""
-        bias = attention_bias(self.relative_bias, positions, padding)  # (B, heads, n, n) or None
+        """H^0, x (B, n, d) -> [H^0, ..., H^L], of H^L only the positions `at` (B, k)."""
+        bias = attention_bias(self.relative_bias, positions, padding)  # fits (B, heads, n, n); or None
         *lower, last = self.blocks
         states = [x]
         for block in lower:
@@ -227,8 +225,8 @@ class Encoder(nn.Module):
         self.stack = Stack(config, d, config.encoder_layers, config.dropout, relative=True)
 
     def forward(self, tokens, positions, padding=None, all_layers=False, at=None):
-        """tokens, positions (B, m) int64 -> H^L (B, m, d), or at the indices `at` (B, k). For fine-tuning,
-        padding (B, m) bool hides tokens; for analysis, all_layers returns [H^0, ..., H^L]."""
+        """tokens, positions (B, m) int64 -> H^L (B, m, d), or `at` some of the m only: (B, k, d). For
+        fine-tuning, padding (B, m) bool hides tokens; for analysis, all_layers returns [H^0, ..., H^L]."""
         h = self.token_embedding(tokens) + self.position_embedding(positions)  # h_i^0 = e_{x_i} + p_i
         # Differs from the paper: its formula has no LayerNorm; its code has.
         h = F.dropout(self.norm(h), self.p, self.training)
@@ -238,12 +236,12 @@ class Encoder(nn.Module):
 
 # ---- 5. Decoder: section 3 ---------------------------------------------------------------------------------
 class Decoder(nn.Module):
-    """A shallow stack over all n positions, for pre-training only. Rows of Table 2 have another width."""
+    """A shallow stack over all n positions, for pre-training only."""
     def __init__(self, config):
         super().__init__()
         d = config.decoder_width
         self.project = nn.Linear(config.encoder_dim, d) if config.encoder_dim != d else nn.Identity()
-        # Differs from the paper: it has one p_i; here, as in its code, the decoder has its own.
+        # Differs from the paper: it has one p_i and no LayerNorm; its code has these of the decoder.
         self.position_embedding = nn.Embedding(config.seq_len, d)
         self.norm = nn.LayerNorm(d)
         self.stack = Stack(config, d, config.decoder_layers, 0.0, config.decoder_relative)
@@ -265,7 +263,7 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, h, embeddings):
-        """h (B, k, decoder_width), embeddings e (V, d) -> (B, k, V)."""
+        """h (B, k, decoder_width) and the encoder's embeddings (V, d), e -> (B, k, V)."""
         return F.linear(self.transform(h), embeddings, self.bias)
 
 
@@ -282,7 +280,7 @@ class MAELM(nn.Module):
         self.init_parameters()
 
     def init_parameters(self):
-        """Matrices and embeddings N(0, init_std), biases 0; gains of LayerNorms are 1."""
+        """Matrices and embeddings N(0, init_std), biases 0 (and gains of LayerNorms 1)."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=self.config.init_std)
@@ -291,7 +289,7 @@ class MAELM(nn.Module):
 
     def forward(self, tokens, corruption):
         """tokens (B, n) int64 -> the mean of -log p(x_i | x-hat) over i in M, in nats; Eq. (1)."""
-        # topk finds the k ones; k is fixed, as torch.compile needs shapes that do not depend on data.
+        # The positions of the k ones among zeros and ones, in any order.
         k = self.config.masks_per_row(tokens.shape[1])
         at = corruption.masked.int().topk(k).indices  # (B, k)
         logits = self.logits(corruption, at)
@@ -310,11 +308,12 @@ class MAELM(nn.Module):
         return self.head(z, self.encoder.token_embedding.weight)
 
     def encode(self, corruption, at=None):
-        """H^L (B, m, d) of what is kept, or (B, k, d) at the indices `at` (B, k)."""
+        """H^L (B, m, d) of what is kept; in standard MLM, m = n, `at` selects positions: (B, k, d)."""
         masked, kept, read = corruption
-        positions, m = kept, kept.shape[1]
-        if not self.config.aligned_positions or m == masked.shape[1]:
-            # For m = n it equals `kept`, but in one row, which makes one bias.
+        n, m = masked.shape[1], kept.shape[1]
+        positions = kept
+        if m == n or not self.config.aligned_positions:
+            # For m = n the same, but as one row, so that one bias serves all.
             positions = torch.arange(m, device=kept.device)[None]  # (1, m)
         return self.encoder(read, positions, at=at)
 
@@ -329,15 +328,15 @@ class MAELM(nn.Module):
         return x
 
 
-# ---- 7. For later ------------------------------------------------------------------------------------------
+# ---- 7. Details --------------------------------------------------------------------------------------------
 def relative_bucket(distance, num_buckets, max_distance):
-    """T5's buckets (Raffel et al., 2019) of key position - query position, int64 of any shape -> int64. The
-    upper half is for keys to the right; near distances have a bucket each, far ones share."""
-    # Differs from the paper: the text cites T5, but its code has another formula.
+    """T5's bucket (Raffel et al., 2019) of a distance, key minus query, int64 -> int64: in the upper half for
+    keys to the right; near distances have one each, far ones share."""
+    # Differs from the paper: its text cites T5, its code has another formula.
     half = num_buckets // 2
     exact = half // 2  # sizes below this have their own bucket
     size = distance.abs()
-    # In equal steps of the logarithm from `exact` to max_distance. float64 and 1e-9: 2.9999 is 3.
+    # In equal steps of the logarithm from `exact` to max_distance; 1e-9, or rounding makes an exact 3 a 2.
     way = (size.clamp(min=exact).double() / exact).log() / math.log(max_distance / exact)
     far = exact + ((half - exact) * way + 1e-9).long()
     far = far.clamp(max=half - 1)  # the last bucket has no limit
@@ -345,8 +344,8 @@ def relative_bucket(distance, num_buckets, max_distance):
     return torch.where(distance > 0, half + bucket, bucket)
 
 
-def look_up(values, index):
-    """values[index].permute(0, 3, 1, 2) of values (2n - 1, heads), index (B, m, m), but faster."""
+def gather_bias(values, index):
+    """values[index].permute(0, 3, 1, 2), only faster: values (2n - 1, heads), index (B, m, m)."""
     B, m, _ = index.shape
     heads = values.shape[1]
     flat = index.view(B, 1, m * m).expand(-1, heads, -1)
@@ -354,7 +353,7 @@ def look_up(values, index):
 
 
 def attention_bias(relative_bias, positions, padding):
-    """relative_bias(positions), if any, and -inf where a key is padding (B, m), if any."""
+    """relative_bias(positions), and -inf where a key is padding (B, m); None without both."""
     bias = relative_bias(positions) if relative_bias is not None else None
     if padding is not None:
         hidden = torch.zeros(padding.shape, device=padding.device).masked_fill(padding, -torch.inf)
@@ -389,7 +388,8 @@ def check(config):
     need("decoder", c.decoder in ("bi", "bi+cross", "uni+cross", "cross"), "bi, bi+cross, uni+cross or cross")
     mlm = c.decoder_layers == 0 and c.mask_in_encoder == 1 and c.decoder == "bi"
     need("decoder_layers", c.decoder_layers > 0 or mlm, "1 or more, or mask_in_encoder=1")
-    need("decoder_dim", c.decoder_dim in range(0, 10 ** 6, d // heads), f"a multiple of {d // heads} (a head)")
+    whole = c.decoder_dim == 0 or (c.decoder_dim > 0 and c.decoder_dim % (d // heads) == 0 and not mlm)
+    need("decoder_dim", whole, f"0, or with a decoder a multiple of {d // heads}")
 
 
 ABLATIONS = {  # Table 2, as differences from MAE-LM

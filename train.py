@@ -10,7 +10,6 @@ unfinished run. A step's rows never depend on the number of processes; masks and
 than micro_batch_size rows.
 """
 import argparse
-import json
 import math
 import shutil
 import sys
@@ -32,10 +31,10 @@ from support.checkpoints import (checkpoint_of, checkpoints, copy_weights, corpu
 from support.cost import describe_epochs, estimate, use_of_gpu
 from support.data import CACHE, VAL_SHARE, Rows, corpus, corpus_folder, rows_of_step, seed_of
 from support.device import Interrupt, Stopwatch, Worker, compile_model, explain_out_of_memory, make_worker
-from support.files import (UserError, atomic, clear_errors, lock_folder, read_json, refuse_other_files, same_settings,
+from support.files import (UserError, clear_errors, lock_folder, read_json, refuse_other_files, same_settings,
                            short_hash, write_json)
 from support.flags import Parser, add_flags, given_flags, require, require_positive, value_in
-from support.log import draw_loss, open_wandb, read_log
+from support.log import RunLog, draw_loss
 from support.models import make_model
 from support.muon import make_optimizers
 from support.predict import examples, fill_mask
@@ -241,7 +240,7 @@ def refuse_idle_flags(config: Config, train: TrainConfig, given: dict):
     """ValueError for a flag that is given and has no effect."""
     idle = ("muon_learning_rate", "muon_weight_decay") if train.optimizer == "adamw" else ()
     idle += ("encoder_fill", "decoder_reset") if config.mask_in_encoder == 0 else ()
-    idle += ("decoder_dim", "decoder_relative") if config.decoder_layers == 0 else ()
+    idle += ("decoder_relative",) if config.decoder_layers == 0 else ()
     for field in idle:
         if given.get(field):
             raise ValueError(f"{field}={given[field]!r} has no effect here: leave it out")
@@ -356,7 +355,7 @@ class Run:
     optimizers: list
     watch: Stopwatch  # seconds of training: evaluations and checkpoints are not counted
     step: int = 0
-    wandb: object = None  # its run there, of the first process if --wandb is given
+    log: RunLog | None = None  # of the first process
 
 
 def loop(run: Run) -> int:
@@ -417,8 +416,8 @@ def log_steps(run: Run, recent: list[tuple], bar: tqdm):
     bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
     if run.worker.is_main:
         norm = float(sum(norms)) / len(norms)
-        write_log(run, step=run.step, loss=loss, grad_norm=norm, seconds=run.watch.seconds(), tokens_per_second=speed,
-                  **progress(run, speed))
+        run.log.write(step=run.step, loss=loss, grad_norm=norm, seconds=run.watch.seconds(), tokens_per_second=speed,
+                      **progress(run, speed))
 
 
 def log_validation(run: Run, bar: tqdm):
@@ -426,7 +425,7 @@ def log_validation(run: Run, bar: tqdm):
     val_loss = evaluate(run.model, run.rows["val"], run.train, run.worker)
     if run.worker.is_main:
         step, last, seconds = run.step, run.train.last_step, run.watch.seconds()
-        write_log(run, step=step, val_loss=val_loss, seconds=seconds)
+        run.log.write(step=step, val_loss=val_loss, seconds=seconds)
         speed = step * run.train.batch_size * run.model.config.seq_len / seconds
         bar.write(f"step {step:>6,}/{last:,}  validation loss {val_loss:.3f}  {speed:,.0f} tokens/s  "
                   f"{(last - step) / step * seconds / 60:.1f} min left")
@@ -439,14 +438,6 @@ def progress(run: Run, speed: float) -> dict[str, float]:
     rows = run.step * run.train.batch_size
     position = {"tokens": rows * run.model.config.seq_len, "epoch": round(rows / len(run.rows["train"]), 4)}
     return dict(zip(("lr", "muon_lr"), rates)) | position | use_of_gpu(run.model.config, run.worker, speed)
-
-
-def write_log(run: Run, **line):
-    """Append a JSON object to log.jsonl, as a line."""
-    with open(run.out / "log.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-    if run.wandb is not None:
-        run.wandb.log(line)
 
 
 def open_run(command: Command, folder: Path, worker: Worker) -> Run:
@@ -521,21 +512,15 @@ def pretrain(run: Run) -> int:
               f"{worker.world_size} x {worker.device.type} in {str(worker.dtype).removeprefix('torch.')}, "
               f"{'continuing at' if run.step else 'from'} step {run.step}\n"
               f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context", flush=True)
-        # What an interrupted run logged after its checkpoint goes: those steps are trained again.
-        kept = [line for line in read_log(out) if line["step"] <= run.step and run.step > 0]
-        with atomic(out / "log.jsonl") as temporary:
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        if train.wandb:
-            run.wandb = open_wandb(train.wandb, out, asdict(config) | asdict(train))
+        run.log = RunLog(out, run.step, train.wandb, asdict(config) | asdict(train))
     with explain_out_of_memory():
         if run.step == 0:
             val_loss = evaluate(run.model, run.rows["val"], train, worker)
             if worker.is_main:
-                write_log(run, step=0, unigram_entropy=entropy, val_loss=val_loss)
+                run.log.write(step=0, unigram_entropy=entropy, val_loss=val_loss)
         stopped = loop(run)
     if worker.is_main:
-        if run.wandb is not None:
-            run.wandb.finish()
+        run.log.close()
         if stopped:
             print(f"stopped by signal {stopped}; the same command continues")
         else:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from support.files import atomic, short_hash
+from support.files import UserError, atomic, short_hash
 
 
 def read_log(out: Path) -> list[dict]:
@@ -15,6 +15,29 @@ def read_log(out: Path) -> list[dict]:
             with suppress(ValueError):
                 lines.append(json.loads(line))
     return lines
+
+
+class RunLog:
+    """log.jsonl of a run folder; with a project of Weights & Biases it goes there, too."""
+    def __init__(self, out: Path, step: int, project: str, settings: dict):
+        """Go on after `step`. What an interrupted run logged later goes: those steps are trained again."""
+        self.path = out / "log.jsonl"
+        kept = [line for line in read_log(out) if line["step"] <= step and step > 0]
+        with atomic(self.path) as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self.wandb = open_wandb(project, out, settings) if project else None
+
+    def write(self, **line):
+        """Append a line."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.wandb is not None:
+            self.wandb.log(line)
+
+    def close(self):
+        """Tell Weights & Biases that the run has ended."""
+        if self.wandb is not None:
+            self.wandb.finish()
 
 
 def draw_loss(out: Path):
@@ -34,7 +57,10 @@ def draw_loss(out: Path):
 
 def open_wandb(project: str, out: Path, settings: dict):
     """The run of Weights & Biases that belongs to a run folder: new, or the one that it names."""
-    import wandb
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("--wandb: this needs the package wandb: pip install wandb") from None
     known = short_hash(str(out.resolve()))
     run = wandb.init(project=project, id=known, resume="allow", name=str(out), dir=str(out), config=settings)
     run.define_metric("*", step_metric="step")  # a run that continues may log a step again

@@ -3,10 +3,10 @@ import pytest
 import torch
 
 import maelm
-from bench import speed
 from conftest import generator, model_and_batch, random_tokens
 from support.device import make_worker
 from tests.common import losses, short_run
+from tests.test_precision import errors
 
 pytestmark = pytest.mark.cuda
 close = torch.testing.assert_close
@@ -26,10 +26,10 @@ def test_fused_attention_and_its_gradients_are_the_formulas():
 @pytest.mark.parametrize("padded", [False, True])
 def test_rows_of_a_bias_are_aligned(padded):
     model, tokens, _ = model_and_batch()
-    stack, positions = model.encoder.stack.cuda(), torch.arange(21, device="cuda")[None]
+    relative, positions = model.encoder.stack.relative_bias.cuda(), torch.arange(21, device="cuda")[None]
     padding = positions.expand(6, -1) > 9 if padded else None
     with make_worker("bf16", "cuda").autocast():
-        bias = stack.bias(positions, positions, padding)
+        bias = maelm.attention_bias(relative, positions, padding)
     assert bias.dtype == torch.bfloat16 and bias.stride(-2) % 8 == 0
 
 
@@ -37,8 +37,8 @@ def test_rows_of_a_bias_are_aligned(padded):
 @pytest.mark.parametrize("name", maelm.ABLATIONS)
 def test_bf16_is_close_to_float64(size, compiler, name):
     torch.compiler.reset()
-    found = speed.errors(size, name, 4, compiler, make_worker("bf16", "cuda"), seq_len=61, vocab_size=320)
-    assert max(found.values()) < 0.02
+    for found in errors(size, name, make_worker("bf16", "cuda"), compiler, seq_len=61, vocab_size=320):
+        assert max(found) < 0.02
 
 
 def test_padding_changes_nothing():
