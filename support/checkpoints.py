@@ -91,7 +91,7 @@ def checkpoint_of(path: Path) -> Path:
 def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[MAELM, Tokenizer]:
     """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. UserError if there is none."""
     file = checkpoint_of(path)
-    state = read_tensors(file, "config", "model")
+    state = read_tensors(file, "config", "model", "step")  # finetune.py's encoder.pt has no step, and no decoder
     model = MAELM(config_of(state, file))
     model.load_state_dict(state["model"])
     return model.to(device).eval(), Tokenizer.load(file.parent)
@@ -99,14 +99,12 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[MAELM, T
 
 def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config]:
     """The encoder of a run folder, a checkpoint, or finetune.py (encoder.pt), in evaluation mode. UserError if none."""
-    file = path / "encoder.pt" if path.is_dir() else path
-    if file.name != "encoder.pt" or not file.is_file():
-        model, tokenizer = load_model(path, device)
-        return model.encoder, tokenizer, model.config
-    state = read_tensors(file, "config", "encoder")
+    file = path / "encoder.pt" if (path / "encoder.pt").is_file() else checkpoint_of(path)
+    state = read_tensors(file, "config", "model")
     config = config_of(state, file)
     encoder = Encoder(config)
-    encoder.load_state_dict(state["encoder"])
+    weights = {name: weight for name, weight in state["model"].items() if name.startswith("encoder.")}
+    encoder.load_state_dict({name.removeprefix("encoder."): weight for name, weight in weights.items()})
     return encoder.to(device).eval(), Tokenizer.load(file.parent), config
 
 

@@ -86,7 +86,7 @@ def test_a_students_indentation_and_helpers_stay():
 
 def test_what_goes_wrong_in_a_task_costs_that_task_only(tmp_path, capsys):
     texts = solved("tau_rank", "attention", "Attention.forward", "corrupt")
-    texts["support/tasks.py"] += "def broken(:\n"
+    texts["support/metrics.py"] += "def broken(:\n"
     texts["rank.py"] += "torch.testing.assert_close = print\n"
     wrong = texts["maelm.py"].replace("d_h ** -0.5", "d_h ** -1")
     wrong = wrong.replace("B, n = tokens", "exit_now()\n    B, n = tokens")
