@@ -36,7 +36,7 @@ from support.files import (UserError, clear_errors, json_lines, lock_folder, ope
 from support.flags import Parser, add_flags, given_flags, require, require_positive, value_in
 from support.log import figure
 from support.squad import Spans
-from support.task_files import find_files, read_inputs, read_squad, read_task
+from support.task_files import find_files, read_inputs, read_task
 from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, grid
 from train import learning_rate_factor
 
@@ -157,8 +157,7 @@ def batches(encoded: Encoded, seed: int, steps: int, batch_size: int, pool: int 
 
 @torch.no_grad()
 def outputs_of(model: Tuned, kind: Classification | Spans, encoded: Encoded, device: torch.device):
-    """What the task keeps of the logits of all inputs, (N, ...) float32, and 0.9-effective ranks of H^L over their
-    tokens, as Table 3. UserError if a state is not finite."""
+    """What `kind` decodes of all inputs, (N, ...) float32, and Table 3's ranks of H^L. UserError for NaN in H^L."""
     model.eval()
     order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
     moments, outputs = Moments(kind.dim, device), []
@@ -218,7 +217,7 @@ def evaluate(model: Tuned, setup: Setup, step: int) -> Evaluation:
         if dev_mm is not None:
             outputs, _ = outputs_of(model, kind, dev_mm, setup.worker.device)
             metrics["accuracy_mm"] = kind.score(outputs, dev_mm)[0]["accuracy"]
-    except UserError:
+    except UserError:  # hidden states with NaN or infinity
         return DIVERGED
     metrics = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     return Evaluation(step, metrics[kind.metric], metrics, ranks, files)
@@ -276,15 +275,14 @@ def finish_runs(setup: Setup, runs: list[dict], command: Command) -> list[dict]:
             setting = "  ".join(f"{name} {line[name]:g}" for name in SWEPT)
             print(f"{setup.task}  {setting}  seed {line['seed']}  {setup.kind.metric} {format_number(line['value'])}  "
                   f"{line['seconds']:.0f} s  {left / 3600:.1f} h left", flush=True)
-    for run in runs:
-        wait_for(path_of_run(setup, run))
-    return [read_json(path_of_run(setup, run)) for run in runs]
+    return [read_json(wait_for(path_of_run(setup, run))) for run in runs]
 
 
-def wait_for(path: Path):
+def wait_for(path: Path) -> Path:
     """Wait for a file that another of torchrun's processes writes; torchrun ends all of them if one fails."""
     while not path.is_file():
         time.sleep(0.2)
+    return path
 
 
 def make_kind(task: str, pretrained: Pretrained, tune: TuneConfig, *labels) -> Classification | Spans:
@@ -420,8 +418,6 @@ def table1(results: list[dict], out: Path):
 
 def load_tuned(folder: Path, device: torch.device) -> tuple[str, Classification | Spans, Tuned]:
     """Task, kind and model that this program left in a folder. UserError if there is none."""
-    if not (folder / "encoder.pt").is_file():
-        raise UserError(f"--init {folder}: no encoder.pt there; --predict needs a folder that finetune.py wrote")
     state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale")
     settings, task = read_json(folder / "config.json"), state["task"]
     tune = TuneConfig(**{field.name: settings[field.name] for field in fields(TuneConfig)})
@@ -436,7 +432,7 @@ def predict_file(command: Command, device: torch.device):
     """Write predictions for the texts of a file by the fine-tuned model in --init. UserError if there is none."""
     source = command.predict
     task, kind, model = load_tuned(Path(command.init), device)
-    examples, ids = (read_squad(Path(source)), None) if task == "squad2" else read_inputs(task, source)
+    examples, ids = read_inputs(task, source)
     encoded = kind.encode(examples)
     outputs, _ = outputs_of(model, kind, encoded, device)
     if task == "squad2":

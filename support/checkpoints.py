@@ -34,7 +34,7 @@ def write_tensors(path: Path, state: dict):
 def read_tensors(path: Path, *wanted: str) -> dict:
     """What a .pt file holds, on the CPU; it runs no code. UserError if the file is damaged, or lacks a field."""
     if not path.is_file():
-        raise UserError(f"{path}: not a checkpoint or encoder.pt")
+        raise UserError(f"{path}: no such file; name a run folder, a checkpoint, or a folder that finetune.py wrote")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

@@ -215,7 +215,7 @@ def export(source: Path, out: Path, wanted: str):
         config, weights, head, labels = read_tuned(file)
         tokenizer, result = Tokenizer.load(file.parent), file.parent / "result.json"
         if result.is_file():
-            tuned = ("Fine-tuned on `{task}`: {metric} {median:.2f} on its dev part, the median of its runs. "
+            tuned = ("Fine-tuned on `{task}`: {metric} {median:.2f} on its dev split, the median of its runs. "
                      "`transformers.pipeline` takes model and tokenizer.\n").format_map(read_json(result))
     else:
         model, tokenizer = load_model(source)

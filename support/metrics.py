@@ -24,7 +24,8 @@ def matthews(predicted, true) -> float:
 def spearman(predicted, true) -> float:
     """Pearson correlation of the ranks of two arrays (N,), in [-1, 1]; NaN where one of them is constant."""
     table = pandas.DataFrame({"predicted": predicted, "true": true})
-    return float(table.corr("spearman").loc["predicted", "true"])
+    correlations = table.corr("spearman")
+    return float(correlations.loc["predicted", "true"])
 
 
 METRICS = {"accuracy": accuracy, "matthews": matthews, "spearman": spearman}

@@ -4,7 +4,6 @@ import json
 import re
 import string
 from collections import Counter
-from functools import partial
 
 import numpy as np
 import torch
@@ -46,7 +45,7 @@ class Spans:
 
     def __init__(self, tokenizer: Tokenizer, dim: int, n: int, tune):
         self.tokenizer, self.dim, self.n, self.tune = tokenizer, dim, n, tune
-        self.spans_of = functools.cache(partial(spans_of, tokenizer))  # many questions share a context
+        self.spans_of = functools.cache(functools.partial(spans_of, tokenizer))  # many questions share a context
 
     def encode(self, questions: list[Question]) -> Encoded:
         """All windows of at most n tokens of all questions. They start every doc_stride tokens, or half a window."""
@@ -98,7 +97,7 @@ class Spans:
         longest = self.tune.max_answer
         starts = F.pad(starts[:, 1:], (1, 0), value=-torch.inf)  # [CLS] is not an answer
         ends = F.pad(ends, (0, longest - 1), value=-torch.inf)
-        ends = ends.unfold(1, longest, 1)  # (B, m, longest): from each token on, the next `longest` ones
+        ends = ends.unfold(1, longest, 1)  # (B, m, longest): of each token, its own score and those of the next ones
         spans = starts[:, :, None] + ends
         score, at = spans.flatten(1).max(1)
         first = at // longest
@@ -121,8 +120,10 @@ class Spans:
                 first, last = output[2:].astype(np.int64) + offset - start  # tokens of the context
                 answers[number] = q.context[begin[first]:end[last]]
         odds, threshold = (null - best).tolist(), self.tune.null_threshold
-        predictions = {q.id: "" if odd > threshold else answer for q, answer, odd in zip(questions, answers, odds)}
-        null_odds = {q.id: odd for q, odd in zip(questions, odds)}
+        predictions, null_odds = {}, {}
+        for q, answer, odd in zip(questions, answers, odds):
+            predictions[q.id] = "" if odd > threshold else answer
+            null_odds[q.id] = odd
         files = {"predictions.json": json.dumps(predictions, indent=1),
                  "null_odds.json": json.dumps(null_odds, indent=1)}
         return squad_metrics(questions, answers, odds, threshold), files

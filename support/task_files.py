@@ -25,10 +25,13 @@ class Question(NamedTuple):
     answers: tuple[tuple[int, str], ...]
 
 
+LOADERS = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".parquet": "parquet"}
+INPUTS = LOADERS | {".txt": "text"}  # of texts without labels
+
+
 # ---- 1. A whole task ----------------------------------------------------------------------------------------
 def read_task(name: str, data: str | None, val_share: float) -> tuple[dict[str, list], list[str]]:
-    """The examples or questions of each split, and how they differ from the official ones. `val_share`: of
-    pre-training. UserError for bad files."""
+    """Examples or questions of each split, and remarks on what is not official. `val_share` is that of pre-training."""
     task, remarks = TASKS[name], []
     if name == "docs":
         found = read_docs_task(val_share)
@@ -79,11 +82,7 @@ def read_docs_task(val_share: float) -> dict[str, list[Example]]:
     return found
 
 
-# ---- 2. Texts with labels -----------------------------------------------------------------------------------
-LOADERS = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".parquet": "parquet"}
-INPUTS = LOADERS | {".txt": "text"}  # of texts without labels
-
-
+# ---- 2. One split, from a file or the Hub -------------------------------------------------------------------
 def read_file(name: str, path: Path) -> list[Example] | list[Question]:
     """The examples or questions in a file of task `name`."""
     if name == "squad2":
@@ -97,20 +96,15 @@ def read_file(name: str, path: Path) -> list[Example] | list[Question]:
 
 def read_hub(name: str, split: str) -> list[Example] | list[Question]:
     """The examples or questions of task `name` in a split on the Hub."""
-    labels, records = TASKS[name].labels, hub_records(name, split)
-    if name == "squad2":
-        return [hub_question(record) for record in records]
-    renamed = []
-    for record in records:
-        # Labels are numbers there, and STS-B's 3.2 is 3.200000047683716.
-        label = labels[record["label"]] if labels else round(record["label"], 3)
-        renamed.append(record | {TASKS[name].columns[-1]: label})
-    return examples_of(name, renamed, f"hf:{TASKS[name].hub}")
-
-
-def hub_records(name: str, split: str) -> Iterable[dict]:
-    """The records of task `name` in a split on the Hub."""
-    return load("hub", (), f"hf:{TASKS[name].hub}", split=split, streaming=False)
+    task, found = TASKS[name], []
+    for record in load("hub", (), f"hf:{task.hub}", split=split, streaming=False):
+        if name == "squad2":
+            answers = zip(record["answers"]["answer_start"], record["answers"]["text"])
+            found.append(Question(record["id"], record["question"].strip(), record["context"], tuple(answers)))
+        else:  # labels are numbers there, and STS-B's 3.2 is 3.200000047683716
+            label = task.labels[record["label"]] if task.labels else round(record["label"], 3)
+            found.append(Example(*texts_of(name, record, task.hub), str(label)))
+    return found
 
 
 def records_of(path: Path, header: tuple[str, ...] = (), bad_lines: str = "skip") -> Iterable[dict]:
@@ -126,58 +120,56 @@ def records_of(path: Path, header: tuple[str, ...] = (), bad_lines: str = "skip"
         yield record
 
 
-def texts_of(name: str, record: dict) -> tuple[str, str | None] | None:
-    """The text of a record and its second one, None in a task with one; None for the whole if one is missing. Columns
-    are called as in the files of task `name`, as on the Hub, or text[,text2]."""
-    task = TASKS[name]
-    columns = task.columns[:-1]
+def texts_of(name: str, record: dict, where: str) -> tuple[str, str | None]:
+    """The text of a record and its second one, None in a task with one. Columns are called as in the files of task
+    `name`, as on the Hub, or text[,text2]. UserError if a text is missing."""
+    *columns, _ = TASKS[name].columns
     if name == "custom" and record.get("text2") is None:  # it is optional
-        columns = columns[:1]
-    for names in (columns, task.hub_columns, ("text", "text2")[:len(columns)]):
+        columns = ["text"]
+    for names in (columns, TASKS[name].hub_columns, ("text", "text2")[:len(columns)]):
         texts = [record.get(column) for column in names]
         if texts and all(isinstance(text, str) for text in texts):
             return texts[0].strip(), texts[1].strip() if len(texts) > 1 else None
-    return None
+    raise UserError(f"{where}: needs {', '.join(columns)}; has {str(record)[:200]}")
 
 
 def examples_of(name: str, records: Iterable[dict], where: str) -> list[Example]:
     """Records of task `name` -> examples. UserError for a record that lacks a text or the label."""
-    columns, found = TASKS[name].columns, []
+    *columns, label = TASKS[name].columns
+    found = []
     for number, record in enumerate(records, start=1):
         if "label.1" in record:
             raise UserError(f"{where}: has two columns `label`; rename one")
-        texts, label = texts_of(name, record), record.get(columns[-1])
-        # Two of QQP's questions are empty, both second ones.
-        if texts is None or not texts[0] or label in (None, ""):
-            raise UserError(f"{where}, record {number}: needs {', '.join(columns)}; has {str(record)[:200]}")
-        found.append(Example(*texts, str(label).strip()))
+        text, text2 = texts_of(name, record, f"{where}, record {number}")
+        if not text or record.get(label) in (None, ""):  # two of QQP's questions are empty, both second ones
+            raise UserError(f"{where}, record {number}: needs {columns[0]}, {label}; has {str(record)[:200]}")
+        found.append(Example(text, text2, str(record[label]).strip()))
     return found
 
 
-def read_inputs(name: str, source: str) -> tuple[list[Example], list]:
+def read_inputs(name: str, source: str) -> tuple[list[Example] | list[Question], list]:
     """What task `name` is to predict, and the index of each in its file, or its number: lines of a .txt, the columns of
     GLUE's releases or of the Hub, or text[,text2]; hf:[SPLIT] is a split of the task on the Hub."""
     task, path = TASKS[name], Path(source)
+    if name == "squad2":
+        questions = read_squad(path)
+        return questions, [q.id for q in questions]
     if source.startswith("hf:") and task.hub:
-        records = hub_records(name, source[3:] or task.hub_splits[1].replace("validation", "test"))
+        split = source[3:] or task.hub_splits[1].replace("validation", "test")
+        records = load("hub", (), f"hf:{task.hub}", split=split, streaming=False)
     elif path.suffix in INPUTS:
         records = records_of(path, bad_lines="error")
     else:
         raise UserError(f"--predict {path}: the name must end in {', '.join(INPUTS)}")
     found, indices = [], []
     for number, record in enumerate(records):
-        texts = texts_of(name, record)
-        if texts is None:
-            needed = ", ".join(task.columns[:-1])
-            raise UserError(f"{source}, record {number + 1}: needs {needed}; has {str(record)[:200]}")
-        found.append(Example(*texts, None))
+        found.append(Example(*texts_of(name, record, f"{source}, record {number + 1}"), None))
         indices.append(record.get("index", record.get("idx", record.get("id", number))))
     if not found:
         raise UserError(f"--predict {source}: empty")
     return found, indices
 
 
-# ---- 3. SQuAD -----------------------------------------------------------------------------------------------
 def read_squad(path: Path) -> list[Question]:
     """The questions of a SQuAD JSON file, version 1.1 or 2.0. UserError if it is not one."""
     found = []
@@ -195,9 +187,3 @@ def read_squad(path: Path) -> list[Question]:
             if q.context[start:start + len(text)] != text:
                 raise UserError(f"{path}: question {q.id}: answer {text!r} is not at character {start} of its context")
     return found
-
-
-def hub_question(record: dict) -> Question:
-    """A question of the data set on the Hub."""
-    answers = tuple(zip(record["answers"]["answer_start"], record["answers"]["text"]))
-    return Question(record["id"], record["question"].strip(), record["context"], answers)

@@ -26,11 +26,11 @@ class Task:
 SPLITS = ("train", "dev", "dev_mm")  # dev_mm: MNLI's mismatched one
 YES_NO = ("0", "1")
 ENTAILMENT = ("entailment", "not_entailment")
-PAIR = ("sentence1", "sentence2")
+PAIR = ("sentence1", "sentence2", "label")
 TASKS = {
     "mnli": Task(
         "large", labels=("entailment", "neutral", "contradiction"), official=(392_702, 9_815, 9_832), folder="MNLI",
-        files=("train.tsv", "dev_matched.tsv", "dev_mismatched.tsv"), columns=(*PAIR, "gold_label"),
+        files=("train.tsv", "dev_matched.tsv", "dev_mismatched.tsv"), columns=("sentence1", "sentence2", "gold_label"),
         hub="nyu-mll/glue:mnli", hub_splits=("train", "validation_matched", "validation_mismatched"),
         hub_columns=("premise", "hypothesis")),
     "qqp": Task(
@@ -46,13 +46,12 @@ TASKS = {
         "small", "matthews", labels=YES_NO, official=(8_551, 1_043), folder="CoLA", columns=("sentence", "label"),
         header=("source", "label", "star", "sentence"), hub="nyu-mll/glue:cola"),
     "rte": Task(
-        "small", labels=ENTAILMENT, official=(2_490, 277), folder="RTE", columns=(*PAIR, "label"),
-        hub="nyu-mll/glue:rte"),
+        "small", labels=ENTAILMENT, official=(2_490, 277), folder="RTE", columns=PAIR, hub="nyu-mll/glue:rte"),
     "mrpc": Task(
         "small", labels=YES_NO, official=(3_668, 408), folder="MRPC", columns=("#1 String", "#2 String", "Quality"),
-        hub="nyu-mll/glue:mrpc", hub_columns=PAIR),
+        hub="nyu-mll/glue:mrpc", hub_columns=PAIR[:2]),
     "stsb": Task(
-        "small", "spearman", official=(5_749, 1_500), folder="STS-B", columns=(*PAIR, "score"),
+        "small", "spearman", official=(5_749, 1_500), folder="STS-B", columns=("sentence1", "sentence2", "score"),
         hub="nyu-mll/glue:stsb"),
     "squad2": Task(
         "squad", "f1", official=(130_319, 11_873), folder="SQuAD", files=("train*.json", "dev*.json"),

@@ -193,9 +193,9 @@ def fake_runs(monkeypatch, value):
 
     def run_once(setup, run):
         seeds.append(run["seed"])
-        found = dict.fromkeys(("value", "last"), value(setup, run))
-        empty = dict.fromkeys(("effective_rank", "step", "last_rank", "last_step"))
-        return run | found | empty | {"metrics": {}, "seconds": 1800.0}
+        found = value(setup, run)
+        line = run | dict.fromkeys(("effective_rank", "step", "last_rank", "last_step"))
+        return line | {"value": found, "last": found, "metrics": {}, "seconds": 1800.0}
 
     monkeypatch.setattr(finetune, "run_once", run_once)
     return seeds
@@ -208,8 +208,7 @@ def test_a_sweep_that_was_cut_continues(finished, tmp_path, capsys, monkeypatch)
     whole = tune(finished, "cola", tmp_path, *flags)
     assert re.search("runs in all: 6.*2.5 h left.*0.0 h left", capsys.readouterr().out, re.DOTALL)
     assert seeds == [0, 0, 0, 0, 1, 2] and whole["setting"]["learning_rate"] == 4e-5
-    assert whole["values"] == [0.0, None]
-    assert whole["median"] == 0.0
+    assert whole["values"] == [0.0, None] and whole["median"] == 0.0
     (tmp_path / "out" / "result.json").unlink()
     for path in sorted(tmp_path.glob("out/runs/*.json"))[1:4]:
         path.unlink()
@@ -252,8 +251,7 @@ def test_figure_3_has_its_points_in_order(finished, tmp_path, monkeypatch):
 @pytest.mark.parametrize("flags, message", [
     ("--init no/such", "no/such: not a run folder"), ("--init hf:a", "support.convert imports hf:"),
     ("--task sst3", "invalid choice: 'sst3'"), ("--epochs 0", "epochs=0.0"),
-    ("--init no --predict a.txt", "no encoder.pt there"),
-    ("--figure3 a.pt --task glue", "needs one --task"),
+    ("--init no --predict a.txt", "no/encoder.pt: no such file"), ("--figure3 a.pt --task glue", "needs one --task"),
     ("--task custom", "--task custom needs --data"), ("--task docs --data .", "leave --data out"),
     ("--task rte --data no/such", "no train.tsv there or in RTE/")])
 def test_a_bad_command_gets_one_line(flags, message, tmp_path, capsys):

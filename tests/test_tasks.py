@@ -62,6 +62,7 @@ def test_metrics_equal_scipy_and_scikit_learn(n):
     assert metrics.accuracy(guess, true) == pytest.approx(sklearn.metrics.accuracy_score(true, guess))
     for values in (guess, random.normal(size=n)):
         assert metrics.spearman(values, true) == pytest.approx(scipy.stats.spearmanr(values, true).statistic)
+    assert np.isnan([metrics.spearman(0 * true, true), metrics.spearman(guess, 0 * true)]).all()
 
 
 def test_squad_scores_follow_the_published_rules():
@@ -173,7 +174,7 @@ def test_bad_files_to_predict_are_refused(name, file, content, message, tmp_path
 
 
 @pytest.mark.parametrize("name, file, content, message", [
-    ("custom", "train.csv", "text,kind\na,b\n", "train.csv, record 1: needs text, text2, label; has"),
+    ("custom", "train.csv", "text,kind\na,b\n", "train.csv, record 1: needs text, label; has"),
     ("custom", "train.csv", "text,label\nb, c,x\n", "more fields than columns"),
     ("custom", "train.csv", "text,label\na,x\nb,\n", "record 2: needs text"),
     ("custom", "train.csv", "text,label,label\na,x,y\n", "two columns `label`"),
