@@ -7,12 +7,11 @@
     python finetune.py --init out/rte-base --predict test.tsv   # what a fine-tuned model predicts for new texts
 
 --init is a run folder, a checkpoint, or a folder that this program wrote. --task custom reads train and dev files
-(.csv, .jsonl, .parquet) with columns text[,text2],label from --data. The dev part is evaluated each half epoch, at most
-20 times. We choose the best checkpoint on the part that we report, so scores are slightly optimistic; result.json has
+(.csv, .jsonl, .parquet) with columns text[,text2],label from --data. We evaluate on dev each half epoch, at most 20
+times, and choose the best checkpoint on the split that we report, so scores are slightly optimistic; result.json has
 the last one's, too. The same command again does the runs that are missing; torchrun's processes share those of a sweep.
 """
 import itertools
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -29,16 +28,17 @@ from tqdm import tqdm
 from maelm import PAD
 from rank import CENTERINGS, Moments, tau_rank
 from support.checkpoints import load_encoder, read_tensors, run_settings, write_tensors
+from support.classify import Classification, Encoded, labels_and_scale
 from support.data import VAL_SHARE, rows_of_step, seed_of
 from support.device import Worker, make_worker
-from support.files import (UserError, atomic, clear_errors, lock_folder, read_json, refuse_other_files, same_settings,
-                           short_hash, write_json)
+from support.files import (UserError, clear_errors, json_lines, lock_folder, open_folder, read_json, short_hash,
+                           write_json, write_texts)
 from support.flags import Parser, add_flags, given_flags, require, require_positive, value_in
 from support.log import figure
 from support.models import make_model
-from support.sentences import Sentences, labels_and_scale
 from support.squad import Spans
-from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, Encoded, grid, locate, read_inputs, read_squad, read_task
+from support.task_files import find_files, read_inputs, read_task
+from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, grid
 from train import learning_rate_factor
 
 
@@ -75,16 +75,15 @@ class Command:
     sweep: bool
     figure3: list[str]
     predict: str
-    given: dict  # the flags of TuneConfig, which replace rows of the grid
+    given: dict[str, float | str]  # the flags of TuneConfig, which replace values of the grid
 
     @property
     def runs(self) -> int:
         """How many runs that is in all."""
-        count = 0
-        for task in self.tasks:
-            points = len(grid(TASKS[task].group, 768, self.given)) if self.sweep else 0  # as many for every width
-            count += max(1, len(self.figure3)) * (points + self.seeds)
-        return count
+        runs = len(self.tasks) * self.seeds
+        if self.sweep:
+            runs += sum(len(grid(TASKS[task].group, 768, self.given)) for task in self.tasks)  # as many for every width
+        return max(1, len(self.figure3)) * runs
 
 
 def name_of(init: str) -> str:
@@ -117,7 +116,6 @@ class Pretrained:
 
 # ---- 2. One run: section 4.1, Tables 5 and 6 ----------------------------------------------------------------
 class Tuned(nn.Module):
-    """An encoder and a head."""
     def __init__(self, encoder: nn.Module, head: nn.Module):
         super().__init__()
         self.encoder, self.head = encoder, head
@@ -133,8 +131,8 @@ class Setup(NamedTuple):
     """What all runs of a task have in common."""
     task: str
     pretrained: Pretrained
-    kind: Sentences | Spans
-    parts: dict[str, Encoded]
+    kind: Classification | Spans
+    splits: dict[str, Encoded]
     tune: TuneConfig
     worker: Worker
     out: Path
@@ -142,13 +140,11 @@ class Setup(NamedTuple):
 
 
 def collate(encoded: Encoded, chosen, device: torch.device):
-    """Inputs (B,) of a part -> tokens (B, m) int64, padding (B, m) bool, targets; m is the longest's length."""
-    rows = [torch.from_numpy(encoded.ids[i]) for i in chosen]
-    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
-    length = torch.tensor([len(row) for row in rows])
-    padding = torch.arange(tokens.shape[1]) >= length[:, None]  # (B, m)
-    targets = encoded.targets[torch.from_numpy(chosen)]
-    return tokens.to(device), padding.to(device), targets.to(device)
+    """Inputs (B,) of a split -> tokens (B, m) int64, padding (B, m) bool, targets; m is the longest's length."""
+    ids = [torch.from_numpy(encoded.ids[i]) for i in chosen]
+    tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD).to(device)
+    targets = encoded.targets[torch.from_numpy(chosen)].to(device)
+    return tokens, tokens == PAD, targets
 
 
 def batches(encoded: Encoded, seed: int, steps: int, batch_size: int, pool: int = 16):
@@ -163,33 +159,28 @@ def batches(encoded: Encoded, seed: int, steps: int, batch_size: int, pool: int 
 
 
 @torch.no_grad()
-def outputs_of(model: Tuned, encoded: Encoded, setup: Setup, batch_size: int = 64):
-    """What the task keeps of the logits of all inputs, (N, ...) float32, and the moments of H^L over their tokens."""
+def outputs_of(model: Tuned, kind: Classification | Spans, encoded: Encoded, device: torch.device):
+    """What `kind` decodes of all inputs, (N, ...) float32, and Table 3's ranks of H^L. UserError for NaN in H^L."""
     model.eval()
     order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
-    moments, outputs = Moments(setup.pretrained.dim, setup.worker.device), []
-    for start in range(0, len(order), batch_size):
-        tokens, padding, targets = collate(encoded, order[start:start + batch_size], setup.worker.device)
+    moments, outputs = Moments(kind.dim, device), []
+    for start in range(0, len(order), 64):
+        tokens, padding, targets = collate(encoded, order[start:start + 64], device)
         logits, h = model(tokens, padding)
-        outputs.append(setup.kind.decode(logits, targets, padding).cpu())
+        outputs.append(kind.decode(logits, targets, padding).cpu())
         moments.add(h[~padding])  # of real tokens only
-    return torch.cat(outputs).numpy()[np.argsort(order)], moments  # in the order of the examples again
+    ranks = {name: tau_rank(moments.spectrum(centered), 0.9) for name, centered in CENTERINGS.items()}
+    return torch.cat(outputs).numpy()[np.argsort(order)], ranks  # in the order of the examples again
 
 
-def effective_ranks(moments: Moments) -> dict[str, int]:
-    """0.9-effective ranks of H^L, as Table 3."""
-    return {name: tau_rank(moments.spectrum(centered), 0.9) for name, centered in CENTERINGS.items()}
-
-
-def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterator[tuple[int, float]]:
-    """Fine-tune in place, without clipping. Before each evaluation yields the steps so far and their mean loss."""
-    encoded = setup.parts["train"]
+def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterator[int]:
+    """Fine-tune in place, without clipping. Yields the number of steps so far whenever it is time for an evaluation."""
+    encoded = setup.splits["train"]
     steps = math.ceil(tune.epochs * len(encoded.ids) / tune.batch_size)
     count = min(20, math.ceil(2 * tune.epochs))  # each half epoch
     ends = {math.ceil(steps * i / count) for i in range(1, count + 1)}
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), eps=1e-6, weight_decay=tune.weight_decay,
                                   fused=True)
-    total = torch.zeros((), device=setup.worker.device)
     drawn = tqdm(batches(encoded, seed, steps, tune.batch_size), f"{setup.task} seed {seed}", steps, leave=False,
                  disable=None)
     for step, numbers in enumerate(drawn):
@@ -204,72 +195,67 @@ def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterat
         optimizer.param_groups[0]["lr"] = tune.learning_rate * factor
         optimizer.step()
         optimizer.zero_grad()
-        total += loss.detach()
         if step + 1 in ends:
-            yield step + 1, float(total) / (step + 1)
+            yield step + 1
 
 
-def validate(model: Tuned, setup: Setup, step: int) -> tuple[dict, dict] | None:
-    """Evaluate on the dev part -> value, metrics, ranks and step; files to write. None if a state is not finite."""
-    outputs, moments = outputs_of(model, setup.parts["dev"], setup)
-    if not moments.gram.isfinite().all():
-        return None
-    metrics, files = setup.kind.score(outputs, setup.parts["dev"])
+class Evaluation(NamedTuple):
+    """A model on the dev split after some steps."""
+    step: int | None
+    value: float | None  # of the task's metric; None for NaN
+    metrics: dict[str, float | None]
+    effective_rank: dict[str, int] | None
+    files: dict[str, str]  # predictions: the text of each file by its name
+
+
+DIVERGED = Evaluation(None, None, {}, None, {})
+
+
+def evaluate(model: Tuned, setup: Setup, step: int) -> Evaluation:
+    """Evaluate on dev and, of MNLI, on dev_mm. DIVERGED if a state is not finite."""
+    kind, dev, dev_mm = setup.kind, setup.splits["dev"], setup.splits.get("dev_mm")
+    try:
+        outputs, ranks = outputs_of(model, kind, dev, setup.worker.device)
+        metrics, files = kind.score(outputs, dev)
+        if dev_mm is not None:
+            outputs, _ = outputs_of(model, kind, dev_mm, setup.worker.device)
+            metrics["accuracy_mm"] = kind.score(outputs, dev_mm)[0]["accuracy"]
+    except UserError:  # hidden states with NaN or infinity
+        return DIVERGED
     metrics = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    ranks = effective_ranks(moments)
-    return {"value": metrics[setup.kind.metric], "metrics": metrics, "effective_rank": ranks, "step": step}, files
+    return Evaluation(step, metrics[kind.metric], metrics, ranks, files)
 
 
-def sort_value(line: dict) -> float:
-    """The value of a run; minus infinity for None."""
-    return -math.inf if line["value"] is None else line["value"]
+def sort_value(value: float | None) -> float:
+    """A value to sort by: None is the lowest."""
+    return -math.inf if value is None else value
 
 
-def write_files(folder: Path, files: dict):
-    """Write files by their names and contents: what becomes JSON, or a list of rows (.jsonl) or lines."""
-    for name, content in files.items():
-        if name.endswith(".json"):
-            write_json(folder / name, content)
-            continue
-        lines = [json.dumps(row) for row in content] if name.endswith(".jsonl") else content
-        with atomic(folder / name) as temporary:
-            temporary.write_text("\n".join(lines) + "\n")
-
-
-DIVERGED = {"value": None, "last": None, "metrics": {}, "effective_rank": None, "last_rank": None, "step": None,
-            "last_step": None}
-
-
-def run_once(setup: Setup, run: dict) -> dict:
+def run_once(setup: Setup, run: dict[str, float]) -> dict:
     """One run, of a setting and a seed -> its line in runs/. Of seed 1 model and predictions are kept in --out."""
     start, seed = time.perf_counter(), run["seed"]
     encoder = setup.pretrained.new_encoder(seed)
     torch.manual_seed(seed_of(seed))  # for the head
     model = Tuned(encoder, setup.kind.head()).to(setup.worker.device)
-    setting = {name: run[name] for name in SWEPT}
+    tune = replace(setup.tune, **{name: run[name] for name in SWEPT})
     best = None
-    for step, loss in fine_tune(model, setup, replace(setup.tune, **setting), seed):
-        found = validate(model, setup, step) if math.isfinite(loss) else None
-        if found is None:
-            return {**run, **DIVERGED, "seconds": round(time.perf_counter() - start, 2)}
-        last = found[0]
-        if best is None or sort_value(last) > sort_value(best):  # of equals the first
-            best, files = found
+    for step in fine_tune(model, setup, tune, seed):
+        last = evaluate(model, setup, step)
+        if last is DIVERGED:
+            best = DIVERGED
+            break
+        if best is None or sort_value(last.value) > sort_value(best.value):  # of equals the first
+            best = last
             weights = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
-    model.load_state_dict(weights)  # the model itself has taken all steps
-    if "dev_mm" in setup.parts:
-        outputs, _ = outputs_of(model, setup.parts["dev_mm"], setup)
-        mismatched, _ = setup.kind.score(outputs, setup.parts["dev_mm"])
-        best["metrics"] |= {f"{name}_mm": value for name, value in mismatched.items()}
-    if seed == 1:
+    if seed == 1 and best is not DIVERGED:
         write_tensors(setup.out / "encoder.pt", {
-            "config": asdict(setup.pretrained.config), "encoder": model.encoder.state_dict(),
-            "head": model.head.state_dict(), "task": setup.task, "labels": list(setup.kind.labels),
-            "scale": setup.kind.scale})
-        write_files(setup.out, files)
-    seconds = round(time.perf_counter() - start, 2)
-    return {**run, **best, "last": last["value"], "last_rank": last["effective_rank"], "last_step": last["step"],
-            "seconds": seconds}
+            "config": asdict(setup.pretrained.config), "model": weights, "task": setup.task,
+            "labels": list(setup.kind.labels), "scale": setup.kind.scale})
+        write_texts(setup.out, best.files)
+    return run | {
+        "value": best.value, "metrics": best.metrics, "effective_rank": best.effective_rank, "step": best.step,
+        "last": last.value, "last_rank": last.effective_rank, "last_step": last.step,
+        "seconds": round(time.perf_counter() - start, 2)}
 
 
 # ---- 3. Many runs -------------------------------------------------------------------------------------------
@@ -292,23 +278,20 @@ def finish_runs(setup: Setup, runs: list[dict], command: Command) -> list[dict]:
             setting = "  ".join(f"{name} {line[name]:g}" for name in SWEPT)
             print(f"{setup.task}  {setting}  seed {line['seed']}  {setup.kind.metric} {format_number(line['value'])}  "
                   f"{line['seconds']:.0f} s  {left / 3600:.1f} h left", flush=True)
-    for run in runs:
-        wait_for(path_of_run(setup, run))
-    return [read_json(path_of_run(setup, run)) for run in runs]
+    return [read_json(wait_for(path_of_run(setup, run))) for run in runs]
 
 
-def wait_for(path: Path):
+def wait_for(path: Path) -> Path:
     """Wait for a file that another of torchrun's processes writes; torchrun ends all of them if one fails."""
     while not path.is_file():
         time.sleep(0.2)
+    return path
 
 
-def make_kind(pretrained: Pretrained, tune: TuneConfig, *labels) -> Sentences | Spans:
-    """The kind of a task with `labels`: metric, names and scale; without them, SQuAD."""
-    n = min(tune.seq_len, pretrained.config.seq_len)
-    if labels:
-        return Sentences(pretrained.tokenizer, pretrained.dim, n, tune.dropout, *labels)
-    return Spans(pretrained.tokenizer, pretrained.dim, n, tune)
+def make_kind(task: str, pretrained: Pretrained, tune: TuneConfig, *labels) -> Classification | Spans:
+    """The kind of a task; `labels` are metric, names and scale."""
+    shape = pretrained.tokenizer, pretrained.dim, min(tune.seq_len, pretrained.config.seq_len)
+    return Spans(*shape, tune) if task == "squad2" else Classification(*shape, tune.dropout, *labels)
 
 
 def make_setup(task: str, init: str, command: Command, worker: Worker) -> Setup:
@@ -317,38 +300,33 @@ def make_setup(task: str, init: str, command: Command, worker: Worker) -> Setup:
     pretrained = Pretrained(init, tune.dropout)
     tune = replace(tune, learning_rate=tune.learning_rate or 3e-5 * (768 / pretrained.dim) ** 2)
     examples, remarks = read_task(task, command.data, pretrained.val_share)
-    labels = () if task == "squad2" else labels_and_scale(task, examples["train"])
-    kind = make_kind(pretrained, tune, *labels)
-    parts = {part: kind.encode(rows) for part, rows in examples.items()}
-    remarks = remarks + [f"{part}: {remark}" for part, encoded in parts.items() for remark in encoded.remarks]
+    kind = make_kind(task, pretrained, tune, *labels_and_scale(task, examples["train"]))
+    splits = {split: kind.encode(found) for split, found in examples.items()}
+    remarks = remarks + [f"{split}: {remark}" for split, encoded in splits.items() for remark in encoded.remarks]
     out = command.out
     if command.figure3 or len(command.tasks) > 1:  # one of several
         out = out / f"{task}-{pretrained.name}"
-    if not worker.is_main:
-        wait_for(out / "config.json")
-    else:
+    if worker.is_main:
         weights = [tensor.numpy().tobytes() for tensor in pretrained.new_encoder(0).state_dict().values()]
-        settings = {"task": task, "weights": short_hash(b"".join(weights)), "examples": short_hash(repr(examples)),
-                    "sweep": command.sweep, **asdict(tune)}
-        if (out / "config.json").is_file():
-            same_settings(out, read_json(out / "config.json"), settings)
-        else:
-            refuse_other_files(out)
-        write_json(out / "config.json", {"init": init, **settings})
+        settings = {"init": init, "task": task, "weights": short_hash(b"".join(weights)),
+                    "examples": short_hash(repr(examples)), "sweep": command.sweep, **asdict(tune)}
+        open_folder(out, settings, may_change=["init"])
         pretrained.tokenizer.save(out)
-    return Setup(task, pretrained, kind, parts, tune, worker, out, remarks)
+    wait_for(out / "config.json")
+    return Setup(task, pretrained, kind, splits, tune, worker, out, remarks)
 
 
 def run_task(task: str, init: str, command: Command, worker: Worker) -> dict:
     """Fine-tune one encoder on one task: the grid with --sweep, then seeds 1, 2, ... Writes and returns result.json."""
     setup = make_setup(task, init, command, worker)
     if worker.is_main:
-        title = f"{setup.out}: {len(setup.parts['train'].ids):,} training inputs; runs in all: {command.runs}"
+        title = f"{setup.out}: {len(setup.splits['train'].ids):,} training inputs; runs in all: {command.runs}"
         print(title, *setup.remarks, sep="\n  ", flush=True)
     setting, sweep = {name: getattr(setup.tune, name) for name in SWEPT}, []
     if command.sweep:
         tried = [point | {"seed": 0} for point in grid(TASKS[task].group, setup.pretrained.dim, command.given)]
-        sweep = sorted(finish_runs(setup, tried, command), key=sort_value, reverse=True)
+        sweep = sorted(finish_runs(setup, tried, command), reverse=True,
+                       key=lambda line: sort_value(line["value"]))
         setting = {name: sweep[0][name] for name in SWEPT}
     # The grid has seed 0: the seeds of the result played no part in the choice.
     finals = finish_runs(setup, [setting | {"seed": seed} for seed in range(1, command.seeds + 1)], command)
@@ -375,16 +353,17 @@ def rank_after(ranks: dict, centering: str, when: str = "after") -> float | None
 def make_result(setup: Setup, init: str, setting: dict, finals: list[dict], sweep: list[dict]) -> dict:
     """result.json: values of all seeds and their medians, the settings, and the ranks of Table 3."""
     untuned = Tuned(setup.pretrained.new_encoder(1), setup.kind.head())
-    _, before = outputs_of(untuned.to(setup.worker.device), setup.parts["dev"], setup)
+    device = setup.worker.device
+    _, ranks = outputs_of(untuned.to(device), setup.kind, setup.splits["dev"], device)
     values = [line["value"] for line in finals]
-    sound = [line["metrics"] for line in finals if line["metrics"]]  # of runs that did not diverge
-    metrics = {name: median([found[name] for found in sound]) for name in (sound[0] if sound else {})}
+    names = dict.fromkeys(name for line in finals for name in line["metrics"])  # a run that diverged has none
+    metrics = {name: median([line["metrics"].get(name) for line in finals]) for name in names}
     return {
         "task": setup.task, "init": init,
         "metric": setup.kind.metric, "median": median(values), "values": values, "metrics": metrics,
         "last": median([line["last"] for line in finals]),
         "setting": setting, "tune": asdict(setup.tune) | setting, "remarks": setup.remarks,
-        "effective_rank": {"tau": 0.9, "d": setup.pretrained.dim, "before": effective_ranks(before),
+        "effective_rank": {"tau": 0.9, "d": setup.pretrained.dim, "before": ranks,
                            "after": [line["effective_rank"] for line in finals],
                            "at_the_end": [line["last_rank"] for line in finals],
                            "steps": [[line["step"], line["last_step"]] for line in finals]},
@@ -408,7 +387,7 @@ def report(result: dict) -> str:
     values = ", ".join(format_number(value) for value in result["values"])
     return (f"{result['task']}  {metrics}  (medians; seeds: {values})\n"
             f"the best checkpoint of each run counts; the last ones have {format_number(result['last'])}\n"
-            f"effective rank on the dev part, before -> after, of {ranks['d']}: {', '.join(changes)}")
+            f"effective rank on the dev split, before -> after, of {ranks['d']}: {', '.join(changes)}")
 
 
 # ---- 4. Figure 3, the average of Table 1, and predictions for new texts -------------------------------------
@@ -440,33 +419,35 @@ def table1(results: list[dict], out: Path):
     print(f"{out}: result.json")
 
 
-def predict_file(command: Command, worker: Worker):
-    """Write predictions for the texts of a file by the fine-tuned model in --init. UserError if there is none."""
-    folder, source = Path(command.init), command.predict
-    if not (folder / "encoder.pt").is_file():
-        raise UserError(f"--init {folder}: no encoder.pt there; --predict needs a folder that finetune.py wrote")
-    state = read_tensors(folder / "encoder.pt", "head", "task", "labels", "scale")
-    task, pretrained, settings = state["task"], Pretrained(command.init, 0.0), read_json(folder / "config.json")
+def load_tuned(folder: Path, device: torch.device) -> tuple[str, Classification | Spans, Tuned]:
+    """Task, kind and model that this program left in a folder. UserError if there is none."""
+    state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale")
+    settings, task = read_json(folder / "config.json"), state["task"]
     tune = TuneConfig(**{field.name: settings[field.name] for field in fields(TuneConfig)})
-    if task == "squad2":
-        kind, examples = make_kind(pretrained, tune), read_squad(Path(source))
-    else:
-        kind = make_kind(pretrained, tune, TASKS[task].metric, tuple(state["labels"]), state["scale"])
-        examples, ids = read_inputs(task, source)
-    model = Tuned(pretrained.new_encoder(0), kind.head()).to(worker.device)
-    model.head.load_state_dict(state["head"])
+    pretrained = Pretrained(str(folder), 0.0)
+    kind = make_kind(task, pretrained, tune, TASKS[task].metric, state["labels"], state["scale"])
+    model = Tuned(pretrained.new_encoder(0), kind.head())
+    model.load_state_dict(state["model"])
+    return task, kind, model.to(device)
+
+
+def predict_file(command: Command, device: torch.device):
+    """Write predictions for the texts of a file by the fine-tuned model in --init. UserError if there is none."""
+    source = command.predict
+    task, kind, model = load_tuned(Path(command.init), device)
+    examples, ids = read_inputs(task, source)
     encoded = kind.encode(examples)
-    setup = Setup(task, pretrained, kind, {}, tune, worker, command.out, [])
-    outputs, _ = outputs_of(model, encoded, setup)
+    outputs, _ = outputs_of(model, kind, encoded, device)
     if task == "squad2":
         _, files = kind.score(outputs, encoded)
     else:
-        files = {"predictions.jsonl": kind.rows(outputs, encoded.examples, ids)}
-    if task in GLUE and not source.endswith(".txt"):  # as GLUE's server takes it
-        part = "-mm" if "mismatched" in source else "-m" if task == "mnli" else ""
-        lines = [f"{row['id']}\t{row['prediction']}" for row in files["predictions.jsonl"]]
-        files[f"{TASKS[task].folder}{part}.tsv"] = ["index\tprediction", *lines]
-    write_files(command.out, files)
+        predictions = kind.predictions(outputs, examples, ids)
+        files = {"predictions.jsonl": json_lines(predictions)}
+        if task in GLUE and not source.endswith(".txt"):  # as GLUE's server takes it
+            suffix = "-mm" if "mismatched" in source else "-m" if task == "mnli" else ""
+            lines = [f"{line['id']}\t{line['prediction']}\n" for line in predictions]
+            files[f"{TASKS[task].folder}{suffix}.tsv"] = "".join(["index\tprediction\n", *lines])
+    write_texts(command.out, files)
     print(f"{command.out}: {', '.join(files)}", *encoded.remarks, sep="\n  ")
 
 
@@ -480,7 +461,7 @@ def parse(argv) -> Command:
     add("--data", help="folder with the files of the original releases [GLUE and SQuAD: the Hub]")
     add("--out", type=Path, help="folder for the runs and result.json [out/TASK-INIT]")
     add("--seeds", type=int, default=5, help="runs whose median is the result [%(default)s]")
-    add("--sweep", action="store_true", help="first try the grid of Table 5 or 6; flags replace its rows")
+    add("--sweep", action="store_true", help="first try the grid of Table 5 or 6; flags replace its values")
     add("--figure3", nargs="+", metavar="CHECKPOINT", default=[], help="fine-tune each, draw metric against time")
     add("--predict", metavar="FILE", default="", help="predict, with the fine-tuned model in --init: lines (.txt), "
         "columns text[,text2] (.csv, .jsonl, .parquet), a test file of GLUE, the Hub or SQuAD, or hf:[SPLIT]")
@@ -492,6 +473,10 @@ def parse(argv) -> Command:
         parser.error(f"--seeds {options.seeds}: use a positive number")
     if options.figure3 and options.task == "glue":
         parser.error("--figure3: needs one --task")
+    if options.task == "docs" and options.data:
+        parser.error(f"--data {options.data}: --task docs reads only this machine's documentation; leave --data out")
+    if options.task == "custom" and not options.data and not options.predict:
+        parser.error("--task custom needs --data: a folder with train and dev files")
     tasks = {}
     for task in GLUE if options.task == "glue" else [options.task]:
         try:
@@ -512,11 +497,10 @@ def main(argv=None):
         worker = make_worker(command.given.get("precision", "auto"))
         torch.set_float32_matmul_precision("highest")  # TF32 is too coarse for effective ranks
         if command.predict:
-            return predict_file(command, worker)
-        # What is missing is found before the first run.
-        for task in command.tasks:
-            for split in range(len(TASKS[task].files)):
-                locate(task, command.data, split)
+            return predict_file(command, worker.device)
+        if command.data:  # what is missing is found before the first run
+            for task in command.tasks:
+                find_files(task, command.data)
         hours = {path: read_tensors(Path(path), "seconds")["seconds"] / 3600 for path in command.figure3}
         with lock_folder(command.out) if worker.is_main else nullcontext():
             pairs = itertools.product(command.tasks, command.figure3 or [command.init])

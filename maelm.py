@@ -6,7 +6,7 @@ positions from the encoder and lets a shallow decoder predict them (section 3). 
              |     |           |     |
           [       encoder, L layers       ]       reads real tokens only, at their original positions
              |     |           |     |
-    H^L     h_0   h_1 [MASK]  h_3   h_4 [MASK]    e_[MASK] fills the gaps, then p_i is added
+    H^L     h_0   h_1 [MASK]  h_3   h_4 [MASK]    e_[MASK] fills the gaps, plus the decoder's p_i
           [       decoder, 4 layers       ]       thrown away after pre-training, like the head
                          |                 |
                         sat               mat     predicted at the masked positions only
@@ -35,11 +35,11 @@ class Config:
     seq_len: int = 512  # n
     encoder_layers: int = 12  # L
     encoder_dim: int = 768  # d
-    encoder_heads: int = 12  # heads of the decoder have the same size
+    encoder_heads: int = 12  # of d / heads dimensions each, in the decoder, too
     decoder_layers: int = 4  # 0: the encoder predicts, as in standard MLM
     dropout: float = 0.1  # of the encoder; the decoder has none (App. C)
     rel_pos_buckets: int = 32  # groups of distances between tokens; 0: no relative positions
-    rel_pos_max_distance: int = 128  # the last group of either side begins before this
+    rel_pos_max_distance: int = 128  # from here on, all share the last group of their side
     mask_rate: float = 0.15  # share of a row that is masked
     # For small presets (bench/results/presets.md):
     norm: str = "post"  # post | pre: LayerNorm after or before sub-layers
@@ -48,7 +48,7 @@ class Config:
     # For Table 2 (ABLATIONS) and Figure 4:
     mask_in_encoder: float = 0.0  # delta of Figure 4, 0 to 1: share of masks that the encoder reads
     encoder_fill: str = "mask"  # mask | random: what it reads there
-    decoder_reset: bool = False  # the decoder reads e_[MASK] at all masks
+    decoder_reset: bool = False  # the decoder reads e_[MASK] even there
     aligned_positions: bool = True  # in the encoder, tokens keep their positions; else 0 to m - 1
     decoder_dim: int = 0  # 0: encoder_dim
     decoder: str = "bi"  # bi | bi+cross | uni+cross | cross; all but bi: support/cross_attention.py
@@ -84,7 +84,7 @@ def draw_masks(maskable, k, generator):
     fewest = int(maskable.sum(1).min())
     if not 0 < k <= fewest:
         raise ValueError(f"cannot mask {k} tokens of each row: use 1 to {fewest}")
-    # Each position draws a number; the k smallest are masked. topk sorts by number, so any slice is random.
+    # Each position draws a number; the k smallest are masked. topk sorts by number: any slice is random, too.
     number = torch.rand(maskable.shape, generator=generator, device=maskable.device)
     number = number.masked_fill(~maskable, 2.0)  # above all others
     return number.topk(k, largest=False).indices
@@ -112,7 +112,7 @@ def attention(q, k, v, bias=None, p=0.0):
     """Softmax(Q K^T / sqrt(d_h) + bias) V, with dropout p on the softmax. q (B, heads, n, d_h), k and v (B,
     heads, m, d_h), bias that fits (B, heads, n, m) -> (B, heads, n, d_h)."""
     if q.is_cuda:
-        # One fused kernel for the formula below, which is faster on a CPU.
+        # One fused kernel; on a CPU the formula below is faster.
         bias = bias.to(q.dtype) if bias is not None else None
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
     d_h = q.shape[-1]
@@ -169,7 +169,7 @@ class Residual(nn.Module):
         if self.pre:
             return x + F.dropout(f(self.norm(x)), self.p, self.training)
         fx = F.dropout(f(x), self.p, self.training)
-        return self.norm(x + fx).to(fx.dtype)  # LayerNorm returns float32
+        return self.norm(x + fx).to(fx.dtype)  # float32 under autocast
 
 
 class Block(nn.Module):
@@ -184,7 +184,7 @@ class Block(nn.Module):
     def forward(self, x, bias=None, at=None):
         """x (B, n, d) -> (B, n, d), or at the positions `at` (B, k) int64 only: (B, k, d)."""
         x = self.self_residual(x, lambda y: self.self_attention(y, bias))
-        if at is not None:  # attention is of all positions, the FFN only of these
+        if at is not None:  # all query in attention; only these enter the FFN
             row = torch.arange(len(at), device=at.device)[:, None]
             x = x[row, at]
         return self.ffn_residual(x, self.ffn)
@@ -225,7 +225,7 @@ class Encoder(nn.Module):
         self.stack = Stack(config, d, config.encoder_layers, config.dropout, relative=True)
 
     def forward(self, tokens, positions, padding=None, all_layers=False, at=None):
-        """tokens, positions (B, m) int64 -> H^L (B, m, d), or `at` some of the m only: (B, k, d). For
+        """tokens, positions (B, m) int64 -> H^L (B, m, d), or at indices `at` of the m: (B, k, d). For
         fine-tuning, padding (B, m) bool hides tokens; for analysis, all_layers returns [H^0, ..., H^L]."""
         h = self.token_embedding(tokens) + self.position_embedding(positions)  # h_i^0 = e_{x_i} + p_i
         # Differs from the paper: its formula has no LayerNorm; its code has.
@@ -241,7 +241,7 @@ class Decoder(nn.Module):
         super().__init__()
         d = config.decoder_width
         self.project = nn.Linear(config.encoder_dim, d) if config.encoder_dim != d else nn.Identity()
-        # Differs from the paper: it has one p_i and no LayerNorm; its code has these of the decoder.
+        # Differs from the paper: it has one p_i, no LayerNorm; in its code the decoder has its own.
         self.position_embedding = nn.Embedding(config.seq_len, d)
         self.norm = nn.LayerNorm(d)
         self.stack = Stack(config, d, config.decoder_layers, 0.0, config.decoder_relative)
@@ -280,7 +280,7 @@ class MAELM(nn.Module):
         self.init_parameters()
 
     def init_parameters(self):
-        """Matrices and embeddings N(0, init_std), biases 0 (and gains of LayerNorms 1)."""
+        """Matrices and embeddings N(0, init_std), biases 0; LayerNorms have gains of 1."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=self.config.init_std)
@@ -313,7 +313,7 @@ class MAELM(nn.Module):
         n, m = masked.shape[1], kept.shape[1]
         positions = kept
         if m == n or not self.config.aligned_positions:
-            # For m = n the same, but as one row, so that one bias serves all.
+            # If m = n, `kept` is the same in every row: one row, one bias.
             positions = torch.arange(m, device=kept.device)[None]  # (1, m)
         return self.encoder(read, positions, at=at)
 
@@ -332,11 +332,11 @@ class MAELM(nn.Module):
 def relative_bucket(distance, num_buckets, max_distance):
     """T5's bucket (Raffel et al., 2019) of a distance, key minus query, int64 -> int64: in the upper half for
     keys to the right; near distances have one each, far ones share."""
-    # Differs from the paper: its text cites T5, its code has another formula.
+    # The paper's text cites T5. Its code has another formula.
     half = num_buckets // 2
     exact = half // 2  # sizes below this have their own bucket
     size = distance.abs()
-    # In equal steps of the logarithm from `exact` to max_distance; 1e-9, or rounding makes an exact 3 a 2.
+    # In equal steps of the logarithm from `exact` to max_distance; 1e-9, lest rounding turn 3 into 2.
     way = (size.clamp(min=exact).double() / exact).log() / math.log(max_distance / exact)
     far = exact + ((half - exact) * way + 1e-9).long()
     far = far.clamp(max=half - 1)  # the last bucket has no limit

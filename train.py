@@ -31,8 +31,7 @@ from support.checkpoints import (checkpoint_of, checkpoints, copy_weights, corpu
 from support.cost import describe_epochs, estimate, use_of_gpu
 from support.data import CACHE, VAL_SHARE, Rows, corpus, corpus_folder, rows_of_step, seed_of
 from support.device import Interrupt, Stopwatch, Worker, compile_model, explain_out_of_memory, make_worker
-from support.files import (UserError, clear_errors, lock_folder, read_json, refuse_other_files, same_settings,
-                           short_hash, write_json)
+from support.files import UserError, clear_errors, lock_folder, open_folder, short_hash
 from support.flags import Parser, add_flags, given_flags, require, require_positive, value_in
 from support.log import RunLog, draw_loss
 from support.models import make_model
@@ -455,7 +454,12 @@ def open_run(command: Command, folder: Path, worker: Worker) -> Run:
         settings |= asdict(config) | asdict(train)
         if start is not None:
             settings["init_weights"] = short_hash(checkpoint_of(Path(train.init)).read_bytes())
-        check_run_folder(out, settings, command.options.resume)
+        begun = bool(checkpoints(out))  # a run without a checkpoint can begin anew
+        if command.options.resume and not begun:
+            raise UserError(f"--resume: {out} holds no run to continue")
+        open_folder(out, settings, MAY_CHANGE, begun)
+        for stale in out.glob(".*.tmp"):  # of a process that was killed while it wrote
+            stale.unlink()
         shutil.copyfile(folder / "tokenizer.json", out / "tokenizer.json")
     worker.init_process_group()
     worker.wait()  # until the first process has checked --out
@@ -474,20 +478,6 @@ def open_run(command: Command, folder: Path, worker: Worker) -> Run:
     if sum(worker.all_reduce(run.step)) != worker.world_size * run.step:
         raise UserError(f"{out}: not all processes see the same checkpoints; --out must be one folder for all of them")
     return run
-
-
-def check_run_folder(out: Path, settings: dict, resume: bool):
-    """Write config.json to a new run folder, or compare it: UserError if the folder is of another run."""
-    path = out / "config.json"
-    if path.is_file() and checkpoints(out):
-        same_settings(out, read_json(path), {name: settings[name] for name in settings if name not in MAY_CHANGE})
-    elif resume:
-        raise UserError(f"--resume: {out} holds no run to continue")
-    elif not path.is_file():  # a run without a checkpoint can begin anew
-        refuse_other_files(out)
-    for stale in out.glob(".*.tmp"):  # of a process that was killed while it wrote
-        stale.unlink()
-    write_json(path, settings)
 
 
 def pretrain(run: Run) -> int:

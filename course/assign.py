@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent.parent
 TASKS = {  # function or Class.method: its file, level and hours; each one calls only those above it
     "learning_rate_factor": ("train.py", "easy", 0.5),
     "tau_rank": ("rank.py", "easy", 0.5),
-    "matthews": ("support/tasks.py", "easy", 1),
+    "matthews": ("support/metrics.py", "easy", 1),
     "effective_rank": ("rank.py", "easy", 1),
     "relative_bucket": ("maelm.py", "medium", 1.5),
     "attention": ("maelm.py", "easy", 1),

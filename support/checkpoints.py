@@ -35,7 +35,7 @@ def write_tensors(path: Path, state: dict):
 def read_tensors(path: Path, *wanted: str) -> dict:
     """What a .pt file holds, on the CPU; it runs no code. UserError if the file is damaged, or lacks a field."""
     if not path.is_file():
-        raise UserError(f"{path}: not a checkpoint or encoder.pt")
+        raise UserError(f"{path}: no such file; name a run folder, a checkpoint, or a folder that finetune.py wrote")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -100,7 +100,7 @@ def checkpoint_of(path: Path) -> Path:
 def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[MAELM, Tokenizer]:
     """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. UserError if there is none."""
     file = checkpoint_of(path)
-    state = read_tensors(file, "config", "model")
+    state = read_tensors(file, "config", "model", "step")  # finetune.py's encoder.pt has no step, and no decoder
     model = make_model(config_of(state, file))
     model.load_state_dict(state["model"])
     return model.to(device).eval(), Tokenizer.load(file.parent)
@@ -108,14 +108,12 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[MAELM, T
 
 def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config]:
     """The encoder of a run folder, a checkpoint, or finetune.py (encoder.pt), in evaluation mode. UserError if none."""
-    file = path / "encoder.pt" if path.is_dir() else path
-    if file.name != "encoder.pt" or not file.is_file():
-        model, tokenizer = load_model(path, device)
-        return model.encoder, tokenizer, model.config
-    state = read_tensors(file, "config", "encoder")
+    file = path / "encoder.pt" if (path / "encoder.pt").is_file() else checkpoint_of(path)
+    state = read_tensors(file, "config", "model")
     config = config_of(state, file)
     encoder = Encoder(config)
-    encoder.load_state_dict(state["encoder"])
+    weights = {name: weight for name, weight in state["model"].items() if name.startswith("encoder.")}
+    encoder.load_state_dict({name.removeprefix("encoder."): weight for name, weight in weights.items()})
     return encoder.to(device).eval(), Tokenizer.load(file.parent), config
 
 

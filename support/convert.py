@@ -6,6 +6,7 @@
 A post-LN encoder is a RoBERTa, or with 32 buckets up to distance 128 an MPNet; with others go modeling_maelm.py and
 maelm.py. `import` reads a RoBERTa or MPNet with a byte-level BPE.
 """
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,14 +139,15 @@ def choose_format(config: Config, wanted: str) -> str:
 
 def read_tuned(file: Path):
     """finetune.py's encoder.pt -> configuration, weights, how the name of their class ends, labels."""
-    state = read_tensors(file, "config", "encoder", "head")
-    weights = {f"encoder.{name}": weight for name, weight in state["encoder"].items()}
+    state = read_tensors(file, "config", "model", "task", "labels", "scale")
     head, module, labels = "ForSequenceClassification", "classifier", state["labels"] or ["number"]
     if state["task"] == "squad2":
         head, module, labels = "ForQuestionAnswering", "qa_outputs", []
-    for name, weight in state["head"].items():
-        scale = 1.0 if name.startswith("1.") else state["scale"]  # the last layer gives a number in its own unit
-        weights[f"{module}.{name}"] = scale * weight
+    weights = {}
+    for name, weight in state["model"].items():
+        if name.startswith("head.4."):  # the last layer gives a number in its own unit
+            weight = state["scale"] * weight
+        weights[re.sub("^head", module, name)] = weight
     return config_of(state, file), weights, head, labels
 
 
@@ -213,7 +215,7 @@ def export(source: Path, out: Path, wanted: str):
         config, weights, head, labels = read_tuned(file)
         tokenizer, result = Tokenizer.load(file.parent), file.parent / "result.json"
         if result.is_file():
-            tuned = ("Fine-tuned on `{task}`: {metric} {median:.2f} on its dev part, the median of its runs. "
+            tuned = ("Fine-tuned on `{task}`: {metric} {median:.2f} on its dev split, the median of its runs. "
                      "`transformers.pipeline` takes model and tokenizer.\n").format_map(read_json(result))
     else:
         model, tokenizer = load_model(source)

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -56,10 +56,21 @@ def atomic(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def write_texts(folder: Path, files: dict[str, str]):
+    """Write files, by their names in a folder, atomically."""
+    for name, text in files.items():
+        with atomic(folder / name) as temporary:
+            temporary.write_text(text)
+
+
 def write_json(path: Path, value: object):
     """Write JSON, atomically."""
-    with atomic(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=1) + "\n")
+    write_texts(path.parent, {path.name: json.dumps(value, indent=1) + "\n"})
+
+
+def json_lines(records: Iterable[dict]) -> str:
+    """Records as a text with one line of JSON each."""
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def read_json(path: Path) -> dict:
@@ -109,3 +120,15 @@ def refuse_other_files(folder: Path):
     """UserError if a folder holds files although it is to be new."""
     if any(folder.glob("[!.]*")):
         raise UserError(f"{folder}: not empty; choose another folder")
+
+
+def open_folder(folder: Path, settings: dict[str, object], may_change: Container[str] = (), begun: bool = True):
+    """Write `settings` to config.json of a folder that is new, or was made with the same ones apart from those that
+    `may_change`; of a folder where nothing has `begun`, all may. UserError for other settings or other files."""
+    path = folder / "config.json"
+    if not path.is_file():
+        refuse_other_files(folder)
+    elif begun:
+        fixed = {name: value for name, value in settings.items() if name not in may_change}
+        same_settings(folder, read_json(path), fixed)
+    write_json(path, settings)

@@ -1,4 +1,6 @@
 """SQuAD 2.0: windows over a context, answers as spans of tokens, EM and F1."""
+import functools
+import json
 import re
 import string
 from collections import Counter
@@ -9,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from maelm import CLS, SEP
-from support.tasks import Encoded, Question
+from support.classify import Encoded
+from support.task_files import Question
 from support.tokenizer import Tokenizer
 
 
@@ -38,26 +41,18 @@ def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
 class Spans:
     """Inputs `[CLS] question [SEP] window of the context [SEP]`; an answer outside the window is at [CLS]."""
     metric = "f1"
-    labels, scale = (), 1.0  # none, unlike Sentences
+    labels, scale = (), 1.0  # none, unlike Classification
 
     def __init__(self, tokenizer: Tokenizer, dim: int, n: int, tune):
-        self.tokenizer = tokenizer
-        self.dim, self.n = dim, n
-        self.tune = tune
-        self.contexts = {}  # context -> its tokens, their first and their last + 1 characters
-
-    def context(self, q: Question):
-        """spans_of the context of a question, which many questions share."""
-        if q.context not in self.contexts:
-            self.contexts[q.context] = spans_of(self.tokenizer, q.context)
-        return self.contexts[q.context]
+        self.tokenizer, self.dim, self.n, self.tune = tokenizer, dim, n, tune
+        self.spans_of = functools.cache(functools.partial(spans_of, tokenizer))  # many questions share a context
 
     def encode(self, questions: list[Question]) -> Encoded:
         """All windows of at most n tokens of all questions. They start every doc_stride tokens, or half a window."""
-        rows, targets, windows = [], [], []
+        ids, targets, windows = [], [], []
         longest = min(self.tune.max_query, self.n // 2)
         for number, q in enumerate(questions):
-            context, starts, ends = self.context(q)
+            context, starts, ends = self.spans_of(q.context)
             first, last = answer_tokens(q, starts, ends)
             query = self.tokenizer.encode(q.question)[:longest]
             query = np.concatenate([[CLS], query, [SEP]]).astype(np.int64)
@@ -67,15 +62,15 @@ class Spans:
             end = max(0, len(context) - room) + stride
             for offset in range(0, end, stride):
                 window = context[offset:offset + room]
-                rows.append(np.concatenate([query, window, [SEP]]).astype(np.int64))
+                ids.append(np.concatenate([query, window, [SEP]]).astype(np.int64))
                 windows.append((number, offset))
                 target = 0, 0
                 if q.answers and offset <= first and last < offset + room:
                     shift = len(query) - offset  # from a place in the context to that in the input
                     target = first + shift, last + shift
                 targets.append((*target, len(query)))
-        remarks = [f"{len(rows):,} windows of {self.n} tokens"]
-        return Encoded(rows, torch.tensor(targets), questions, windows, remarks)
+        remarks = [f"{len(ids):,} windows of {self.n} tokens"]
+        return Encoded(ids, torch.tensor(targets), questions, windows, remarks)
 
     def head(self) -> nn.Module:
         """A new head: H^L -> logits of the first and the last token of the answer, (B, m, 2)."""
@@ -102,35 +97,35 @@ class Spans:
         longest = self.tune.max_answer
         starts = F.pad(starts[:, 1:], (1, 0), value=-torch.inf)  # [CLS] is not an answer
         ends = F.pad(ends, (0, longest - 1), value=-torch.inf)
-        ends = ends.unfold(1, longest, 1)  # (B, m, longest)
+        ends = ends.unfold(1, longest, 1)  # (B, m, longest): of each token, its own score and those of the next ones
         spans = starts[:, :, None] + ends
         score, at = spans.flatten(1).max(1)
         first = at // longest
         last = first + at % longest
         return torch.stack([null, score, first, last], dim=1)
 
-    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict]:
+    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
         """Outputs of all windows (N, 4) -> EM and F1 in percent, and the files that the official evaluation reads."""
         questions = encoded.examples
         null = np.full(len(questions), np.inf)
         best = np.full(len(questions), -np.inf)
         answers = [""] * len(questions)
         starts = encoded.targets[:, 2].tolist()  # of the windows
-        for (number, offset), row, start in zip(encoded.windows, outputs, starts):
-            null[number] = min(null[number], row[0])
-            if row[1] > best[number]:
-                best[number] = row[1]
+        for (number, offset), output, start in zip(encoded.windows, outputs, starts):
+            null[number] = min(null[number], output[0])
+            if output[1] > best[number]:
+                best[number] = output[1]
                 q = questions[number]
-                _, begin, end = self.context(q)
-                first, last = row[2:].astype(np.int64) + offset - start  # tokens of the context
+                _, begin, end = self.spans_of(q.context)
+                first, last = output[2:].astype(np.int64) + offset - start  # tokens of the context
                 answers[number] = q.context[begin[first]:end[last]]
-        odds = null - best
-        threshold = self.tune.null_threshold
+        odds, threshold = (null - best).tolist(), self.tune.null_threshold
         predictions, null_odds = {}, {}
-        for q, answer, odd in zip(questions, answers, odds.tolist()):
+        for q, answer, odd in zip(questions, answers, odds):
             predictions[q.id] = "" if odd > threshold else answer
             null_odds[q.id] = odd
-        files = {"predictions.json": predictions, "null_odds.json": null_odds}
+        files = {"predictions.json": json.dumps(predictions, indent=1),
+                 "null_odds.json": json.dumps(null_odds, indent=1)}
         return squad_metrics(questions, answers, odds, threshold), files
 
 

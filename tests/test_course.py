@@ -88,10 +88,10 @@ def test_a_students_indentation_and_helpers_stay():
 
 def test_what_goes_wrong_in_a_task_costs_that_task_only(tmp_path, capsys):
     texts = solved("tau_rank", "attention", "Attention.forward", "corrupt")
-    texts["support/tasks.py"] += "def broken(:\n"
+    texts["support/metrics.py"] += "def broken(:\n"
     texts["rank.py"] += "torch.testing.assert_close = print\n"
     wrong = texts["maelm.py"].replace("d_h ** -0.5", "d_h ** -1")
-    wrong = wrong.replace("B, n = tokens", "exit_now()\n    B, n = tokens")
+    wrong = wrong.replace("n, k = tokens", "exit_now()\n    n, k = tokens")
     texts["maelm.py"] = f"\ufeff{wrong}\n\ndef exit_now():\n    import os\n    os._exit(0)\n"
     for file, text in texts.items():
         write(tmp_path / file, text)

@@ -10,19 +10,20 @@ import torch
 import finetune
 from maelm import CLS, SEP
 from rank import RankConfig, subject_of_run
-from support import tasks
-from support.files import read_json, write_json
+from support import task_files, tasks
 from support.checkpoints import checkpoints, load_encoder
+from support.classify import Classification, Encoded, labels_and_scale
 from support.device import Worker
-from support.sentences import Sentences, labels_and_scale
+from support.files import read_json, write_json
 from support.squad import Spans, answer_tokens, spans_of
+from support.task_files import Example, Question
 from support.tokenizer import Tokenizer
 from tests.common import fails, little_documents, sentence
 from tests.test_tasks import FORMATS, examples, write_glue
 
 ONE = Worker(0, 1, torch.device("cpu"), torch.float32)
 CONTEXT = f"{sentence(0)} İstanbul'da  ÇOK \"naïve\" café—数学🙂 ΣΑΣα [MASK]\tend.\u00a0x {sentence(18)}"
-WORDS = [tasks.Question(str(word.start()), "where is it, and why so long?", CONTEXT, ((word.start(), word[0]),))
+WORDS = [Question(str(word.start()), "where is it, and why so long?", CONTEXT, ((word.start(), word[0]),))
          for word in re.finditer(r"\w+", CONTEXT)]
 
 
@@ -47,8 +48,8 @@ def test_answers_of_whole_words_come_back(uncased):
 
 def test_windows_cover_the_context_and_hold_the_answers(finished):
     kind = Spans(Tokenizer.load(finished), 32, 24, finetune.TuneConfig(max_query=6, doc_stride=4, max_answer=12))
-    encoded = kind.encode([*WORDS, tasks.Question("none", "what?", CONTEXT, ())])
-    context, _, _ = kind.context(WORDS[0])
+    encoded = kind.encode([*WORDS, Question("none", "what?", CONTEXT, ())])
+    context, _, _ = kind.spans_of(CONTEXT)
     covered = set()
     for row, (_, last, start), (number, offset) in zip(encoded.ids, encoded.targets.tolist(), encoded.windows):
         window = row[start:-1]
@@ -62,7 +63,7 @@ def test_windows_cover_the_context_and_hold_the_answers(finished):
     logits[:, 1:4] = 20  # the question holds no answer
     metrics, files = kind.score(kind.decode(logits, targets, padding).numpy(), encoded)
     assert metrics["exact"] == metrics["f1"] == 100
-    assert files["predictions.json"] == {q.id: q.answers[0][1] for q in WORDS} | {"none": ""}
+    assert json.loads(files["predictions.json"]) == {q.id: q.answers[0][1] for q in WORDS} | {"none": ""}
 
 
 def test_squad_writes_the_official_files(finished, tmp_path):
@@ -82,14 +83,14 @@ def test_inputs_have_the_longer_text_cut(finished):
             (short, long): [CLS, *a, SEP, *cut, SEP],
             (long, short): [CLS, *cut, SEP, *a, SEP],
             (long, long): [CLS, *b[:11], SEP, *b[:10], SEP]}
-    kind = Sentences(start.tokenizer, 32, 24, 0.1, *labels_and_scale("rte", []))
-    encoded = kind.encode([tasks.Example(*pair, "entailment") for pair in rows])
+    kind = Classification(start.tokenizer, 32, 24, 0.1, *labels_and_scale("rte", []))
+    encoded = kind.encode([Example(*pair, "entailment") for pair in rows])
     assert [ids.tolist() for ids in encoded.ids] == list(rows.values())
     assert encoded.remarks == ["3 of 4 inputs are cut off at 24 tokens"]
 
 
 def test_each_epoch_is_a_permutation():
-    encoded = tasks.Encoded([np.zeros(n) for n in range(330)], None, [], [], [])
+    encoded = Encoded([np.zeros(n) for n in range(330)], None, [], [], [])
     drawn = np.stack(list(finetune.batches(encoded, 1, 66, 10)))  # two epochs
     assert sorted(drawn.flatten()) == sorted([*range(330)] * 2)
     assert np.ptp(drawn, axis=1).mean() < 66  # lengths in a batch are alike
@@ -97,20 +98,19 @@ def test_each_epoch_is_a_permutation():
 
 def test_fine_tuning_learns(finished, tmp_path, monkeypatch):
     documents = [(tasks.TASKS["docs"].labels[i % 4], sentence(i)) for i in range(1600)]  # labelled by subject
-    monkeypatch.setattr(tasks, "read_docs", lambda: documents)
+    monkeypatch.setattr(task_files, "read_docs", lambda: documents)
     flags = "--epochs 4 --learning-rate 3e-3 --seeds 1".split()
     assert tune(finished, "docs", tmp_path, *flags)["median"] > 80
 
 
 def test_the_best_checkpoint_counts(finished, tmp_path, monkeypatch):
-    values, weights, validate = [50, 70, 70, 60], {}, finetune.validate
+    values, weights, evaluate = [50, 70, 70, 60], {}, finetune.evaluate
 
     def scripted(model, setup, step):
         weights[step] = model.encoder.norm.weight.clone().cpu()
-        found, files = validate(model, setup, step)
-        return found | {"value": values[len(weights) - 1]}, files
+        return evaluate(model, setup, step)._replace(value=values[len(weights) - 1])
 
-    monkeypatch.setattr(finetune, "validate", scripted)
+    monkeypatch.setattr(finetune, "evaluate", scripted)
     result = tune(finished, "rte", tmp_path, *"--epochs 2 --seeds 1 --batch-size 4".split())
     assert [result["median"], result["last"]] == [70, 60]
     assert result["effective_rank"]["steps"] == [[3, 6]] and result["effective_rank"]["at_the_end"][0]["centered"] > 0
@@ -184,7 +184,7 @@ def test_each_line_of_a_text_is_predicted(finished, tmp_path):
 
 def test_labels_with_fractions_are_numbers():
     for labels, expected in ((["1", "2.5"], ("spearman", (), 2.5)), (["1.0", "2"], ("accuracy", ("1.0", "2"), 1.0))):
-        assert labels_and_scale("custom", [tasks.Example("a", None, label) for label in labels]) == expected
+        assert labels_and_scale("custom", [Example("a", None, label) for label in labels]) == expected
 
 
 def fake_runs(monkeypatch, value):
@@ -193,8 +193,9 @@ def fake_runs(monkeypatch, value):
 
     def run_once(setup, run):
         seeds.append(run["seed"])
-        found = dict.fromkeys(("value", "best", "last"), value(setup, run))
-        return finetune.DIVERGED | run | found | {"seconds": 1800.0}
+        found = value(setup, run)
+        line = run | dict.fromkeys(("effective_rank", "step", "last_rank", "last_step"))
+        return line | {"value": found, "last": found, "metrics": {}, "seconds": 1800.0}
 
     monkeypatch.setattr(finetune, "run_once", run_once)
     return seeds
@@ -207,8 +208,7 @@ def test_a_sweep_that_was_cut_continues(finished, tmp_path, capsys, monkeypatch)
     whole = tune(finished, "cola", tmp_path, *flags)
     assert re.search("runs in all: 6.*2.5 h left.*0.0 h left", capsys.readouterr().out, re.DOTALL)
     assert seeds == [0, 0, 0, 0, 1, 2] and whole["setting"]["learning_rate"] == 4e-5
-    assert whole["values"] == [0.0, None]
-    assert whole["median"] == 0.0
+    assert whole["values"] == [0.0, None] and whole["median"] == 0.0
     (tmp_path / "out" / "result.json").unlink()
     for path in sorted(tmp_path.glob("out/runs/*.json"))[1:4]:
         path.unlink()
@@ -251,8 +251,7 @@ def test_figure_3_has_its_points_in_order(finished, tmp_path, monkeypatch):
 @pytest.mark.parametrize("flags, message", [
     ("--init no/such", "no/such: not a run folder"), ("--init hf:a", "support.convert imports hf:"),
     ("--task sst3", "invalid choice: 'sst3'"), ("--epochs 0", "epochs=0.0"),
-    ("--init no --predict a.txt", "no encoder.pt there"),
-    ("--figure3 a.pt --task glue", "needs one --task"),
+    ("--init no --predict a.txt", "no/encoder.pt: no such file"), ("--figure3 a.pt --task glue", "needs one --task"),
     ("--task custom", "--task custom needs --data"), ("--task docs --data .", "leave --data out"),
     ("--task rte --data no/such", "no train.tsv there or in RTE/")])
 def test_a_bad_command_gets_one_line(flags, message, tmp_path, capsys):

@@ -9,7 +9,7 @@ import torch
 import rank
 import train
 from conftest import generator
-from support import tasks
+from support import metrics
 
 task = pytest.mark.task
 TAUS = (0.5, 0.8, 0.9, 0.95, 0.99)
@@ -31,8 +31,8 @@ def test_the_rate_falls_linearly_to_zero():
 def test_matthews_of_two_labels_is_the_formula():
     true = np.array([1] * 8 + [0] * 4)
     guess = np.array([1] * 6 + [0] * 2 + [0] * 3 + [1])  # TP 6, FN 2, TN 3, FP 1
-    assert tasks.matthews(guess, true) == pytest.approx((6 * 3 - 1 * 2) / math.sqrt(7 * 8 * 4 * 5))
-    assert tasks.matthews(1 - guess, true) == pytest.approx((2 * 1 - 3 * 6) / math.sqrt(5 * 8 * 4 * 7))
+    assert metrics.matthews(guess, true) == pytest.approx((6 * 3 - 1 * 2) / math.sqrt(7 * 8 * 4 * 5))
+    assert metrics.matthews(1 - guess, true) == pytest.approx((2 * 1 - 3 * 6) / math.sqrt(5 * 8 * 4 * 7))
 
 
 @task("matthews")
@@ -42,9 +42,9 @@ def test_matthews_of_several_labels_is_gorodkins():
     guess[50:] = 3  # a label that is never true
     right, t, p = (true == guess).sum(), np.bincount(true, minlength=4), np.bincount(guess)
     expected = (60 * right - t @ p) / math.sqrt((60 ** 2 - t @ t) * (60 ** 2 - p @ p))
-    assert [tasks.matthews(true, true), tasks.matthews(guess, 0 * true)] == pytest.approx([1, 0])
+    assert [metrics.matthews(true, true), metrics.matthews(guess, 0 * true)] == pytest.approx([1, 0])
     for names in ([0, 1, 2, 3], [1, 7, 0, -2]):
-        assert tasks.matthews(np.array(names)[guess], np.array(names)[true]) == pytest.approx(expected)
+        assert metrics.matthews(np.array(names)[guess], np.array(names)[true]) == pytest.approx(expected)
 
 
 @task("tau_rank")

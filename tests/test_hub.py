@@ -13,7 +13,7 @@ from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP, remove_masks
 from support import convert
 from support.files import write_json
 from support.checkpoints import load_model, run_settings, save_checkpoint, write_tensors
-from support.sentences import ClassifierHead
+from support.classify import ClassifierHead
 from support.tokenizer import Tokenizer
 from tests.common import contents, fails, little_documents
 
@@ -162,7 +162,7 @@ def test_a_fine_tuned_model_gives_the_same_logits(task, labels, scale, fields, h
     model = write_run(tmp_path / "run", **fields)
     head = torch.nn.Linear(32, 2) if task == "squad2" else ClassifierHead(32, max(1, len(labels)), 0.0)
     write_tensors(tmp_path / "run/encoder.pt", {
-        "config": asdict(model.config), "encoder": model.encoder.state_dict(), "head": head.state_dict(), "task": task,
+        "config": asdict(model.config), "model": Tuned(model.encoder, head).state_dict(), "task": task,
         "labels": labels, "scale": scale})
     convert.main(["export", str(tmp_path / "run"), str(tmp_path / "hub")])
     tokens, real = texts()

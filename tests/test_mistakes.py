@@ -131,12 +131,12 @@ MISTAKES = [  # claim, without test_; module.function or module.Class.method; a 
     ("ranks_are_exact_on_built_spectra", "rank.Moments.spectrum", "if centered:", "if not centered:"),
     ("ranks_are_exact_on_built_spectra", "rank.Moments.add", "h = h.to(self.gram)", "pass"),
     ("equal_rows_have_rank_1", "rank.Moments.spectrum", "if gram.trace() <= 1e-12 * self.gram.trace():", "if False:"),
-    ("matthews_of_two_labels_is_the_formula", "support.tasks.matthews", "math.sqrt((t * t).sum() * (p * p).sum())",
+    ("matthews_of_two_labels_is_the_formula", "support.metrics.matthews", "math.sqrt((t * t).sum() * (p * p).sum())",
      "(t * t).sum()"),
-    ("matthews_of_several_labels_is_gorodkins", "support.tasks.matthews", "    p = p - p.mean(0)\n", ""),
-    ("matthews_of_several_labels_is_gorodkins", "support.tasks.matthews",
+    ("matthews_of_several_labels_is_gorodkins", "support.metrics.matthews", "    p = p - p.mean(0)\n", ""),
+    ("matthews_of_several_labels_is_gorodkins", "support.metrics.matthews",
      "if np.ptp(true) == 0 or np.ptp(predicted) == 0:", "if False:"),
-    ("matthews_of_several_labels_is_gorodkins", "support.tasks.matthews", "np.eye(len(labels))[index.reshape(2, -1)]",
+    ("matthews_of_several_labels_is_gorodkins", "support.metrics.matthews", "np.eye(len(labels))[index.reshape(2, -1)]",
      "1.0 * index.reshape(2, -1)", "np.eye(len(labels))[:, np.isin(labels, true)][index.reshape(2, -1)]"),
 ]
 CASES = [(claim, place, piece, mistake) for claim, place, piece, *mistakes in MISTAKES for mistake in mistakes]

@@ -169,7 +169,7 @@ class Code:
 
 def test_a_checkpoint_runs_no_code(text, copy, capsys):
     for name in ("step_0000006.pt", "encoder.pt"):
-        torch.save({"model": Code(), "config": {}, "encoder": {}}, copy / name)
+        torch.save({"model": Code(), "config": {}}, copy / name)
         with pytest.raises(UserError, match=f"{name}: damaged, or not written by this project"):
             checkpoints.load_encoder(copy / name)
     assert "code was run" not in capsys.readouterr().out
@@ -177,7 +177,7 @@ def test_a_checkpoint_runs_no_code(text, copy, capsys):
 
 
 def test_a_checkpoint_of_another_version_says_so(copy):
-    torch.save({"model": {}, "config": {"bert_trick": False}}, copy / "step_0000007.pt")
+    torch.save({"step": 7, "model": {}, "config": {"bert_trick": False}}, copy / "step_0000007.pt")
     with pytest.raises(UserError, match="another version of maelm, which differs in .*bert_trick"):
         checkpoints.load_model(copy)
 

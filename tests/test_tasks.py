@@ -1,4 +1,4 @@
-"""Claims about support/tasks.py and the scores of support/squad.py: metrics, and the files of the tasks."""
+"""Claims about tasks: their files, their grids and their metrics."""
 import itertools
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 
-from support import squad, tasks
+from support import metrics, squad, task_files, tasks
 from support.data import in_validation
 from support.files import UserError
 from tests.common import SUBJECTS, sentence
@@ -59,9 +59,10 @@ def write_squad(path, start=0):
 def test_metrics_equal_scipy_and_scikit_learn(n):
     random = np.random.default_rng(n)
     guess, true = random.integers(4, size=(2, n))
-    assert tasks.accuracy(guess, true) == pytest.approx(sklearn.metrics.accuracy_score(true, guess))
+    assert metrics.accuracy(guess, true) == pytest.approx(sklearn.metrics.accuracy_score(true, guess))
     for values in (guess, random.normal(size=n)):
-        assert tasks.spearman(values, true) == pytest.approx(scipy.stats.spearmanr(values, true).statistic)
+        assert metrics.spearman(values, true) == pytest.approx(scipy.stats.spearmanr(values, true).statistic)
+    assert np.isnan([metrics.spearman(0 * true, true), metrics.spearman(guess, 0 * true)]).all()
 
 
 def test_squad_scores_follow_the_published_rules():
@@ -81,7 +82,7 @@ def test_squad_scores_follow_the_published_rules():
     ("", 0, ("the",), 100, 100),  # a true answer of articles only does not count
     ("", 2, ("the",), 0, 0)])
 def test_squad_metrics_are_those_of_the_official_evaluation(answer, odd, true, exact, f1):
-    question = tasks.Question("1", "?", "", tuple((0, text) for text in true))
+    question = task_files.Question("1", "?", "", tuple((0, text) for text in true))
     found = squad.squad_metrics([question], [answer], np.array([odd]), 1.0)
     assert found == {"exact": exact, "f1": pytest.approx(f1)}
 
@@ -99,8 +100,8 @@ def test_tasks_and_grids_are_those_of_the_paper():
     assert " ".join(tasks.GLUE) == "mnli qqp qnli sst2 cola rte mrpc stsb"
     found = [tasks.TASKS[name] for name in (*tasks.GLUE, "squad2")]
     assert [task.metric for task in found] == 4 * ["accuracy"] + "matthews accuracy accuracy spearman f1".split()
-    assert [task.rows[0] for task in found] == [392702, 363846, 104743, 67349, 8551, 2490, 3668, 5749, 130319]
-    assert [task.rows[1] for task in found] == [9815, 40430, 5463, 872, 1043, 277, 408, 1500, 11873]
+    assert [task.official[0] for task in found] == [392702, 363846, 104743, 67349, 8551, 2490, 3668, 5749, 130319]
+    assert [task.official[1] for task in found] == [9815, 40430, 5463, 872, 1043, 277, 408, 1500, 11873]
     assert [len(tasks.grid(task.group, 768, {})) for task in found] == 4 * [12] + 4 * [64] + [32]
     for (name, dim), rows in GRIDS.items():
         points = tasks.grid(tasks.TASKS[name].group, dim, {})
@@ -110,11 +111,11 @@ def test_tasks_and_grids_are_those_of_the_paper():
 
 @pytest.mark.parametrize("name", tasks.GLUE)
 def test_original_files_are_read_as_they_are(name, tmp_path):
-    parts, remarks = tasks.read_task(name, str(write_glue(tmp_path)), 0.01)
-    assert list(parts) == (["train", "dev", "dev_mm"] if name == "mnli" else ["train", "dev"])
+    splits, remarks = task_files.read_task(name, str(write_glue(tmp_path)), 0.01)
+    assert list(splits) == (["train", "dev", "dev_mm"] if name == "mnli" else ["train", "dev"])
     assert all("not comparable with published numbers" in remark for remark in remarks)
     _, _, labels = FORMATS[tasks.TASKS[name].folder]
-    for rows in parts.values():
+    for rows in splits.values():
         for found, (a, b, label) in zip(rows, examples(labels), strict=True):
             assert found == (f'"{a}', None if name in ("cola", "sst2") else b, label)
 
@@ -122,33 +123,33 @@ def test_original_files_are_read_as_they_are(name, tmp_path):
 def test_odd_rows_of_qqp_are_read(tmp_path):
     rows = ['1\t1\t2\tNone\tsay "yes\t1', "2\t1\t2\tcut off", "3\t1\t2\tHow?\t\t0"]
     (tmp_path / "train.tsv").write_text("\n".join([FORMATS["QQP"][0], *rows]))
-    assert tasks.read_part("qqp", str(tmp_path), 0) == [("None", 'say "yes', "1"), ("How?", "", "0")]
+    assert task_files.read_file("qqp", tmp_path / "train.tsv") == [("None", 'say "yes', "1"), ("How?", "", "0")]
 
 
 def test_remarks_tell_what_is_not_official(tmp_path, monkeypatch):
-    monkeypatch.setitem(tasks.TASKS, "rte", replace(tasks.TASKS["rte"], rows=(12, 12)))
+    monkeypatch.setitem(tasks.TASKS, "rte", replace(tasks.TASKS["rte"], official=(12, 12)))
     folder = str(write_glue(tmp_path))
-    assert tasks.read_task("rte", folder, 0.01)[1] == []
+    assert task_files.read_task("rte", folder, 0.01)[1] == []
     (tmp_path / "MNLI" / "dev_mismatched.tsv").unlink()
-    assert tasks.read_task("mnli", folder, 0.01)[1][-1] == "dev_mm is missing: not evaluated"
+    assert task_files.read_task("mnli", folder, 0.01)[1][-1] == "dev_mm is missing: not evaluated"
 
 
 def test_squad_files_are_read_and_checked(tmp_path):
     write_squad(tmp_path / "dev.json")
-    questions = tasks.read_squad(tmp_path / "dev.json")
+    questions = task_files.read_squad(tmp_path / "dev.json")
     assert questions[4] == ("q2", "who is it?", sentence(2), ((0, "my friend"),))
     assert questions[5].answers == ()
     write_squad(tmp_path / "moved.json", start=3)
     with pytest.raises(UserError, match="question q0: answer 'the cat' is not at character 3"):
-        tasks.read_squad(tmp_path / "moved.json")
+        task_files.read_squad(tmp_path / "moved.json")
 
 
 def test_docs_leave_the_validation_part_alone(monkeypatch):
     documents = [(("torch", "numpy", "tqdm")[i % 3], f"{sentence(i)} {i}") for i in range(3000)]
-    monkeypatch.setattr(tasks, "read_docs", lambda: documents)
-    parts, _ = tasks.read_task("docs", None, 0.3)
-    assert len(parts["train"]) == 200 and not set(parts["train"]) & set(parts["dev"])
-    for text, _, library in parts["train"] + parts["dev"]:
+    monkeypatch.setattr(task_files, "read_docs", lambda: documents)
+    splits, _ = task_files.read_task("docs", None, 0.3)
+    assert len(splits["train"]) == 200 and not set(splits["train"]) & set(splits["dev"])
+    for text, _, library in splits["train"] + splits["dev"]:
         assert library != "tqdm" and (library, text) in documents and not in_validation(text, 0.3)
 
 
@@ -159,7 +160,7 @@ def test_all_formats_of_custom_files_agree(tmp_path):
     frame.to_json(tmp_path / "a.jsonl", orient="records", lines=True)
     frame.to_parquet(tmp_path / "a.parquet")
     for path in tmp_path.iterdir():
-        found = tasks.examples_of(tasks.records_of(path), columns, "")
+        found = task_files.read_file("custom", path)
         assert found == [tuple(row) for row in frame.values]
 
 
@@ -169,18 +170,18 @@ def test_all_formats_of_custom_files_agree(tmp_path):
 def test_bad_files_to_predict_are_refused(name, file, content, message, tmp_path):
     (tmp_path / file).write_text(content)
     with pytest.raises(UserError, match=message):
-        tasks.read_inputs(name, str(tmp_path / file))
+        task_files.read_inputs(name, str(tmp_path / file))
 
 
 @pytest.mark.parametrize("name, file, content, message", [
-    ("custom", "train.csv", "text,kind\na,b\n", "train.csv, record 1: needs text, text2, label; has"),
+    ("custom", "train.csv", "text,kind\na,b\n", "train.csv, record 1: needs text, label; has"),
     ("custom", "train.csv", "text,label\nb, c,x\n", "more fields than columns"),
     ("custom", "train.csv", "text,label\na,x\nb,\n", "record 2: needs text"),
     ("custom", "train.csv", "text,label,label\na,x,y\n", "two columns `label`"),
-    ("rte", "train.tsv", "sentence1\tsentence2\tlabel\n", "rte, part train: empty"),
-    ("custom", "train.x", "", r"no train.\* there"), ("docs", "x", "", "leave --data out")])
+    ("rte", "train.tsv", "sentence1\tsentence2\tlabel\n", "rte, split train: empty"),
+    ("custom", "train.x", "", r"no train.\* there")])
 def test_bad_files_are_refused(name, file, content, message, tmp_path):
-    (tmp_path / file).write_text(content)
+    for path in (file, file.replace("train", "dev")):
+        (tmp_path / path).write_text(content)
     with pytest.raises(UserError, match=message):
-        tasks.locate(name, str(tmp_path), 0)
-        tasks.read_task(name, str(tmp_path), 0.01)
+        task_files.read_task(name, str(tmp_path), 0.01)

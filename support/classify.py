@@ -1,18 +1,29 @@
 """Tasks with a label, or a number, for one or two texts: labels, inputs, head, loss and score."""
-import itertools
 import re
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from maelm import CLS, SEP
-from support.files import UserError
-from support.tasks import METRICS, TASKS, Encoded, Example
+from support.files import UserError, json_lines
+from support.metrics import METRICS
+from support.task_files import Example
+from support.tasks import TASKS
 from support.tokenizer import Tokenizer
+
+
+class Encoded(NamedTuple):
+    """A split of a task as tokens."""
+    ids: list[np.ndarray]  # of each input, (length,) int64
+    targets: Tensor  # (N,) int64 or float32 labels; (N, 3) int64 for spans: first and last token, start of the passage
+    examples: list  # Example or Question
+    windows: list[tuple[int, int]]  # SQuAD, of each input: number of its question, tokens of the context before it
+    remarks: list[str]
 
 
 class ClassifierHead(nn.Sequential):
@@ -30,28 +41,24 @@ class ClassifierHead(nn.Sequential):
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 
 
-def labels_and_scale(task: str, examples: list[Example]) -> tuple[str, tuple[str, ...], float]:
-    """Metric, labels and scale of a task, for `custom` by its training examples; no labels for numbers."""
+def labels_and_scale(task: str, examples: list) -> tuple[str, tuple[str, ...], float]:
+    """Metric, labels and scale of a task, of some by its training examples; without labels if numbers are predicted."""
     metric, labels = TASKS[task].metric, TASKS[task].labels
-    if task == "custom":
-        found = sorted({e.label for e in examples})
-        if len(found) == 1:
-            raise UserError(f"all training records have the label {found[0]!r}: use two labels or more")
-        numbers = [float(label) for label in found if NUMBER.fullmatch(label)]
-        if len(numbers) == len(found) and not all(number.is_integer() for number in numbers):
-            metric = "spearman"  # labels such as 3.5: to be predicted as numbers
-        else:
-            labels = tuple(found)
-    if labels:
+    if labels or task == "squad2":
         return metric, labels, 1.0
+    found = sorted({e.label for e in examples})
+    if len(found) == 1:
+        raise UserError(f"all training examples have the label {found[0]!r}: use two labels or more")
+    numbers = [float(label) for label in found if NUMBER.fullmatch(label)]
+    fractions = [number for number in numbers if not number.is_integer()]
+    if task == "custom" and (len(numbers) < len(found) or not fractions):
+        return metric, tuple(found), 1.0
     # The official code divides STS-B's 0 ... 5 by 5.
-    largest = max([abs(float(e.label)) for e in examples if NUMBER.fullmatch(e.label)], default=0.0)
-    return metric, (), largest or 1.0
+    return "spearman", (), max(map(abs, numbers), default=0.0) or 1.0
 
 
-class Sentences:
-    """Tasks with a label, or a number, for one or two texts: `[CLS] A [SEP]`, `[CLS] A [SEP] B [SEP]`. Spans has the
-    same methods. Targets are those of Encoded."""
+class Classification:
+    """Inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, targets as in Encoded. Spans has the same methods."""
     def __init__(self, tokenizer: Tokenizer, dim: int, n: int, dropout: float, metric: str, labels: tuple[str, ...],
                  scale: float):
         self.tokenizer, self.dim, self.n, self.dropout = tokenizer, dim, n, dropout
@@ -78,15 +85,14 @@ class Sentences:
             room = self.n - (2 if e.text2 is None else 3)  # for both texts
             truncated += len(a) + len(b) > room
             keep = min(len(b), max(room // 2, room - len(a)))  # tokens of b; the others are for a
-            row = [CLS, *a[:room - keep], SEP]
+            tokens = [CLS, *a[:room - keep], SEP]
             if e.text2 is not None:
-                row += [*b[:keep], SEP]
-            ids.append(np.array(row, np.int64))
+                tokens += [*b[:keep], SEP]
+            ids.append(np.array(tokens, np.int64))
         remarks = [f"{truncated:,} of {len(ids):,} inputs are cut off at {self.n} tokens"] if truncated else []
         return Encoded(ids, torch.tensor(targets), examples, [], remarks)
 
     def head(self) -> nn.Module:
-        """A new head."""
         return ClassifierHead(self.dim, max(1, len(self.labels)), self.dropout)
 
     def loss(self, logits, targets, padding):
@@ -99,25 +105,25 @@ class Sentences:
         """The logits (B, C) as they are."""
         return logits
 
-    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict]:
+    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
         """Logits (N, C) -> the metric in percent, and the file of all predictions."""
         predicted = outputs.argmax(1) if self.labels else outputs[:, 0]
         value = METRICS[self.metric](predicted, encoded.targets.numpy())
-        rows = self.rows(outputs, encoded.examples, itertools.count())
-        return {self.metric: 100 * value}, {"predictions.jsonl": rows}
+        predictions = self.predictions(outputs, encoded.examples, range(len(outputs)))
+        return {self.metric: 100 * value}, {"predictions.jsonl": json_lines(predictions)}
 
-    def rows(self, outputs, examples: list[Example], ids: Iterable) -> list[dict]:
+    def predictions(self, outputs, examples: list[Example], ids: Iterable) -> list[dict]:
         """Logits (N, C) -> of each example id, label, prediction and the probability of every label."""
         scores = torch.from_numpy(outputs).softmax(1).tolist()
-        rows = []
-        for i, (example, logits, name) in enumerate(zip(examples, outputs, ids)):
-            row = {"id": name}
+        found = []
+        for i, (example, name) in enumerate(zip(examples, ids)):
+            line = {"id": name}
             if example.label is not None:
-                row["label"] = example.label if self.labels else float(example.label)
+                line["label"] = example.label if self.labels else float(example.label)
             if self.labels:
-                row["prediction"] = self.labels[logits.argmax()]
-                row["scores"] = dict(zip(self.labels, scores[i]))
+                line["prediction"] = self.labels[outputs[i].argmax()]
+                line["scores"] = dict(zip(self.labels, scores[i]))
             else:
-                row["prediction"] = float(f"{self.scale * logits[0]:.4g}")
-            rows.append(row)
-        return rows
+                line["prediction"] = float(f"{self.scale * outputs[i, 0]:.4g}")
+            found.append(line)
+        return found

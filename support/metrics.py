@@ -1,0 +1,31 @@
+"""Metrics of tasks with a label or a number for each example."""
+import math
+
+import numpy as np
+import pandas
+
+
+def accuracy(predicted, true) -> float:
+    """Share of equal entries of two arrays (N,), in [0, 1]."""
+    return float((predicted == true).mean())
+
+
+def matthews(predicted, true) -> float:
+    """Correlation of two labellings (N,) by any integers, in [-1, 1]; Matthews, 1975, and Gorodkin, 2004."""
+    if np.ptp(true) == 0 or np.ptp(predicted) == 0:
+        return 0.0
+    labels, index = np.unique(np.concatenate([true, predicted]), return_inverse=True)
+    t, p = np.eye(len(labels))[index.reshape(2, -1)]  # (N, labels) each
+    t = t - t.mean(0)
+    p = p - p.mean(0)
+    return float((t * p).sum() / math.sqrt((t * t).sum() * (p * p).sum()))
+
+
+def spearman(predicted, true) -> float:
+    """Pearson correlation of the ranks of two arrays (N,), in [-1, 1]; NaN where one of them is constant."""
+    table = pandas.DataFrame({"predicted": predicted, "true": true})
+    correlations = table.corr("spearman")
+    return float(correlations.loc["predicted", "true"])
+
+
+METRICS = {"accuracy": accuracy, "matthews": matthews, "spearman": spearman}

@@ -1,0 +1,189 @@
+"""Reading a task: from the files of its original release, from the Hub, or from this machine's documentation."""
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from support.data import in_validation, load, read_docs
+from support.files import UserError, read_json
+from support.tasks import SPLITS, TASKS
+
+
+class Example(NamedTuple):
+    """One or two texts and a label as it stands in the file."""
+    text: str
+    text2: str | None
+    label: str | None  # None: to be predicted
+
+
+class Question(NamedTuple):
+    """A SQuAD question; without answers it is unanswerable. `answers` are (first character, text)."""
+    id: str
+    question: str
+    context: str
+    answers: tuple[tuple[int, str], ...]
+
+
+LOADERS = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".parquet": "parquet"}
+INPUTS = LOADERS | {".txt": "text"}  # of texts without labels
+
+
+# ---- 1. A whole task ----------------------------------------------------------------------------------------
+def read_task(name: str, data: str | None, val_share: float) -> tuple[dict[str, list], list[str]]:
+    """Examples or questions of each split, and remarks on what is not official. `val_share` is that of pre-training."""
+    task, remarks = TASKS[name], []
+    if name == "docs":
+        found = read_docs_task(val_share)
+    elif data is None:
+        found = {split: read_hub(name, on_hub) for split, on_hub in zip(SPLITS, task.hub_splits)}
+    else:
+        found = {split: read_file(name, path) for split, path in find_files(name, data).items()}
+    for split, examples in found.items():
+        if not examples:
+            raise UserError(f"{name}, split {split}: empty; use another --data")
+    for split, count in zip(SPLITS, task.official):
+        if split not in found:
+            remarks.append(f"{split} is missing: not evaluated")
+        elif len(found[split]) != count:
+            remarks.append(f"{split} has {len(found[split]):,} examples, the official one {count:,}: not comparable "
+                           "with published numbers")
+    return found, remarks
+
+
+def find_files(name: str, data: str) -> dict[str, Path]:
+    """The file of each split in the folder `data`. UserError if one is missing; only dev_mm may be."""
+    task, root = TASKS[name], Path(data).expanduser()
+    found = {}
+    for split, pattern in zip(SPLITS, task.files):
+        paths = sorted((root / task.folder).glob(pattern)) or sorted(root.glob(pattern))
+        paths = [path for path in paths if path.suffix in LOADERS or name == "squad2"]
+        if len(paths) > 1:
+            raise UserError(f"--data {data}: holds {paths[0].name} and {paths[1].name}; move all but one away")
+        if paths:
+            found[split] = paths[0]
+        elif split != "dev_mm":
+            raise UserError(f"--data {data}: no {pattern} there" + (f" or in {task.folder}/" if task.folder else ""))
+    return found
+
+
+def read_docs_task(val_share: float) -> dict[str, list[Example]]:
+    """Documentation strings, at most 100 and 150 of each library by hash, none from the validation of pre-training."""
+    most = {"train": 100, "dev": 150}
+    found = {"train": [], "dev": []}
+    count = Counter()
+    for library, text in sorted(read_docs(), key=lambda item: hashlib.blake2b(item[1].encode()).digest()):
+        if library not in TASKS["docs"].labels or in_validation(text, val_share):
+            continue
+        split = "dev" if in_validation(text, val_share + 0.1) else "train"  # the next tenth by hash
+        count[split, library] += 1
+        if count[split, library] <= most[split]:
+            found[split].append(Example(text, None, library))
+    return found
+
+
+# ---- 2. One split, from a file or the Hub -------------------------------------------------------------------
+def read_file(name: str, path: Path) -> list[Example] | list[Question]:
+    """The examples or questions in a file of task `name`."""
+    if name == "squad2":
+        return read_squad(path)
+    records = records_of(path, TASKS[name].header)
+    if path.suffix == ".tsv":  # a few of QQP's lines are cut off
+        label = TASKS[name].columns[-1]
+        records = (record for record in records if record.get(label) not in (None, ""))
+    return examples_of(name, records, str(path))
+
+
+def read_hub(name: str, split: str) -> list[Example] | list[Question]:
+    """The examples or questions of task `name` in a split on the Hub."""
+    task, found = TASKS[name], []
+    for record in load("hub", (), f"hf:{task.hub}", split=split, streaming=False):
+        if name == "squad2":
+            answers = zip(record["answers"]["answer_start"], record["answers"]["text"])
+            found.append(Question(record["id"], record["question"].strip(), record["context"], tuple(answers)))
+        else:  # labels are numbers there, and STS-B's 3.2 is 3.200000047683716
+            label = task.labels[record["label"]] if task.labels else round(record["label"], 3)
+            found.append(Example(*texts_of(name, record, task.hub), str(label)))
+    return found
+
+
+def records_of(path: Path, header: tuple[str, ...] = (), bad_lines: str = "skip") -> Iterable[dict]:
+    """The records of a file. A .tsv is GLUE's: quotes are characters; `header` names columns if the file does not."""
+    options = {}
+    if path.suffix in (".csv", ".tsv"):
+        options["keep_default_na"] = False  # the text "None" is not missing
+    if path.suffix == ".tsv":
+        options |= {"delimiter": "\t", "quoting": 3, "column_names": list(header) or None, "on_bad_lines": bad_lines}
+    for record in load(INPUTS[path.suffix], [str(path)], str(path), **options):
+        if "__index_level_0__" in record:  # pandas takes the first field of such lines as their name
+            raise UserError(f"{path}: has lines with more fields than columns; put texts with a comma in quotes")
+        yield record
+
+
+def texts_of(name: str, record: dict, where: str) -> tuple[str, str | None]:
+    """The text of a record and its second one, None in a task with one. Columns are called as in the files of task
+    `name`, as on the Hub, or text[,text2]. UserError if a text is missing."""
+    *columns, _ = TASKS[name].columns
+    if name == "custom" and record.get("text2") is None:  # it is optional
+        columns = ["text"]
+    for names in (columns, TASKS[name].hub_columns, ("text", "text2")[:len(columns)]):
+        texts = [record.get(column) for column in names]
+        if texts and all(isinstance(text, str) for text in texts):
+            return texts[0].strip(), texts[1].strip() if len(texts) > 1 else None
+    raise UserError(f"{where}: needs {', '.join(columns)}; has {str(record)[:200]}")
+
+
+def examples_of(name: str, records: Iterable[dict], where: str) -> list[Example]:
+    """Records of task `name` -> examples. UserError for a record that lacks a text or the label."""
+    *columns, label = TASKS[name].columns
+    found = []
+    for number, record in enumerate(records, start=1):
+        if "label.1" in record:
+            raise UserError(f"{where}: has two columns `label`; rename one")
+        text, text2 = texts_of(name, record, f"{where}, record {number}")
+        if not text or record.get(label) in (None, ""):  # two of QQP's questions are empty, both second ones
+            raise UserError(f"{where}, record {number}: needs {columns[0]}, {label}; has {str(record)[:200]}")
+        found.append(Example(text, text2, str(record[label]).strip()))
+    return found
+
+
+def read_inputs(name: str, source: str) -> tuple[list[Example] | list[Question], list]:
+    """What task `name` is to predict, and the index of each in its file, or its number: lines of a .txt, the columns of
+    GLUE's releases or of the Hub, or text[,text2]; hf:[SPLIT] is a split of the task on the Hub."""
+    task, path = TASKS[name], Path(source)
+    if name == "squad2":
+        questions = read_squad(path)
+        return questions, [q.id for q in questions]
+    if source.startswith("hf:") and task.hub:
+        split = source[3:] or task.hub_splits[1].replace("validation", "test")
+        records = load("hub", (), f"hf:{task.hub}", split=split, streaming=False)
+    elif path.suffix in INPUTS:
+        records = records_of(path, bad_lines="error")
+    else:
+        raise UserError(f"--predict {path}: the name must end in {', '.join(INPUTS)}")
+    found, indices = [], []
+    for number, record in enumerate(records):
+        found.append(Example(*texts_of(name, record, f"{source}, record {number + 1}"), None))
+        indices.append(record.get("index", record.get("idx", record.get("id", number))))
+    if not found:
+        raise UserError(f"--predict {source}: empty")
+    return found, indices
+
+
+def read_squad(path: Path) -> list[Question]:
+    """The questions of a SQuAD JSON file, version 1.1 or 2.0. UserError if it is not one."""
+    found = []
+    try:
+        for article in read_json(path)["data"]:
+            for paragraph in article["paragraphs"]:
+                for q in paragraph["qas"]:
+                    answers = [] if q.get("is_impossible") else q.get("answers", [])
+                    answers = tuple((a["answer_start"], a["text"]) for a in answers)
+                    found.append(Question(q["id"], q["question"].strip(), paragraph["context"], answers))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: not in the format of SQuAD ({error!r})") from error
+    for q in found:
+        for start, text in q.answers:
+            if q.context[start:start + len(text)] != text:
+                raise UserError(f"{path}: question {q.id}: answer {text!r} is not at character {start} of its context")
+    return found
