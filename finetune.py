@@ -29,12 +29,13 @@ from tqdm import tqdm
 from maelm import MAELM, PAD
 from rank import CENTERINGS, Moments, tau_rank
 from support.checkpoints import load_encoder, read_tensors, run_settings, write_tensors
-from support.data import VAL_SHARE, rows_of_step, seed_of
+from support.corpus import VAL_SHARE
 from support.device import Worker, make_worker
 from support.files import (UserError, atomic, clear_errors, lock_folder, read_json, refuse_other_files, same_settings,
                            short_hash, write_json)
 from support.flags import Parser, add_flags, given_flags, require, require_positive, value_in
 from support.log import figure
+from support.rows import rows_of_step, seed_of
 from support.sentences import Sentences, labels_and_scale
 from support.squad import Spans
 from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, Encoded, grid, locate, read_inputs, read_squad, read_task

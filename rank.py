@@ -26,12 +26,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP, Config, Encoder, corrupt
-from support.checkpoints import corpus_settings, load_encoder, run_settings
-from support.data import VAL_SHARE, Rows, corpus, documents, in_validation, parts, seed_of
+from support.checkpoints import load_encoder, run_settings
+from support.corpus import VAL_SHARE, corpus_settings, documents, in_validation, prepared_corpus, sources
 from support.device import make_worker
 from support.files import UserError, clear_errors, lock_folder, write_json
 from support.flags import Parser, add_flags, given_flags, require, require_positive
 from support.log import figure
+from support.rows import Rows, seed_of
 
 CURVES = ("with_mask", "without_mask", "mask_only")
 CENTERINGS = {"uncentered": False, "centered": True}
@@ -135,7 +136,7 @@ def measurement_of_run(name: str, config: RankConfig, device: torch.device) -> M
     if config.data or "data" not in settings:
         rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config)
     else:
-        rows = Rows(corpus(**corpus_settings(shape, settings, tokenizer)), "val")
+        rows = Rows(prepared_corpus(corpus_settings(shape, settings, tokenizer)), "val", shape.seq_len)
     positions = torch.arange(shape.seq_len, device=device)[None]  # (1, n)
 
     def encode(tokens):
@@ -179,8 +180,8 @@ def text_rows(source: str, encode: Callable, frame: tuple[list[int], list[int], 
     """Validation documents as rows (rows, n) int64. `frame`: ids before a row, after a document, after a row."""
     before, between, after = frame
     room = n - len(before) - len(after)
-    read = parts(source, config.column)
-    texts = (text for part in read for text in documents(part) if in_validation(text, config.val_share))
+    read = documents(sources(source, config.column))
+    texts = (text for text in read if in_validation(text, config.val_share))
     pieces, size = [], 0
     for text in tqdm(texts, "tokenizing", unit="text", leave=False, disable=None):
         pieces += [np.asarray(encode(text), np.int64), np.array(between, np.int64)]

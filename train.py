@@ -28,17 +28,18 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from maelm import ABLATIONS, MAELM, NUM_SPECIAL, PRESETS, Config, Corruption, corrupt
-from support.checkpoints import (checkpoint_of, checkpoints, corpus_settings, load_checkpoint, load_model, run_settings,
+from support.checkpoints import (checkpoint_of, checkpoints, load_checkpoint, load_model, run_settings,
                                  save_checkpoint)
+from support.corpus import SPLITS, VAL_SHARE, corpus_folder, corpus_settings, prepared_corpus
 from support.cost import describe_epochs, estimate, flops, peak_of
-from support.data import CACHE, VAL_SHARE, Rows, corpus, corpus_folder, rows_of_step, seed_of
 from support.device import Interrupt, Worker, explain_out_of_memory, make_worker
-from support.files import (UserError, atomic, clear_errors, lock_folder, read_json, refuse_other_files, same_settings,
-                           short_hash, write_json)
+from support.files import (CACHE, UserError, atomic, clear_errors, lock_folder, read_json, refuse_other_files,
+                           same_settings, short_hash, write_json)
 from support.flags import Parser, add_flags, given_flags, require, require_positive, value_in
 from support.log import draw_loss, open_wandb, read_log
 from support.muon import make_optimizers
 from support.predict import examples, fill_mask
+from support.rows import Rows, rows_of_step, seed_of
 from support.tokenizer import Tokenizer
 
 
@@ -465,10 +466,11 @@ def copy_weights(model: MAELM, start: MAELM) -> str:
 def open_run(command: Command, folder: Path, worker: Worker) -> Run:
     """A run on the prepared corpus `folder`: new, or as far as it is in --out. UserError if that is another run."""
     config, train, out, start = command.config, command.train, command.out, command.start
-    rows = {part: Rows(folder, part) for part in ("train", "val")}
-    k, least = config.masks_per_row(config.seq_len), rows["train"].min_real
+    n = config.seq_len
+    rows = {split: Rows(folder, split, n) for split in SPLITS}
+    k, least = config.masks_per_row(n), (n - 1) // 2  # real tokens in a row, if all documents are of one token
     if not 0 < k <= least:
-        raise UserError(f"mask_rate={config.mask_rate} masks {k} of {config.seq_len} tokens in a row: use 1 to {least}")
+        raise UserError(f"mask_rate={config.mask_rate} masks {k} of {n} tokens in a row: use 1 to {least}")
     torch.manual_seed(train.seed)
     model = MAELM(config)
     if worker.is_main:  # the others wait in join
@@ -570,8 +572,9 @@ def main(argv=None):
             return
         source = corpus_settings(config, asdict(train), command.tokenizer)
         if command.estimate:
-            folder = corpus_folder(**source)
-            print(estimate(config, train, len(Rows(folder, "train")) if folder.is_dir() else None))
+            folder = corpus_folder(source)
+            there = (folder / "meta.json").is_file()
+            print(estimate(config, train, len(Rows(folder, "train", config.seq_len)) if there else None))
             return
         worker = make_worker(train.precision, train.device, small=config.encoder_dim < 256)
         micro_batch(train, worker.world_size)
@@ -580,7 +583,7 @@ def main(argv=None):
                   f"{train.max_steps:,} steps of {train.batch_size} rows", flush=True)
         if worker.is_main and not command.prepare:
             held.enter_context(lock_folder(command.out))  # until this process ends
-        folder = corpus(**source)
+        folder = prepared_corpus(source)
         if command.prepare:
             print(f"{folder}: prepared")
             return

@@ -1,14 +1,19 @@
-"""Files and errors: errors in one line, atomic writes, JSON, a lock for a folder."""
+"""Files and errors: errors in one line, atomic writes, JSON, records of data files, a lock for a folder."""
 import hashlib
 import json
+import lzma
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+
+CACHE = "~/.cache/maelm"  # the folder for what can be made again, unless --cache names another
+BROKEN = (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError)  # raised for files that cannot be read
 
 
 class UserError(Exception):
@@ -75,6 +80,37 @@ def short_hash(content: str | bytes) -> str:
     if isinstance(content, str):
         content = content.encode(errors="surrogatepass")
     return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def file_states(files: Iterable[Path | str]) -> str:
+    """Names, sizes and times of files, by which it shows that they have changed."""
+    states = []
+    for file in files:
+        state = os.stat(file)
+        states.append((str(file), state.st_size, state.st_mtime_ns))
+    return json.dumps(states)
+
+
+def load(loader: str, files: Iterable[str], name: str, **options) -> Iterator[dict]:
+    """The records that `datasets` reads from files, or of the Hub's `name` without files. UserError if it cannot."""
+    import datasets  # here: it takes a second
+    from huggingface_hub.errors import HTTPError
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log what we say
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        if loader == "hub":
+            path, _, config = name.removeprefix("hf:").partition(":")
+            if Path(path).exists():
+                raise UserError(f"{name}: the folder {path} would be read in its place; start in another folder")
+            if hasattr(datasets.load_dataset_builder(path, config or None).config, "sample_by"):
+                options["sample_by"] = "paragraph"  # text files, as those on this machine
+            found = datasets.load_dataset(path, config or None, **{"split": "train", "streaming": True} | options)
+        else:
+            found = datasets.load_dataset(loader, data_files=list(files), split="train", streaming=True, **options)
+        yield from found
+    except (*BROKEN, RuntimeError, datasets.exceptions.DatasetsError, HTTPError) as error:  # RuntimeError: a script
+        raise UserError(f"{name}: cannot be read ({root_cause(error)})") from error
 
 
 @contextmanager

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from maelm import CLS, MAELM, MASK, SEP, Corruption, corrupt
-from support.data import Rows
 from support.files import UserError
+from support.rows import Rows
 from support.tokenizer import Tokenizer
 
 SHOWN = 6  # examples at the end of a run

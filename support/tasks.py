@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from support.data import in_validation, load, read_docs
-from support.files import UserError, read_json
+from support.corpus import in_validation
+from support.docs_corpus import read_docs
+from support.files import UserError, load, read_json
 
 
 # ---- 1. Tasks: section 4.1, App. B --------------------------------------------------------------------------
