@@ -25,12 +25,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP, Encoder, draw_masks
-from support.checkpoints import corpus_settings, load_encoder, run_settings
-from support.data import VAL_SHARE, Rows, corpus, documents, in_validation, parts, seed_of
+from support.checkpoints import load_encoder, run_settings
+from support.corpus import VAL_SHARE, corpus_settings, documents, in_validation, prepared_corpus, sources
 from support.device import make_worker
 from support.files import UserError, clear_errors, lock_folder, write_json
 from support.flags import Parser, add_flags, given_flags, require, require_positive
 from support.log import figure
+from support.rows import Rows, evenly, seed_of
 
 CURVES = ("with_mask", "without_mask", "mask_only")
 CENTERINGS = {"uncentered": False, "centered": True}
@@ -134,7 +135,7 @@ def subject_of_run(name: str, config: RankConfig, device: torch.device) -> Subje
     if config.data or "data" not in settings:
         rows = text_rows(text, tokenizer.encode, Frame([CLS], [SEP], []), shape.seq_len, config)
     else:
-        rows = Rows(corpus(**corpus_settings(shape, settings, tokenizer)), "val")
+        rows = Rows(prepared_corpus(corpus_settings(shape, settings, tokenizer)), "val", shape.seq_len)
     positions = torch.arange(shape.seq_len, device=device)[None]  # (1, n)
 
     def encode(tokens):
@@ -189,8 +190,8 @@ def frame_of(tokenizer) -> Frame:
 def text_rows(source: str, encode: Callable[[str], np.ndarray | list[int]], frame: Frame, n: int, config: RankConfig):
     """Validation documents as rows (rows, n) int64, each in the frame."""
     room = n - len(frame.before) - len(frame.after)
-    read = parts(source, config.column)
-    texts = (text for part in read for text in documents(part) if in_validation(text, config.val_share))
+    read = documents(sources(source, config.column))
+    texts = (text for text in read if in_validation(text, config.val_share))
     ids = []
     for text in tqdm(texts, "tokenizing", unit="text", leave=False, disable=None):
         ids += [*np.asarray(encode(text)).tolist(), *frame.between]
@@ -213,10 +214,10 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     if count * k < 10 * d:
         raise UserError(f"{subject.name}: {count * k:,} [MASK] are fewer than 10 d = {10 * d:,}, too few for a rank; "
                         "raise --tokens, or give more text: --data, --val-share 1")
-    numbers = np.linspace(0, len(subject.rows) - 1, count).astype(np.int64)  # of rows, from the whole text
+    rows = evenly(subject.rows, count)
     moments = {curve: [] for curve in CURVES}
     for start in tqdm(range(0, count, config.batch_size), subject.name, leave=False, disable=None):
-        tokens = torch.from_numpy(subject.rows[numbers[start:start + config.batch_size]])  # (B, n)
+        tokens = rows[start:start + config.batch_size]  # (B, n)
         maskable = ~torch.isin(tokens, torch.tensor(subject.specials))
         generator = torch.Generator().manual_seed(seed_of(config.seed, start))
         try:

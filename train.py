@@ -19,24 +19,25 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from maelm import ABLATIONS, MAELM, NUM_SPECIAL, Config, Corruption, corrupt
-from support.checkpoints import (checkpoint_of, checkpoints, copy_weights, corpus_settings, load_checkpoint, load_model,
-                                 run_settings, save_checkpoint)
+from support.checkpoints import (checkpoint_of, checkpoints, copy_weights, load_checkpoint, load_model, run_settings,
+                                 save_checkpoint)
+from support.corpus import SPLITS, VAL_SHARE, corpus_folder, corpus_settings, prepared_corpus
 from support.cost import describe_epochs, estimate, use_of_gpu
-from support.data import CACHE, VAL_SHARE, Rows, corpus, corpus_folder, rows_of_step, seed_of
 from support.device import Interrupt, Stopwatch, Worker, compile_model, explain_out_of_memory, make_worker
+from support.docs_corpus import CACHE
 from support.files import UserError, clear_errors, lock_folder, open_folder, short_hash
 from support.flags import Parser, add_flags, given_flags, require, require_positive, value_in
 from support.log import RunLog, draw_loss
 from support.models import make_model
 from support.muon import make_optimizers
 from support.predict import examples, fill_mask
+from support.rows import Rows, evenly, rows_of_step, seed_of
 from support.tokenizer import Tokenizer
 
 
@@ -311,17 +312,11 @@ def train_step(model: nn.Module, optimizers: list, batches: list[Batch], step: i
     return total, norm
 
 
-def evaluation_tokens(rows: Rows, train: TrainConfig):
-    """At most eval_rows validation rows (rows, n) int64, evenly spaced over the whole text."""
-    chosen = np.linspace(0, len(rows) - 1, min(train.eval_rows, len(rows))).astype(np.int64)
-    return torch.from_numpy(rows[chosen])
-
-
 @torch.no_grad()
 def evaluate(model: MAELM, rows: Rows, train: TrainConfig, worker: Worker) -> float:
-    """Mean loss on the evaluation_tokens with fixed masks, in nats per masked token."""
+    """Mean loss on eval_rows rows with fixed masks, in nats per masked token."""
     model.eval()
-    tokens = evaluation_tokens(rows, train)
+    tokens = evenly(rows, train.eval_rows)
     corruption = corrupt(tokens, model.config, torch.Generator().manual_seed(0))
     size, total, count = train.micro_batch_size, 0.0, 0
     # Each process takes every world-th micro-batch; the last one may be smaller, so rows are counted.
@@ -336,8 +331,8 @@ def evaluate(model: MAELM, rows: Rows, train: TrainConfig, worker: Worker) -> fl
 
 
 def unigram_entropy(rows: Rows, train: TrainConfig) -> float:
-    """Entropy in nats of the real evaluation_tokens: the loss of a model that knows only how frequent each token is."""
-    tokens = evaluation_tokens(rows, train)
+    """Entropy in nats of the tokens of `evaluate`: the loss of a model that knows only how frequent each token is."""
+    tokens = evenly(rows, train.eval_rows)
     p = tokens[tokens >= NUM_SPECIAL].bincount().double() / (tokens >= NUM_SPECIAL).sum()
     return float(torch.special.entr(p).sum())
 
@@ -442,10 +437,13 @@ def progress(run: Run, speed: float) -> dict[str, float]:
 def open_run(command: Command, folder: Path, worker: Worker) -> Run:
     """A run on the prepared corpus `folder`: new, or as far as it is in --out. UserError if that is another run."""
     config, train, out, start = command.config, command.train, command.out, command.start
-    rows = {part: Rows(folder, part) for part in ("train", "val")}
-    k, least = config.masks_per_row(config.seq_len), rows["train"].min_real
+    n = config.seq_len
+    rows = {split: Rows(folder, split, n) for split in SPLITS}
+    k, least = config.masks_per_row(n), (n - 1) // 2  # real tokens in a row, even if each document has one
+    if k > least:
+        least = min(split.fewest_real_tokens() for split in rows.values())
     if not 0 < k <= least:
-        raise UserError(f"mask_rate={config.mask_rate} masks {k} of {config.seq_len} tokens in a row: use 1 to {least}")
+        raise UserError(f"mask_rate={config.mask_rate} masks {k} of {n} tokens in a row: use 1 to {least}")
     torch.manual_seed(train.seed)
     model = make_model(config, train.position_init)
     if worker.is_main:
@@ -529,8 +527,9 @@ def main(argv=None):
             return
         source = corpus_settings(config, asdict(train), command.tokenizer)
         if command.options.estimate:
-            folder = corpus_folder(**source)
-            print(estimate(config, train, len(Rows(folder, "train")) if folder.is_dir() else None))
+            folder = corpus_folder(source)
+            there = (folder / "meta.json").is_file()
+            print(estimate(config, train, len(Rows(folder, "train", config.seq_len)) if there else None))
             return
         worker = make_worker(train.precision, train.device, small=config.encoder_dim < 256)
         micro_batch(train, worker.world_size)
@@ -539,7 +538,7 @@ def main(argv=None):
                   f"{train.max_steps:,} steps of {train.batch_size} rows", flush=True)
         if worker.is_main and not command.options.prepare:
             held.enter_context(lock_folder(command.out))  # until this process ends
-        folder = corpus(**source)
+        folder = prepared_corpus(source)
         if command.options.prepare:
             print(f"{folder}: prepared")
             return

@@ -12,7 +12,7 @@ from rank import RankConfig, subject_of_run
 from support.checkpoints import load_model
 from support.files import clear_errors
 from support.flags import Parser
-from train import TrainConfig, evaluation_tokens
+from support.rows import evenly
 
 
 def losses(model: MAELM, tokens, corruption: Corruption):
@@ -95,8 +95,8 @@ def explained(h, groups) -> float:
 def describe(name: str, data: str) -> str:
     """The three answers for a run on `data`, or on its own validation text: printable lines."""
     model, _ = load_model(Path(name))
-    rows = subject_of_run(name, RankConfig(data=data), torch.device("cpu")).rows
-    tokens = evaluation_tokens(rows, TrainConfig(eval_rows=512))
+    subject = subject_of_run(name, RankConfig(data=data), torch.device("cpu"))
+    tokens = evenly(subject.rows, 512)
 
     share, again, others = repeated(model, tokens)
     same, other, second = twice(tokens)

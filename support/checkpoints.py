@@ -117,14 +117,6 @@ def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encode
     return encoder.to(device).eval(), Tokenizer.load(file.parent), config
 
 
-def corpus_settings(config: Config, settings: dict, tokenizer: Tokenizer | None) -> dict:
-    """The arguments of support.data.corpus for a run. The tokenizer counts if it was given, not learned."""
-    given = settings.get("init") or settings.get("tokenizer")
-    return dict(source=settings["data"], cache=settings["cache"], vocab_size=config.vocab_size, seq_len=config.seq_len,
-                uncased=settings["uncased"], val_share=settings["val_share"], column=settings.get("column", "text"),
-                tokenizer=tokenizer if given else None)
-
-
 def run_settings(folder: Path) -> dict:
     """What config.json of a run folder holds; {} if there is none."""
     path = folder / "config.json"

@@ -1,12 +1,11 @@
 """What a model expects at [MASK]: --fill-mask, and the examples at the end of a run."""
 import re
 
-import numpy as np
 import torch
 
 from maelm import CLS, MAELM, MASK, SEP, Corruption, remove_masks
-from support.data import Rows
 from support.files import UserError
+from support.rows import Rows, evenly
 from support.tokenizer import Tokenizer
 
 SHOWN = 6  # examples at the end of a run
@@ -51,8 +50,7 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
     """What the model expects in place of a whole word in the middle of SHOWN validation rows."""
     model.eval()
     lines = ["held-out text: the word in [brackets] was masked; below it are the model's three best guesses"]
-    chosen = np.unique(np.linspace(0, len(rows) - 1, 20 * SHOWN).astype(np.int64))  # not all have such a word
-    for row in torch.from_numpy(rows[chosen]):
+    for row in evenly(rows, 20 * SHOWN):  # not all have such a word
         if len(lines) > 2 * SHOWN:
             break
         texts = [tokenizer.decode([i]) for i in row]

@@ -5,8 +5,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from support.data import in_validation, load, read_docs
+from support.corpus import in_validation
+from support.docs_corpus import read_docs
 from support.files import UserError, read_json
+from support.records import read_records
 from support.tasks import SPLITS, TASKS
 
 
@@ -97,7 +99,7 @@ def read_file(name: str, path: Path) -> list[Example] | list[Question]:
 def read_hub(name: str, split: str) -> list[Example] | list[Question]:
     """The examples or questions of task `name` in a split on the Hub."""
     task, found = TASKS[name], []
-    for record in load("hub", (), f"hf:{task.hub}", split=split, streaming=False):
+    for record in read_records("hub", (), f"hf:{task.hub}", split=split, streaming=False):
         if name == "squad2":
             answers = zip(record["answers"]["answer_start"], record["answers"]["text"])
             found.append(Question(record["id"], record["question"].strip(), record["context"], tuple(answers)))
@@ -114,7 +116,7 @@ def records_of(path: Path, header: tuple[str, ...] = (), bad_lines: str = "skip"
         options["keep_default_na"] = False  # the text "None" is not missing
     if path.suffix == ".tsv":
         options |= {"delimiter": "\t", "quoting": 3, "column_names": list(header) or None, "on_bad_lines": bad_lines}
-    for record in load(INPUTS[path.suffix], [str(path)], str(path), **options):
+    for record in read_records(INPUTS[path.suffix], [str(path)], str(path), **options):
         if "__index_level_0__" in record:  # pandas takes the first field of such lines as their name
             raise UserError(f"{path}: has lines with more fields than columns; put texts with a comma in quotes")
         yield record
@@ -156,7 +158,7 @@ def read_inputs(name: str, source: str) -> tuple[list[Example] | list[Question],
         return questions, [q.id for q in questions]
     if source.startswith("hf:") and task.hub:
         split = source[3:] or task.hub_splits[1].replace("validation", "test")
-        records = load("hub", (), f"hf:{task.hub}", split=split, streaming=False)
+        records = read_records("hub", (), f"hf:{task.hub}", split=split, streaming=False)
     elif path.suffix in INPUTS:
         records = records_of(path, bad_lines="error")
     else:

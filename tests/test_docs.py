@@ -75,7 +75,7 @@ def test_links_of_a_page_lead_somewhere(page):
 
 
 def imports_of(path):
-    """Names of the modules that a file imports; of `from support import data`, also of what may be one."""
+    """Names of the modules that a file imports; of `from support import corpus`, also of what may be one."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from [name.name for name in node.names]

@@ -15,11 +15,11 @@ from tests.test_hub import write_hub_model
 PROGRAM = """
 import json, sys, time
 import finetune, rank, train
-from support import convert, data
+from support import convert, corpus
 
 out, quick = sys.argv[1], sys.argv[2:]
 cache = ["--cache", f"{out}/cache"]
-print(len([text for part in data.parts("hf:user/texts") for text in data.documents(part)]))
+print(len([*corpus.documents(corpus.sources("hf:user/texts"))]))
 quick += ["--vocab-size", "320"]
 train.main(["--data", "hf:user/texts", "--out", f"{out}/run", "--tokenizer", "hf:user/bert", *cache, *quick])
 convert.main(["import", "hf:user/bert", f"{out}/bert"])

@@ -13,9 +13,9 @@ PROGRAM = """
 import os
 import torch
 import train
-from support import data
+from support import corpus
 
-prepare, compiled = data.prepare, torch.nn.Module.compile
+prepare, compiled = corpus.prepare, torch.nn.Module.compile
 
 def note(name):
     with open(name, "a") as file:
@@ -29,7 +29,7 @@ def backend(graph, inputs):
     note("graphs-of")
     return graph
 
-data.prepare = noted
+corpus.prepare = noted
 torch.nn.Module.compile = lambda model, dynamic, mode: compiled(model, dynamic=dynamic, backend=backend)
 train.main()
 """

@@ -10,7 +10,7 @@ import scipy.stats
 import sklearn.metrics
 
 from support import metrics, squad, task_files, tasks
-from support.data import in_validation
+from support.corpus import in_validation
 from support.files import UserError
 from tests.common import SUBJECTS, sentence
 

@@ -11,11 +11,12 @@ import torch
 import train
 from conftest import tiny
 from maelm import MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head
-from support import cost, data, device, muon
+from support import cost, device, muon
 from support.checkpoints import load_model
 from support.device import Worker
 from support.files import read_json
 from support.log import read_log
+from support.rows import evenly, rows_of_step
 from tests.common import arguments, contents, fails, same, short_run
 
 CPU = torch.device("cpu")
@@ -89,7 +90,7 @@ def batch(rank, world, step=7, seed=0):
 def test_rows_and_masks_depend_on_seed_and_step():
     whole = batch(0, 1)
     rows = torch.cat([tokens for tokens, _ in whole]).numpy()
-    assert np.array_equal(rows, RandomRows(200).tokens[data.rows_of_step(0, 7, 24, 200)])
+    assert np.array_equal(rows, RandomRows(200).tokens[rows_of_step(0, 7, 24, 200)])
     masks = torch.stack([corruption.masked for _, corruption in whole])
     assert len(masks.unique(dim=0)) == 6  # other masks in each micro-batch
     for world in (1, 2, 3):
@@ -104,7 +105,7 @@ def test_rows_and_masks_depend_on_seed_and_step():
 @pytest.mark.parametrize("total, wanted", [(1000, 37), (20, 37)])
 def test_evaluation_rows_are_spread_over_the_validation_part(total, wanted):
     rows, recipe = RandomRows(total), train.TrainConfig(eval_rows=wanted)
-    tokens = train.evaluation_tokens(rows, recipe)
+    tokens = evenly(rows, wanted)
     assert rows.read[0] == 0 and rows.read[-1] == total - 1 and len(rows.read) == min(total, wanted)
     assert np.ptp(np.diff(rows.read)) <= 1 and np.diff(rows.read).min() > 0
     _, frequency = np.unique(tokens[tokens >= NUM_SPECIAL], return_counts=True)

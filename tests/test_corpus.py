@@ -1,9 +1,10 @@
-"""Claims about tokenizer, corpora and rows: support/tokenizer.py, support/data.py."""
+"""Claims about tokenizer, documentation, corpora and rows: their files in support/."""
 import gzip
 import json
 import lzma
 import os
 import re
+import shutil
 import sys
 import unicodedata
 
@@ -13,43 +14,39 @@ import tokenizers
 
 import train
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
-from support import data
+from support import corpus, docs_corpus
 from support.files import UserError
+from support.rows import Rows, rows_of_step
 from support.tokenizer import SPECIALS, Tokenizer, byte_letters
-from tests.common import fails, little_documents, sentence, write_corpus
+from tests.common import contents, fails, little_documents, sentence, write_corpus
 
-SIZES = dict(vocab_size=320, seq_len=24, uncased=True, val_share=0.1)
+
+def prepared(data, cache, **change):
+    """The folder of a little corpus in a folder `cache`."""
+    how = dict(vocab_size=320, uncased=True, val_share=0.1) | change
+    return corpus.prepared_corpus(corpus.CorpusConfig(str(data), str(cache), **how))
 
 
 @pytest.fixture(scope="module")
 def folder(text):
     """The little corpus, prepared."""
-    return data.corpus(str(text), str(text.parent / "cache"), **SIZES)
+    return prepared(text, text.parent / "cache")
+
+
+def documents(data):
+    """All documents of --data."""
+    return list(corpus.documents(corpus.sources(str(data))))
+
+
+# ---- The tokenizer --------------------------------------------------------------------------------------------------
+ODD = ["The cat sees a tree.", "naïve café — ∑ 数学 🙂\t\r\n  x", "\x00\x7f ~", "a" * 500, "İstanbul ẞ", " ", "",
+       bytes(range(256)).decode("latin-1"), "ΑΣ ΣΑΣ. Σ ὈΔΥΣΣΕΎΣ"]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["uncased", "cased"])
 def tokenizer(request):
     """A tokenizer of the little language."""
     return Tokenizer.train(map(sentence, range(100)), 320, request.param)
-
-
-def all_rows(folder, part):
-    """All rows (rows, 24) of a part of a prepared corpus."""
-    rows = data.Rows(folder, part)
-    return rows[np.arange(len(rows))]
-
-
-def documents(source):
-    """All documents of --data."""
-    found = []
-    for part in data.parts(str(source)):
-        found += data.documents(part)
-    return found
-
-
-# ---- The tokenizer --------------------------------------------------------------------------------------------------
-ODD = ["The cat sees a tree.", "naïve café — ∑ 数学 🙂\t\r\n  x", "\x00\x7f ~", "a" * 500, "İstanbul ẞ", " ", "",
-       bytes(range(256)).decode("latin-1"), "ΑΣ ΣΑΣ. Σ ὈΔΥΣΣΕΎΣ"]
 
 
 def test_ids_are_specials_then_bytes_then_merges(tokenizer):
@@ -136,7 +133,7 @@ def test_a_folder_is_not_read_in_place_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "user/texts").mkdir(parents=True)
     with pytest.raises(UserError, match="the folder user/texts would be read in its place"):
-        list(data.documents(*data.parts("hf:user/texts")))
+        documents("hf:user/texts")
 
 
 def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
@@ -146,7 +143,7 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
     assert documents("c++") == little_documents(3)
     write_corpus(tmp_path / "b.txt", 2)
     assert documents("b.txt+b.txt") == 2 * little_documents(2)
-    assert [part.loader for part in data.parts("docs+hf:a/b:c+b.txt")] == ["docs", "hub", "text"]
+    assert [source.loader for source in corpus.sources("docs+hf:a/b:c+b.txt")] == ["docs", "hub", "text"]
 
 
 @pytest.mark.parametrize("name, content, message", [
@@ -155,7 +152,7 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
     ("a.txt", b"good text\n\ncaf\xe9", "a.txt: cannot be read .'utf-8' codec"),
     ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),
     ("a.parquet", b"PAR1 not really", "a.parquet: cannot be read .Parquet magic bytes not found"),
-    ("a.txt", b"", "its train part is too small for one row of seq_len=64 tokens"),
+    ("a.txt", b"", "its train split has 0 tokens, too few for a row of seq_len=64"),
     ("a.csv", b"a,b", "a.csv' is not docs, hf:NAME, or a file or folder with .txt, .jsonl"),
 ])
 def test_unreadable_input_gets_one_line(name, content, message, tmp_path, capsys):
@@ -177,66 +174,58 @@ def g(): "short"
 '''
 
 
-def test_documentation_is_read_without_importing(tmp_path):
+def test_documentation_is_read_without_importing_and_kept(tmp_path, monkeypatch):
     (tmp_path / "module.py").write_text(MODULE)
     (tmp_path / "broken.py").write_text("def")
-    found = data.docstrings(tmp_path / "module.py")
+    found = docs_corpus.docstrings(tmp_path / "module.py")
     assert found == ["A module that cannot be imported.", "Returns nothing of interest.\n\nNot even here.",
                      "f(x) -> y, given by a call."]
-    assert data.docstrings(tmp_path / "broken.py") == []
+    assert docs_corpus.docstrings(tmp_path / "broken.py") == []
+    monkeypatch.setattr(docs_corpus, "docs_files", lambda: [("mine", tmp_path / "module.py")])
+    for cache in ("new", "module.py"):  # nothing can be written below a file
+        assert docs_corpus.read_docs(str(tmp_path / cache)) == [("mine", text) for text in found]
+    assert len([*tmp_path.glob("new/docs-*.json")]) == 1
 
 
 def test_docs_leave_out_near_duplicates_of_validation(tmp_path, monkeypatch):
-    texts = []
-    for i in range(400):
-        texts.append(" ".join(f"word{i}x{j}" for j in range(20)))
-    copies = [f"Copied: {text.upper()} and more" for text in texts if data.in_validation(text, 0.1)]
-    near = [text for text in copies if not data.in_validation(text, 0.1)]
-    monkeypatch.setattr(data, "read_docs", lambda: [("python", text) for text in texts + copies])
-    monkeypatch.setattr(data, "docs_files", lambda: [])
-    prepared = data.corpus("docs", str(tmp_path), **SIZES)
-    assert data.read_json(prepared / "meta.json")["left_out"] == len(near) > 20
-    assert "copied" not in Tokenizer.load(prepared).decode(all_rows(prepared, "train").flatten())
+    texts = [" ".join(20 * [f"word{i}"]) for i in range(400)]
+    copies = [f"Copied: {text.upper()} and more" for text in texts if corpus.in_validation(text, 0.1)]
+    monkeypatch.setattr(corpus, "read_docs", lambda cache: [("python", text) for text in texts + copies])
+    monkeypatch.setattr(corpus, "docs_files", lambda: [])
+    assert len([text for text in copies if not corpus.in_validation(text, 0.1)]) > 20
+    folder = prepared("docs", tmp_path)
+    whole = Tokenizer.load(folder).decode(np.fromfile(folder / "train.bin", np.uint16))
+    assert whole == "".join(f"{text}[SEP]" for text in texts if not corpus.in_validation(text, 0.1))
 
 
-# ---- Packing --------------------------------------------------------------------------------------------------------
-def test_rows_are_documents_joined_by_sep(text, folder):
-    tokenizer = Tokenizer.load(folder)
-    expected = {"train": [], "val": []}
+# ---- A prepared corpus, and the rows of a step ----------------------------------------------------------------------
+def test_rows_of_any_length_are_cls_and_documents_joined_by_sep(text, folder):
+    expected = {"train": "", "val": ""}
     for document in documents(text):
-        part = "val" if data.in_validation(document, 0.1) else "train"
-        expected[part].append(document.lower())
-    assert len(expected["val"]) > 20 and set(expected["val"]).isdisjoint(expected["train"])
-    for part, texts in expected.items():
-        rows = all_rows(folder, part)
-        assert (rows[:, 0] == CLS).all() and (rows[:, 1:] != CLS).all()
-        found = tokenizer.decode(rows[:, 1:].flatten())
-        whole = "[SEP]".join(texts) + "[SEP]"
-        assert whole.startswith(found) and len(whole) - len(found) < 100  # what fills no row is left
+        split = "val" if corpus.in_validation(document, 0.1) else "train"
+        expected[split] += f"{document.lower()}[SEP]"
+    assert expected["val"].count("[SEP]") > 20
+    for split, whole in expected.items():
+        tokens = np.fromfile(folder / f"{split}.bin", np.uint16)
+        assert Tokenizer.load(folder).decode(tokens) == whole
+        for n in (2, 24, 61):
+            rows = Rows(folder, split, n)
+            rows = rows[np.arange(len(rows))]
+            assert (rows[:, 0] == CLS).all() and len(rows) == len(tokens) // (n - 1)
+            assert np.array_equal(rows[:, 1:].flatten(), tokens[:len(rows) * (n - 1)])
 
 
-def test_small_blocks_hold_the_same_rows(text, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "BLOCK", 500)
-    again = data.corpus(str(text), str(tmp_path), **SIZES)
-    for part in ("train", "val"):
-        assert np.array_equal(all_rows(again, part), all_rows(folder, part))
-
-
-def test_a_corpus_is_found_again_until_its_text_changes(tmp_path):
-    def prepare(**change):
-        return data.corpus(str(text), str(tmp_path / "cache"), **SIZES | change)
-
+def test_a_corpus_is_found_again_until_its_text_changes(tmp_path, monkeypatch):
     text = write_corpus(tmp_path / "text.txt")
-    first = prepare()
-    written = (first / "meta.json").stat().st_mtime_ns
-    assert prepare() == first and (first / "meta.json").stat().st_mtime_ns == written
-    others = [prepare(uncased=False), prepare(tokenizer=Tokenizer.load(first))]
-    os.utime(text, ns=(0, 0))
-    others.append(prepare())
-    text.write_text(text.read_text() + "\n\nOne more document.")
-    os.utime(text, ns=(0, 0))
-    others.append(prepare())
+    first = prepared(text, tmp_path)
+    others = [prepared(text, tmp_path, uncased=False), prepared(text, tmp_path, tokenizer=Tokenizer.load(first))]
+    for more in ("", "\n\nOne more document."):
+        text.write_text(text.read_text() + more)
+        os.utime(text, ns=(0, 0))
+        others.append(prepared(text, tmp_path))
     assert len({first, *others}) == 5
+    monkeypatch.setattr(corpus, "FileLock", None)  # what is there is only read
+    assert prepared(text, tmp_path) == others[-1]
 
 
 @pytest.mark.parametrize("function, call", [("encode_block", 3), ("write_json", 1)])
@@ -247,30 +236,41 @@ def test_a_killed_preparation_is_never_half_used(function, call, text, folder, t
             raise KeyboardInterrupt
         return original(*arguments, **options)
 
-    calls, original = [], getattr(data, function)
+    calls, original = [], getattr(corpus, function)
+    monkeypatch.setattr(corpus, "BLOCK", 500)  # the same tokens in small blocks
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(data, "BLOCK", 5000)
-        patch.setattr(data, function, killed)
-        data.corpus(str(text), str(tmp_path), **SIZES)
-    assert not list(tmp_path.glob("*.unfinished"))
-    again = data.corpus(str(text), str(tmp_path), **SIZES)
-    assert np.array_equal(all_rows(again, "train"), all_rows(folder, "train"))
+        patch.setattr(corpus, function, killed)
+        prepared(text, tmp_path)
+    (tmp_path / folder.name / ".val.bin.123.tmp").touch()  # of a process that could not clean up
+    again = prepared(text, tmp_path)
+    assert contents(again) == contents(folder) and not list(again.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("name, content", [("val.bin", b"cut"), ("train.bin", None), ("tokenizer.json", b"{}"),
+                                           ("meta.json", b'{"train": [9, 24]}'), ("meta.json", b"{")])
+def test_a_damaged_corpus_is_refused(name, content, text, folder, tmp_path, capsys):
+    there = shutil.copytree(folder, tmp_path / folder.name)
+    (there / name).unlink()
+    if content is not None:
+        (there / name).write_bytes(content)
+    flags = f"--data {text} --cache {tmp_path} --out {tmp_path / 'out'} --vocab-size 320 --val-share 0.1".split()
+    for more in ([], ["--prepare"], ["--estimate"]):
+        assert f"{there}: this prepared corpus is damaged" in fails(lambda: train.main([*flags, *more]), capsys)
 
 
 def test_a_column_is_read_by_its_name(text, folder, tmp_path):
     lines = [json.dumps({"id": 1, "body": document}) for document in little_documents()]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    again = data.corpus(str(tmp_path / "a.jsonl"), str(tmp_path), **SIZES, column="body")
-    assert np.array_equal(all_rows(again, "train"), all_rows(folder, "train"))
+    again = prepared(tmp_path / "a.jsonl", tmp_path, column="body")
+    assert (again / "train.bin").read_bytes() == (folder / "train.bin").read_bytes()
 
 
-# ---- Rows of a step -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("total, batch", [(1, 3), (10, 4), (97, 10), (1000, 64)])
 def test_every_epoch_is_a_new_permutation(total, batch):
-    steps = [data.rows_of_step(5, step, batch, total) for step in range(3 * total // batch + 1)]
+    steps = [rows_of_step(5, step, batch, total) for step in range(3 * total // batch + 1)]
     epochs = np.concatenate(steps)[:3 * total].reshape(3, total)
     assert (np.sort(epochs) == np.arange(total)).all()
     if total > 90:
         assert len(np.unique([np.arange(total), *epochs], axis=0)) == 4
-        assert (steps[7] == data.rows_of_step(5, 7, batch, total)).all()
-        assert (steps[7] != data.rows_of_step(6, 7, batch, total)).any()
+        assert (steps[7] == rows_of_step(5, 7, batch, total)).all()
+        assert (steps[7] != rows_of_step(6, 7, batch, total)).any()

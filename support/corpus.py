@@ -1,0 +1,258 @@
+"""From --data to a prepared corpus: documents, which of them are validation, and their tokens.
+
+A prepared corpus is a folder in --cache, named by a hash of what was read and how. `train.bin` and `val.bin` are
+streams of tokens, uint16 or uint32: `[SEP]` follows each document, whose hash decides whether it is validation.
+`tokenizer.json` made the tokens; `meta.json`, written last, tells whether all is there.
+"""
+import glob
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from filelock import FileLock
+from tqdm import tqdm
+
+from maelm import SEP, Config
+from support.docs_corpus import CACHE, docs_files, file_states, read_docs
+from support.files import UserError, atomic, read_json, short_hash, write_json
+from support.records import read_records
+from support.tokenizer import Tokenizer, split_long
+
+LAYOUT = 2  # version of the files of a prepared corpus: one of another version is not found
+SPLITS = ("train", "val")
+VAL_SHARE = 0.01  # of the documents, held out for validation
+BLOCK = 1 << 20  # characters that a thread tokenizes at a time
+LONGEST = 1 << 22  # characters; a longer document, longer than any book, is cut
+SAMPLE = 200 * 10 ** 6  # characters that the tokenizer learns from, at most
+NGRAM = 13  # words in a row that make two documents near-duplicates
+
+
+# ---- 1. Documents of --data ---------------------------------------------------------------------------------
+FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # suffix -> loader of `datasets`
+PACKED = {".gz", ".xz", ".bz2", ".zst"}
+
+
+class Source(NamedTuple):
+    """What is read at once: all of --data, or one of those that + joins."""
+    name: str  # docs, hf:NAME[:CONFIG], or as it is given
+    loader: str  # docs, hub, or one of `datasets`
+    files: tuple[str, ...] = ()
+    column: str = "text"  # the field of its records that holds the text
+    cache: str = CACHE  # where read_docs keeps its list
+
+
+def sources(data: str, column: str = "text", cache: str = CACHE) -> list[Source]:
+    """The sources of --data, in a fixed order. UserError if a name in it has no text."""
+    names = [data] if data and Path(data).expanduser().exists() else data.split("+")
+    found = []
+    for name in names:
+        if name == "docs":
+            found.append(Source(name, "docs", tuple(str(path) for _, path in docs_files()), cache=cache))
+        elif name.startswith("hf:") and name != "hf:":
+            found.append(Source(name, "hub", column=column))
+        else:
+            by_loader = {}
+            for path in files_in(name) if name else []:
+                by_loader.setdefault(loader_of(path), []).append(str(path))
+            by_loader.pop(None, None)
+            if not by_loader:
+                raise UserError(f"--data {data}: {name!r} is not docs, hf:NAME, or a file or folder with "
+                                f"{', '.join(FORMATS)}, also packed")
+            for loader, files in by_loader.items():
+                found.append(Source(name, loader, tuple(files), "text" if loader == "text" else column))
+    return found
+
+
+def files_in(name: str) -> list[Path]:
+    """The files that a path or a pattern such as texts/*.txt names, and all in its folders but hidden ones."""
+    given = Path(name).expanduser()
+    found = []
+    for path in [given] if given.exists() else sorted(map(Path, glob.glob(str(given)))):
+        inside = glob.glob("**", root_dir=path, recursive=True)  # skips what is hidden
+        found += sorted(path / file for file in inside) if path.is_dir() else [path]
+    return [path for path in found if path.is_file()]
+
+
+def loader_of(path: Path) -> str | None:
+    """The loader of `datasets` for a file, by its suffix without those of packing; None if there is none."""
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in PACKED]
+    return FORMATS.get(suffixes[-1]) if suffixes else None
+
+
+def texts_of(source: Source) -> Iterator[str]:
+    """The texts of a source as they are, "" for null. UserError for a record without its column."""
+    if source.loader == "docs":
+        yield from [text for _, text in read_docs(source.cache)]
+        return
+    options = {"sample_by": "paragraph"} if source.loader == "text" else {}
+    for record in read_records(source.loader, source.files, source.name, **options):
+        text = record.get(source.column, 0)
+        if not isinstance(text, str | None):
+            raise UserError(f"{source.name}: its records need a field `{source.column}`; "
+                            f"--column can be {', '.join(record)}")
+        yield text or ""
+
+
+def documents(read: list[Source]) -> Iterator[str]:
+    """The documents of sources; those beyond LONGEST are cut, and empty ones left out."""
+    for source in read:
+        for text in split_long(texts_of(source), LONGEST):
+            if text.strip():
+                yield text.strip()
+
+
+# ---- 2. Validation, near-duplicates, the tokenizer's sample -------------------------------------------------
+def in_validation(text: str, share: float) -> bool:
+    """Whether a document belongs to the validation split: those with the lowest hashes do."""
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+    return int.from_bytes(digest) / 2 ** 32 < share
+
+
+def ngrams(text: str) -> set[str]:
+    """All NGRAM words in a row, in lower case and split at white space."""
+    words = text.lower().split()
+    return {" ".join(words[i:i + NGRAM]) for i in range(len(words) - NGRAM + 1)}
+
+
+def validation_ngrams(read: list[Source], val_share: float) -> set[str]:
+    """The ngrams of all validation documents; none if no source is docs, whose texts repeat a lot."""
+    if not any(source.loader == "docs" for source in read):
+        return set()
+    return set().union(*[ngrams(text) for text in documents(read) if in_validation(text, val_share)])
+
+
+def sample(read: list[Source], val_share: float) -> Iterator[str]:
+    """Training documents for the tokenizer: of each source the first ones, SAMPLE characters over all sources."""
+    for source in read:
+        left = SAMPLE // len(read)
+        for text in documents([source]):
+            if left <= 0:
+                break
+            if not in_validation(text, val_share):
+                left -= len(text)
+                yield text
+
+
+# ---- 3. Documents as tokens ---------------------------------------------------------------------------------
+def blocks(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts, in order, in lists of at least BLOCK characters; the last one may have fewer."""
+    block, size = [], 0
+    for text in texts:
+        block.append(text)
+        size += len(text)
+        if size >= BLOCK:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
+def in_threads(function: Callable, items: Iterable) -> Iterator:
+    """`function` of each item, in order, in threads; only a few items are held at a time."""
+    items = iter(items)
+    with ThreadPoolExecutor() as pool:
+        while group := list(itertools.islice(items, 64)):
+            yield from pool.map(function, group)
+
+
+def encode_block(texts: list[str], tokenizer: Tokenizer, val_share: float, known: set[str]) -> dict[str, np.ndarray]:
+    """Split -> tokens (length,) uint32 of its documents, each followed by `[SEP]`. Training documents that have one of
+    the `known` ngrams are left out."""
+    pieces = {split: [np.empty(0, np.uint32)] for split in SPLITS}
+    for text in texts:
+        split = "val" if in_validation(text, val_share) else "train"
+        if split == "val" or not known or known.isdisjoint(ngrams(text)):
+            pieces[split] += [tokenizer.encode(text), np.array([SEP], np.uint32)]
+    return {split: np.concatenate(found) for split, found in pieces.items()}
+
+
+# ---- 4. A prepared corpus -----------------------------------------------------------------------------------
+class CorpusConfig(NamedTuple):
+    """What a corpus is made of, and how."""
+    data: str
+    cache: str
+    vocab_size: int
+    uncased: bool
+    val_share: float
+    column: str = "text"
+    tokenizer: Tokenizer | None = None  # without one, it is learned
+
+
+def corpus_settings(config: Config, settings: dict, tokenizer: Tokenizer | None) -> CorpusConfig:
+    """The corpus of a run, from its config.json. The tokenizer counts if it was given, not learned."""
+    given = settings.get("init") or settings.get("tokenizer")
+    return CorpusConfig(settings["data"], settings["cache"], config.vocab_size, settings["uncased"],
+                        settings["val_share"], settings.get("column", "text"), tokenizer if given else None)
+
+
+def prepare(wanted: CorpusConfig, folder: Path):
+    """Write a corpus to `folder`. UserError for text that is missing or bad."""
+    read = sources(wanted.data, wanted.column, wanted.cache)
+    tokenizer = wanted.tokenizer
+    if tokenizer is None:
+        # One pass over a sample for the tokenizer, and one over all for the tokens.
+        texts = tqdm(sample(read, wanted.val_share), "tokenizer's sample", unit=" texts", leave=False, disable=None)
+        # A list: learning does not hear Ctrl-C.
+        tokenizer = Tokenizer.train(list(texts), wanted.vocab_size, wanted.uncased)
+    for stale in folder.glob(".*.tmp"):  # of a process that was killed
+        stale.unlink()
+    tokenizer.save(folder)
+    encode = partial(encode_block, tokenizer=tokenizer, val_share=wanted.val_share,
+                     known=validation_ngrams(read, wanted.val_share))
+    texts = tqdm(documents(read), "tokenizing", unit=" texts", mininterval=10, delay=10)
+    dtype = "uint16" if wanted.vocab_size <= 1 << 16 else "uint32"
+    files, tokens = {}, dict.fromkeys(SPLITS, 0)
+    with ExitStack() as stack:
+        for split in SPLITS:
+            temporary = stack.enter_context(atomic(folder / f"{split}.bin"))
+            files[split] = stack.enter_context(open(temporary, "wb"))
+        for streams in in_threads(encode, blocks(texts)):
+            for split, stream in streams.items():
+                files[split].write(stream.astype(dtype).tobytes())
+                tokens[split] += len(stream)
+    write_json(folder / "meta.json", {"data": wanted.data, "dtype": dtype, "tokens": tokens,
+                                      "tokenizer": short_hash((folder / "tokenizer.json").read_bytes())})
+
+
+def read_meta(folder: Path) -> dict:
+    """meta.json of a prepared corpus. UserError if a file is missing, cut or of another corpus."""
+    try:
+        meta = read_json(folder / "meta.json")
+        whole = meta["tokenizer"] == short_hash((folder / "tokenizer.json").read_bytes())
+        for split in SPLITS:
+            size = meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize
+            whole = whole and (folder / f"{split}.bin").stat().st_size == size
+    except (FileNotFoundError, UserError, KeyError):
+        whole = False
+    if not whole:
+        raise UserError(f"{folder}: this prepared corpus is damaged or incomplete; delete it, and it is made again")
+    return meta
+
+
+def corpus_folder(wanted: CorpusConfig) -> Path:
+    """Where a prepared corpus is, or will be."""
+    read = sources(wanted.data, wanted.column)
+    states = [(source.name, source.column, file_states(source.files)) for source in read]
+    tokenizer = None if wanted.tokenizer is None else wanted.tokenizer.model.to_str()
+    made_of = LAYOUT, states, wanted.vocab_size, wanted.uncased, wanted.val_share, tokenizer
+    return Path(wanted.cache).expanduser() / short_hash(repr(made_of))
+
+
+def prepared_corpus(wanted: CorpusConfig) -> Path:
+    """The folder of a prepared corpus. If it is not there, one process prepares it, and the others wait. UserError if
+    it is damaged, or for text that is missing or bad."""
+    folder = corpus_folder(wanted)
+    meta = folder / "meta.json"
+    if not meta.is_file():  # otherwise nothing is written: the disk may be read-only
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):
+            if not meta.is_file():
+                prepare(wanted, folder)
+    read_meta(folder)
+    return folder

@@ -1,0 +1,59 @@
+"""From a prepared corpus to the rows of a step."""
+import functools
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from maelm import CLS, NUM_SPECIAL
+from support.corpus import read_meta
+from support.files import UserError
+
+
+class Rows:
+    """All rows of a split ("train", "val"): `[CLS]` and the next seq_len - 1 tokens of a prepared corpus, which stay
+    on the disk until they are read. UserError if the corpus is damaged, or too small for a row."""
+    def __init__(self, folder: Path, split: str, seq_len: int):
+        meta = read_meta(folder)
+        tokens = meta["tokens"][split]
+        count = tokens // (seq_len - 1)
+        if count == 0:
+            raise UserError(f"--data {meta['data']}: its {split} split has {tokens} tokens, too few for a row of "
+                            f"seq_len={seq_len}; use more text, a smaller --seq-len, or another --val-share")
+        self.pieces = np.memmap(folder / f"{split}.bin", meta["dtype"], "r", shape=(count, seq_len - 1))
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __getitem__(self, indices):
+        """Rows (B, seq_len) int64 at indices (B,)."""
+        return np.insert(np.asarray(self.pieces[indices], np.int64), 0, CLS, axis=1)
+
+
+    def fewest_real_tokens(self) -> int:
+        """The fewest tokens in a row that are not special. It reads the whole text."""
+        parts = np.array_split(np.arange(len(self)), 1 + len(self) // 10_000)
+        return min(int((self[part] >= NUM_SPECIAL).sum(1).min()) for part in parts)
+
+
+def evenly(rows: Rows | np.ndarray, most: int):
+    """At most so many of the rows, spaced evenly over the whole text: a tensor (rows, seq_len) int64."""
+    indices = np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64)
+    return torch.from_numpy(rows[indices])
+
+
+def seed_of(*numbers: int) -> int:
+    """One seed in [0, 2^63) from whole numbers, such as (seed, step)."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+@functools.lru_cache(maxsize=2)  # a step can be in two epochs
+def permutation(seed: int, epoch: int, total: int):
+    """The order (total,) int64 of the rows in an epoch."""
+    return np.random.default_rng((seed, epoch)).permutation(total)
+
+
+def rows_of_step(seed: int, step: int, batch_size: int, total: int):
+    """Row numbers (batch_size,) int64 of a step: every epoch is a new permutation of all `total` rows."""
+    epochs, places = np.divmod(step * batch_size + np.arange(batch_size), total)
+    return np.array([permutation(seed, int(epoch), total)[place] for epoch, place in zip(epochs, places)])
