@@ -29,17 +29,16 @@ from maelm import PAD
 from rank import CENTERINGS, Moments, tau_rank
 from support.checkpoints import load_encoder, read_tensors, run_settings, write_tensors
 from support.classify import Classification, Encoded, labels_and_scale
+from support.cli import Parser, UserError, add_flags, clear_errors, given_flags, require, require_positive, value_in
 from support.corpus import VAL_SHARE
-from support.device import Worker, make_worker
-from support.files import (UserError, clear_errors, json_lines, lock_folder, open_folder, read_json, short_hash,
-                           write_json, write_texts)
-from support.flags import Parser, add_flags, given_flags, require, require_positive, value_in
-from support.log import figure
+from support.figures import figure
 from support.models import make_model
 from support.rows import rows_of_step, seed_of
+from support.run_folder import json_lines, lock_folder, open_folder, read_json, short_hash, write_json, write_texts
 from support.squad import Spans
 from support.task_files import find_files, read_inputs, read_task
 from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, grid
+from support.worker import Worker, make_worker
 from train import learning_rate_factor
 
 

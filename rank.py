@@ -26,12 +26,12 @@ from tqdm import tqdm
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP, Encoder, draw_masks
 from support.checkpoints import load_encoder, run_settings
+from support.cli import Parser, UserError, add_flags, clear_errors, given_flags, require, require_positive
 from support.corpus import VAL_SHARE, corpus_settings, documents, in_validation, prepared_corpus, sources
-from support.device import make_worker
-from support.files import UserError, clear_errors, lock_folder, write_json
-from support.flags import Parser, add_flags, given_flags, require, require_positive
-from support.log import figure
+from support.figures import figure
 from support.rows import Rows, evenly, seed_of
+from support.run_folder import lock_folder, write_json
+from support.worker import make_worker
 
 CURVES = ("with_mask", "without_mask", "mask_only")
 CENTERINGS = {"uncentered": False, "centered": True}

@@ -27,18 +27,18 @@ from tqdm import tqdm
 from maelm import ABLATIONS, MAELM, NUM_SPECIAL, Config, Corruption, corrupt
 from support.checkpoints import (checkpoint_of, checkpoints, copy_weights, load_checkpoint, load_model, run_settings,
                                  save_checkpoint)
+from support.cli import Parser, UserError, add_flags, clear_errors, given_flags, require, require_positive, value_in
 from support.corpus import SPLITS, VAL_SHARE, corpus_folder, corpus_settings, prepared_corpus
 from support.cost import describe_epochs, estimate, use_of_gpu
-from support.device import Interrupt, Stopwatch, Worker, compile_model, explain_out_of_memory, make_worker
 from support.docs_corpus import CACHE
-from support.files import UserError, clear_errors, lock_folder, open_folder, short_hash
-from support.flags import Parser, add_flags, given_flags, require, require_positive, value_in
-from support.log import RunLog, draw_loss
+from support.figures import draw_loss
+from support.fill_mask import examples, fill_mask
 from support.models import make_model
-from support.muon import make_optimizers
-from support.predict import examples, fill_mask
+from support.optim import make_optimizers
 from support.rows import Rows, evenly, rows_of_step, seed_of
+from support.run_folder import RunLog, lock_folder, open_folder, short_hash
 from support.tokenizer import Tokenizer
+from support.worker import Interrupt, Stopwatch, Worker, compile_model, explain_out_of_memory, make_worker
 
 
 # ---- 1. Configuration: Table 4 ------------------------------------------------------------------------------

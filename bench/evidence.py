@@ -27,9 +27,9 @@ from bench.speed import HERE, commit, cpu_name
 from finetune import rank_after
 from rank import CENTERINGS, CURVES, LINES
 from support.checkpoints import checkpoint_path
-from support.files import UserError, atomic, clear_errors, lock_folder, read_json, write_json
-from support.flags import Parser
-from support.log import figure, read_log
+from support.cli import Parser, UserError, clear_errors
+from support.figures import figure
+from support.run_folder import atomic, lock_folder, read_json, read_log, write_json
 from train import PRESETS, make_recipe
 
 RECORD = HERE / "results"

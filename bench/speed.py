@@ -18,12 +18,12 @@ import torch
 from torch.utils.benchmark import Timer
 
 from maelm import ABLATIONS, MASK, NUM_SPECIAL, Config, Corruption, corrupt
+from support.cli import Parser, clear_errors
 from support.cost import flops, peak_of
-from support.device import Worker, compile_model, make_worker
-from support.files import clear_errors, write_json
-from support.flags import Parser
 from support.models import make_model
-from support.muon import make_optimizers
+from support.optim import make_optimizers
+from support.run_folder import write_json
+from support.worker import Worker, compile_model, make_worker
 from train import make_config, make_recipe, to_device, train_step
 
 HERE = Path(__file__).resolve().parent

@@ -20,8 +20,7 @@ import textwrap
 from pathlib import Path
 from xml.etree import ElementTree
 
-from support.files import UserError, clear_errors
-from support.flags import Parser
+from support.cli import Parser, UserError, clear_errors
 
 HERE = Path(__file__).resolve().parent.parent
 TASKS = {  # function or Class.method: its file, level and hours; each one calls only those above it
@@ -44,7 +43,7 @@ COPIED = ("*.py", "tests/test_homework.py", "support/*.py", "course/*.py", "cour
           "requirements.txt")
 SOLVED = ("support/convert.py", "support/modeling_maelm.py", "course/copying.py")  # not copied: they show solutions
 STUBS = {  # what takes the place of other files that do
-    "support/predict.py": 'examples = fill_mask = lambda *_: "What a model expects at [MASK] is not part of this."\n',
+    "support/fill_mask.py": 'examples = fill_mask = lambda *_: "What a model expects at [MASK] is not part of this."\n',
     "support/cross_attention.py": "CrossMAELM = None  # not part of the homework\n",
 }
 

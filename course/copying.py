@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from maelm import CLS, MAELM, NUM_SPECIAL, SEP, Attention, Corruption, attention, draw_masks, remove_masks
 from rank import RankConfig, subject_of_run
 from support.checkpoints import load_model
-from support.files import clear_errors
-from support.flags import Parser
+from support.cli import Parser, clear_errors
 from support.rows import evenly
 
 

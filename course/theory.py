@@ -10,8 +10,7 @@ from torch import nn
 
 from maelm import NUM_SPECIAL, draw_masks
 from rank import MASK_RATE, RankConfig, Subject, effective_rank, subject_of_run
-from support.files import clear_errors
-from support.flags import Parser
+from support.cli import Parser, clear_errors
 from support.rows import seed_of
 
 TOKENS = 16_384  # of the validation text, that are looked at

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 
 from maelm import MAELM, Config, Encoder
-from support.files import UserError, atomic, read_json
+from support.cli import UserError
 from support.models import make_model
+from support.run_folder import atomic, read_json
 from support.tokenizer import Tokenizer
 
 

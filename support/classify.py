@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from maelm import CLS, SEP
-from support.files import UserError, json_lines
+from support.cli import UserError
 from support.metrics import METRICS
+from support.run_folder import json_lines
 from support.task_files import Example
 from support.tasks import TASKS
 from support.tokenizer import Tokenizer

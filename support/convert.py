@@ -19,8 +19,8 @@ from torch import nn
 
 from maelm import CLS, MAELM, PAD, SEP, Config
 from support.checkpoints import config_of, load_model, read_tensors, save_checkpoint
-from support.files import UserError, clear_errors, read_json, refuse_other_files, root_cause, write_json
-from support.flags import Parser
+from support.cli import Parser, UserError, clear_errors, root_cause
+from support.run_folder import read_json, refuse_other_files, write_json
 from support.tokenizer import Tokenizer
 
 OFFSET = 2  # RoBERTa and MPNet count positions from after their padding id, 1

@@ -19,9 +19,10 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from maelm import SEP, Config
+from support.cli import UserError
 from support.docs_corpus import CACHE, docs_files, file_states, read_docs
-from support.files import UserError, atomic, read_json, short_hash, write_json
 from support.records import read_records
+from support.run_folder import atomic, read_json, short_hash, write_json
 from support.tokenizer import Tokenizer, split_long
 
 LAYOUT = 2  # version of the files of a prepared corpus: one of another version is not found

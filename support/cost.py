@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from maelm import Config, Corruption
-from support.device import Worker
 from support.models import make_model
+from support.worker import Worker
 
 
 @functools.cache

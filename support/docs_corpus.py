@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from support.files import read_json, short_hash, write_json
+from support.run_folder import read_json, short_hash, write_json
 
 CACHE = "~/.cache/maelm"  # the folder for what can be made again, unless --cache names another
 PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib", "pyarrow",

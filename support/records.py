@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from support.files import UserError, root_cause
+from support.cli import UserError, root_cause
 
 BROKEN = (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError)  # raised for files that cannot be read
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from maelm import CLS, NUM_SPECIAL
+from support.cli import UserError
 from support.corpus import read_meta
-from support.files import UserError
 
 
 class Rows:

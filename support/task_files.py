@@ -5,10 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from support.cli import UserError
 from support.corpus import in_validation
 from support.docs_corpus import read_docs
-from support.files import UserError, read_json
 from support.records import read_records
+from support.run_folder import read_json
 from support.tasks import SPLITS, TASKS
 
 

@@ -15,7 +15,7 @@ import tokenizers
 import train
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
 from support import corpus, docs_corpus
-from support.files import UserError
+from support.cli import UserError
 from support.rows import Rows, rows_of_step
 from support.tokenizer import SPECIALS, Tokenizer, byte_letters
 from tests.common import contents, fails, little_documents, sentence, write_corpus

@@ -40,7 +40,7 @@ def test_the_handout_has_every_test_and_no_line_of_a_solution(tmp_path):
         assert [test for test in claims_of(name) if f"def {test.partition('::')[2]}(" not in tests] == []
     for hint in ("catches(", "svd_ranks"):
         assert hint not in tests + texts["conftest.py"]
-    assert "corrupt" not in texts["predict.py"]
+    assert "corrupt" not in texts["fill_mask.py"]
     collected = subprocess.run([sys.executable, "-m", "pytest", "-q", "--collect-only"], cwd=tmp_path / "homework",
                                capture_output=True, text=True)
     assert f"{sum(len(claims_of(name)) for name in TASKS)} tests collected" in collected.stdout, collected.stdout

@@ -13,7 +13,7 @@ import torch
 import train
 from bench import evidence, speed
 from maelm import ABLATIONS
-from support.device import Worker
+from support.worker import Worker
 
 
 

@@ -13,11 +13,11 @@ from rank import RankConfig, subject_of_run
 from support import task_files, tasks
 from support.checkpoints import checkpoints, load_encoder
 from support.classify import Classification, Encoded, labels_and_scale
-from support.device import Worker
-from support.files import read_json, write_json
+from support.run_folder import read_json, write_json
 from support.squad import Spans, answer_tokens, spans_of
 from support.task_files import Example, Question
 from support.tokenizer import Tokenizer
+from support.worker import Worker
 from tests.common import fails, little_documents, sentence
 from tests.test_tasks import FORMATS, examples, write_glue
 

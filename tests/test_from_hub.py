@@ -7,7 +7,7 @@ import sys
 import pandas
 
 from support import tasks
-from support.files import read_json
+from support.run_folder import read_json
 from tests.common import QUICK, ROOT, sentence, write_corpus
 from tests.hub import serve
 from tests.test_hub import write_hub_model

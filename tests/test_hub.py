@@ -11,9 +11,9 @@ from conftest import generator, model_and_batch
 from finetune import Tuned
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP, remove_masks
 from support import convert
-from support.files import write_json
 from support.checkpoints import load_model, run_settings, save_checkpoint, write_tensors
 from support.classify import ClassifierHead
+from support.run_folder import write_json
 from support.tokenizer import Tokenizer
 from tests.common import contents, fails, little_documents
 

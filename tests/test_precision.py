@@ -4,8 +4,8 @@ import torch
 
 from conftest import generator, random_tokens
 from maelm import ABLATIONS, corrupt
-from support.device import Worker
 from support.models import make_model
+from support.worker import Worker
 from train import make_config, to_device
 
 EXACT = Worker(0, 1, torch.device("cpu"), torch.float32)  # without autocast

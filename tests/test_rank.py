@@ -10,7 +10,8 @@ import rank
 from conftest import generator
 from course import copying, theory
 from support.checkpoints import checkpoints, load_encoder
-from support.files import UserError, read_json
+from support.cli import UserError
+from support.run_folder import read_json
 from tests.common import fails, little_documents
 from tests.test_homework import TAUS
 from tests.test_hub import write_hub_model

@@ -13,9 +13,10 @@ import torch
 
 import train
 from maelm import MAELM, Config
-from support import checkpoints, device
-from support.files import UserError, lock_folder, read_json
-from support.log import draw_loss
+from support import checkpoints, worker
+from support.cli import UserError
+from support.figures import draw_loss
+from support.run_folder import lock_folder, read_json
 from tests.common import ROOT, arguments, contents, fails, last_checkpoint, losses, same, short_run, write_corpus
 
 
@@ -257,4 +258,4 @@ def test_auto_takes_the_best_device(monkeypatch):
     for cuda, mps, small, expected in table:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-        assert str(device.best_device("auto", small)) == expected
+        assert str(worker.best_device("auto", small)) == expected

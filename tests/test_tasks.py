@@ -10,8 +10,8 @@ import scipy.stats
 import sklearn.metrics
 
 from support import metrics, squad, task_files, tasks
+from support.cli import UserError
 from support.corpus import in_validation
-from support.files import UserError
 from tests.common import SUBJECTS, sentence
 
 FORMATS = {  # header, row and labels of the original releases

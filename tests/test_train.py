@@ -1,4 +1,4 @@
-"""Claims about pre-training: train.py, support/muon.py, support/predict.py, support/cost.py."""
+"""Claims about pre-training: train.py, support/optim.py, support/fill_mask.py, support/cost.py."""
 import sys
 import time
 from dataclasses import asdict, replace
@@ -11,12 +11,11 @@ import torch
 import train
 from conftest import tiny
 from maelm import MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head
-from support import cost, device, muon
+from support import cost, optim, worker
 from support.checkpoints import load_model
-from support.device import Worker
-from support.files import read_json
-from support.log import read_log
 from support.rows import evenly, rows_of_step
+from support.run_folder import read_json, read_log
+from support.worker import Worker
 from tests.common import arguments, contents, fails, same, short_run
 
 CPU = torch.device("cpu")
@@ -149,7 +148,7 @@ def test_weights_keep_the_recipe_of_their_run_at_a_fifth_of_its_rates(finished, 
 
 def test_saving_is_not_training(text, tmp_path, monkeypatch):
     clock, saved, save = time.perf_counter, [], train.save_checkpoint
-    monkeypatch.setattr(device.time, "perf_counter", lambda: clock() + 1000 * len(saved))  # each takes 1,000 seconds
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: clock() + 1000 * len(saved))  # each takes 1,000 seconds
     monkeypatch.setattr(train, "save_checkpoint", lambda *arguments: (saved.append(1), save(*arguments)))
     out = short_run(text, tmp_path / "run", "--checkpoint-interval", 1)
     assert len(saved) == 6 and read_log(out)[-1]["seconds"] < 1000
@@ -180,14 +179,14 @@ def steps_of_muon(make):
 
 def test_muon_in_bf16_is_pytorchs_muon():
     theirs = steps_of_muon(lambda matrices: torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1))
-    ours = steps_of_muon(lambda matrices: muon.Muon(matrices, 0.02, 0.1, torch.bfloat16))
+    ours = steps_of_muon(lambda matrices: optim.Muon(matrices, 0.02, 0.1, torch.bfloat16))
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)  # a step moves a number by about 0.02
 
 
 def test_matrices_of_layers_go_to_muon():
     recipe = train.TrainConfig(optimizer="muon", weight_decay=0.02, muon_weight_decay=0.3)
     model = MAELM(TINY)
-    adamw, other = [found.param_groups[0] for found in muon.make_optimizers(model, recipe, torch.float32)]
+    adamw, other = [found.param_groups[0] for found in optim.make_optimizers(model, recipe, torch.float32)]
     assert adamw["weight_decay"] == 0.02 and other["weight_decay"] == 0.3
     for name, parameter in model.named_parameters():
         group = other if parameter.ndim == 2 and "blocks" in name else adamw

@@ -4,7 +4,7 @@ import re
 import torch
 
 from maelm import CLS, MAELM, MASK, SEP, Corruption, remove_masks
-from support.files import UserError
+from support.cli import UserError
 from support.rows import Rows, evenly
 from support.tokenizer import Tokenizer
 

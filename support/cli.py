@@ -1,11 +1,45 @@
-"""Command lines: flags made from the fields of a dataclass, with the comments behind them as help."""
+"""Command lines: errors in one line, and flags made from the fields of a dataclass, with their comments as help."""
 import argparse
 import inspect
 import os
 import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 
 
+# ---- 1. Errors ----------------------------------------------------------------------------------------------
+class UserError(Exception):
+    """Something that the user can put right. The message names the file or field, its value and the fix."""
+
+
+def root_cause(error: BaseException) -> str:
+    """The message of the error that led to an error, such as that of a proxy, at most 200 characters."""
+    while error.__cause__:
+        error = error.__cause__
+    return str(error)[:200] or type(error).__name__
+
+
+@contextmanager
+def clear_errors(program: str) -> Iterator[None]:
+    """Turn what the user can put right, and Ctrl-C, into one line on stderr and an exit code: 2, or 130."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; the same command continues", file=sys.stderr)
+        sys.exit(130)
+    except (UserError, OSError) as error:
+        line = str(error).replace("\n", " ")
+        print(f"{program}: {line}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# ---- 2. Flags -----------------------------------------------------------------------------------------------
 class Parser(argparse.ArgumentParser):
     """Answers a bad command line with one line and exit code 2."""
     def __init__(self, prog: str, description: str):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.files import UserError
+from support.cli import UserError
 
 
 @dataclass(frozen=True)

@@ -1,42 +1,14 @@
-"""Files and errors: errors in one line, atomic writes, JSON, a lock for a folder."""
+"""Run folders: a lock, whole files, settings in config.json, the log."""
 import hashlib
 import json
 import os
-import signal
-import sys
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-
-class UserError(Exception):
-    """Something that the user can put right. The message names the file or field, its value and the fix."""
-
-
-def root_cause(error: BaseException) -> str:
-    """The message of the error that led to an error, such as that of a proxy, at most 200 characters."""
-    while error.__cause__:
-        error = error.__cause__
-    return str(error)[:200] or type(error).__name__
-
-
-@contextmanager
-def clear_errors(program: str) -> Iterator[None]:
-    """Turn what the user can put right, and Ctrl-C, into one line on stderr and an exit code: 2, or 130."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted; the same command continues", file=sys.stderr)
-        sys.exit(130)
-    except (UserError, OSError) as error:
-        line = str(error).replace("\n", " ")
-        print(f"{program}: {line}", file=sys.stderr)
-        sys.exit(2)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+from support.cli import UserError
 
 
 @contextmanager
@@ -132,3 +104,49 @@ def open_folder(folder: Path, settings: dict[str, object], may_change: Container
         fixed = {name: value for name, value in settings.items() if name not in may_change}
         same_settings(folder, read_json(path), fixed)
     write_json(path, settings)
+
+
+# ---- The log ------------------------------------------------------------------------------------------------
+def read_log(out: Path) -> list[dict]:
+    """The lines of a run's log.jsonl, without one that a crash cut off."""
+    lines = []
+    if (out / "log.jsonl").is_file():
+        for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):
+                lines.append(json.loads(line))
+    return lines
+
+
+class RunLog:
+    """log.jsonl of a run folder; with a project of Weights & Biases it goes there, too."""
+    def __init__(self, out: Path, step: int, project: str, settings: dict):
+        """Go on after `step`. What an interrupted run logged later goes: those steps are trained again."""
+        self.path = out / "log.jsonl"
+        kept = [line for line in read_log(out) if line["step"] <= step and step > 0]
+        with atomic(self.path) as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self.wandb = open_wandb(project, out, settings) if project else None
+
+    def write(self, **line):
+        """Append a line."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.wandb is not None:
+            self.wandb.log(line)
+
+    def close(self):
+        """Tell Weights & Biases that the run has ended."""
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def open_wandb(project: str, out: Path, settings: dict):
+    """The run of Weights & Biases that belongs to a run folder: new, or the one that it names."""
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("--wandb: this needs the package wandb: pip install wandb") from None
+    known = short_hash(str(out.resolve()))
+    run = wandb.init(project=project, id=known, resume="allow", name=str(out), dir=str(out), config=settings)
+    run.define_metric("*", step_metric="step")  # a run that continues may log a step again
+    return run
