@@ -1,16 +1,20 @@
 #!/bin/bash
-# What one GPU decides, the most important first: bash bench/gpu.sh TEXT GLUE [OUT]. The same command continues.
-# TEXT and GLUE are --data and --glue of bench.evidence. TINY=1 tries it all on a CPU in minutes, and measures nothing.
+# What one GPU decides, the most important first: bash runs/gpu.sh TEXT GLUE [OUT]. The same command continues.
+# TEXT and GLUE are those of runs/evidence.sh. TINY=1 tries it all on a CPU in minutes, and measures nothing.
 set -u
 text=${1:?TEXT} glue=${2:?GLUE} out=${3:-out/gpu}
-speed="python -m bench.speed --device cuda" right="errors base" step="base mae-lm 64" train="python train.py --data $text --preset"
-small=small steps=20000 short=5000 base="base --batch-size 256 --max-steps 20000 --warmup-steps 1600" half=600 all=1200
-evidence="--glue $glue --seeds 0 1 2 --at-once 6 --learning-rate 1.2e-4"
+speed="python -m bench.speed --device cuda"
+train="python train.py --data $text --preset"
+right="errors base" step="base mae-lm 64" short=5000 half=600 all=1200
+base="base --batch-size 256 --max-steps 20000 --warmup-steps 1600"
 tune="--task docs --learning-rate 1.2e-4 --seeds 3 --epochs 30"
+export PRESET=small SEEDS="0 1 2" RATE=1.2e-4 JOBS=6
 if [ -n "${TINY:-}" ]; then
-    speed="python -m bench.speed --tiny" right="errors small mae-lm" step="toy mae-lm 16"
-    small=toy steps=12 short=6 base="toy --max-steps 12 --warmup-steps 0" half=3 all=6
-    evidence="--seeds 0 --at-once 2 --learning-rate 1.2e-4 --docs-epochs 0.1" tune="--task docs --seeds 1 --epochs 0.1"
+    speed="python -m bench.speed --tiny"
+    right="errors small mae-lm" step="toy mae-lm 16" short=6 half=3 all=6 glue=""
+    base="toy --max-steps 12 --warmup-steps 0"
+    tune="--task docs --seeds 1 --epochs 0.1"
+    export PRESET=toy SEEDS=0 JOBS=2 TRAIN="--max-steps 12 --warmup-steps 0" DOCS_EPOCHS=0.1
 else
     nvidia-cuda-mps-control -d || true  # processes share the GPU
 fi
@@ -31,14 +35,13 @@ once cublaslt env TORCH_BLAS_PREFER_CUBLASLT=1 $speed --only "$step compiled" --
 once autotune env TORCHINDUCTOR_MAX_AUTOTUNE=1 $speed --only "$step compiled" --out "$out/autotune.json"
 once again $speed --only "$step compiled" --out "$out/again.json"
 # 3. small at its own schedule: all claims, and what is copied.
-once small python -m bench.evidence --preset $small --steps $steps --data "$text" $evidence --out "$out/small"
-once report python -m bench.evidence --report --out "$out/small"
+once small bash runs/evidence.sh "$text" "$glue" "$out/small"
 once copying python -m course.copying "$out"/small/train-m*-?
 # 4. How deep should the decoder of small be? Side by side.
 for layers in 2 4; do
     for relative in decoder-relative no-decoder-relative; do
         name=decoder-$layers-$relative
-        once $name $train $small --decoder-layers $layers --$relative --max-steps $short --warmup-steps 0 --out "$out/$name" &
+        once $name $train $PRESET --decoder-layers $layers --$relative --max-steps $short --warmup-steps 0 --out "$out/$name" &
     done
 done
 wait
