@@ -1,10 +1,9 @@
 #!/bin/bash
 # The evidence in docs/results.md: bash runs/evidence.sh TEXT [GLUE] [OUT]. The same command continues.
-# TEXT is what --data of train.py takes. GLUE is a folder with the files of GLUE's original releases, or hub; without it,
-# or with "", only docs is fine-tuned. Each job has a folder NAME and NAME.log in OUT [out/evidence]. Before the command:
-#   SEEDS="0 1 2"  of pre-training      PRESET=laptop   of train.py       TRAIN="--max-steps 5000": more flags of train.py
-#   DOCS_EPOCHS=30 of fine-tuning       RATE=...        of all fine-tuning [that of bench/results/plan.md]
-#   JOBS=...       at a time, of one thread each [one for each core, which is fastest]
+# TEXT is what --data of train.py takes. GLUE is a folder with the files of GLUE's original releases, or hub; without
+# it, or with "", only docs is fine-tuned. Each job has a folder NAME and NAME.log in OUT [out/evidence]. Settings:
+#   SEEDS="3 4 5"     of pre-training [0 1 2]         PRESET, TRAIN="--max-steps 5000"   flags of train.py [laptop]
+#   DOCS_EPOCHS, RATE of fine-tuning [as in bench/results/plan.md]     JOBS   at a time, of one thread [one a core]
 set -eo pipefail
 export text=${1:?TEXT} glue=${2-} out=${3-out/evidence} preset=${PRESET-laptop} OMP_NUM_THREADS=${OMP_NUM_THREADS-1}
 seeds=${SEEDS-0 1 2}
