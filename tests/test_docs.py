@@ -39,7 +39,7 @@ def test_every_flag_of_the_pages_exists(capsys):
             assert not unknown, f"{program} {flags}"
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+@pytest.mark.parametrize("script", [one for one in SCRIPTS if "torchrun" in one.read_text()], ids=lambda one: one.name)
 def test_torchrun_knows_the_flags_of_the_scripts(script):
     parser = torch.distributed.run.get_args_parser()
     for options in re.findall(r"torchrun ((?:--.*\\?\n? *)+)", script.read_text()):

@@ -1,20 +1,18 @@
-"""bench/: intervals and verdicts, claims on a made-up record, the jobs, and the GPU part of speed.py on a CPU."""
+"""bench/: intervals, claims on a made-up record, runs/evidence.sh, speed.py."""
 import json
 import math
+import os
 import shutil
+import subprocess
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scipy.stats
-import torch
 
 import train
 from bench import evidence, speed
-from maelm import ABLATIONS
-from support.worker import Worker
-
+from support.run_folder import read_json, write_json
 
 
 def test_intervals_are_those_of_scipy():
@@ -46,7 +44,7 @@ def record_of(sign):
     found = {}
     for seed, (model, ahead) in product((3, 4, 5), (("mae-lm", sign), ("mlm", 0))):
         ranks = {"with_mask": 70, "without_mask": 60 + 9 * ahead, "mask_only": 30}
-        layers = [dict.fromkeys(evidence.CENTERINGS, ranks | {"mask_only": low}) for low in (30 - 9 * sign, 30)]
+        layers = [dict.fromkeys(("uncentered", "centered"), ranks | {"mask_only": low}) for low in (30 - 9 * sign, 30)]
         found[f"train {model} {seed}"] = {}
         found[f"rank {model} {seed}"] = dict.fromkeys("123456", {"layers": layers})
         after = [None, {"uncentered": 40 + 9 * ahead, "centered": 40}]  # None: that seed diverged
@@ -56,7 +54,7 @@ def record_of(sign):
 
 @pytest.mark.parametrize("sign, word", [(1, "shown"), (-1, "reversed")])
 def test_claims_follow_the_sign_of_differences(sign, word):
-    found = {claim.where: claim.verdict() for claim in evidence.claims(evidence.numbers_of(record_of(sign)))}
+    found = {claim.where: claim.verdict() for claim in evidence.claims(evidence.Record(record_of(sign)))}
     expected = dict.fromkeys(("Figure 1b", "Table 3", "Table 3, docs", "Table 1"), word)
     assert found == expected | {"Figure 1a": "shown"}
 
@@ -76,41 +74,31 @@ def test_project_record_gives_its_page(tmp_path, monkeypatch):
     assert (tmp_path / "evidence.png").is_file() and (tmp_path / "rank.png").is_file()
 
 
-def test_both_models_are_trained_alike():
-    options = SimpleNamespace(preset="toy", data="docs", seeds=[0], only=["train", "rank", "docs"], docs_epochs=5.0,
-                              learning_rate=None, out=evidence.RECORD, glue=None, steps=None)
-    todo = evidence.jobs(options)
-    assert [job.name for job in todo[2:]] == ["rank mae-lm 0", "rank mlm 0", "docs mae-lm 0", "docs mlm 0"]
-    mae, mlm = [train.parse(job.command[1:]) for job in todo[:2]]
-    assert mae.train == mlm.train
-    assert mae.config == train.make_config("toy") and mlm.config == train.make_config("toy", "mlm")
+if hasattr(os, "fork"):  # not on Windows
+    def test_both_models_are_trained_alike_and_only_what_has_ended_is_collected(tmp_path):
+        python, calls = tmp_path / "python", tmp_path / "calls"
+        python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\ncase "$*" in *train-mlm-3) exit 3; esac\n')
+        python.chmod(0o755)
+        settings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PRESET": "toy", "SEEDS": "3", "JOBS": "1"}
+        script = subprocess.run(["bash", "runs/evidence.sh", "docs", "", tmp_path], cwd=speed.HERE.parent, env=settings)
+        jobs = {line.rpartition("/")[2]: line.split()[1:-2] for line in calls.read_text().splitlines()[:-1]}
+        assert script.returncode and " ".join(jobs) == "train-mae-lm-3 rank-mae-lm-3 docs-mae-lm-3 train-mlm-3"
+        for model, step in (("mae-lm", 6), ("mlm", 3)):
+            assert jobs[f"train-{model}-3"] == f"--preset toy --data docs --ablation {model} --seed 3".split()
+            write_json(tmp_path / f"train-{model}-3" / "config.json", {"max_steps": 6})
+            (tmp_path / f"train-{model}-3" / "log.jsonl").write_text(json.dumps({"step": step, "val_loss": 3.0}))
+        evidence.collect(tmp_path)
+        (name, job), = read_json(tmp_path / "evidence.json")["jobs"].items()
+        assert (name, job["found"]) == ("train mae-lm 3", {"losses": [[6, 3.0]]})
+        assert job["command"].split()[2:-2] == jobs["train-mae-lm-3"]
 
 
-def test_only_jobs_that_end_well_are_recorded(tmp_path, monkeypatch):
-    monkeypatch.setattr(evidence, "PAUSE", 0.01)
-    todo = []
-    for name, code, needs in (("late", 0, ["good"]), ("good", 0, []), ("bad", 3, []), ("never", 0, ["bad"])):
-        (tmp_path / f"{name}.py").write_text(f"raise SystemExit({code})")
-        todo.append(evidence.Job(name, [str(tmp_path / f"{name}.py")], tmp_path / name, str, needs))
-    assert evidence.run_jobs(todo, SimpleNamespace(hours=1.0, at_once=2), tmp_path / "record") == ["bad"]
-    assert list(evidence.recorded(tmp_path / "record")) == ["good", "late"]
-
-
-def test_gpu_part_of_speed_runs_on_a_cpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(speed, "WINDOW", 0.0)
+def test_speed_compares_with_roberta_in_turns(tmp_path, monkeypatch):
     fields = dict(seq_len=16, encoder_dim=64, encoder_heads=2, vocab_size=300)
-    monkeypatch.setattr(speed, "make_config", lambda *names, **more: train.make_config(*names, **fields | more))
-    for words in ["errors"], ["toy"]:
-        speed.main(["--tiny", "--only", *words, "--out", str(tmp_path / "speed.json")])
-    runs = json.loads((tmp_path / "speed.json").read_text())["runs"]
-    assert len(runs) == 3 * len(ABLATIONS) + 6
-    assert not [run["error"] for run in runs.values() if "error" in run]
-    assert runs["toy mae-lm 16 compiled"]["tokens_per_second"] > 0
-
-
-@pytest.mark.parametrize("name", ABLATIONS)
-def test_bf16_is_close_to_float64_for_post_ln(name):
-    worker = Worker(0, 1, torch.device("cpu"), torch.bfloat16)
-    shape = dict(encoder_dim=96, encoder_heads=6, seq_len=21, vocab_size=300)  # two layers of base, narrower
-    found = speed.errors("base", name, 6, None, worker, **shape)
-    assert found["plain_loss"] < 1e-3 and found["padded_loss"] < 1e-3 and max(found.values()) < 0.02
+    monkeypatch.setattr(speed, "make_config", lambda *names: train.make_config(*names, **fields))
+    command = f"--sizes toy --models mae-lm roberta --rows 2 --turns 2 --out {tmp_path / 'speed.json'}"
+    speed.main(command.split())
+    (run,) = read_json(tmp_path / "speed.json")["runs"]
+    ours, theirs = run["models"]["mae-lm"], run["models"]["roberta"]
+    ratios = [a / b for a, b in zip(ours["tokens_per_second"], theirs["tokens_per_second"], strict=True)]
+    assert ours["ratio"] == pytest.approx([min(ratios), sum(ratios) / 2, max(ratios)]) and theirs["ratio"] == [1, 1, 1]
