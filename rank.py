@@ -133,7 +133,7 @@ def subject_of_run(name: str, config: RankConfig, device: torch.device) -> Subje
     settings = run_settings(home)
     text = config.data or settings.get("data", "docs")
     if config.data or "data" not in settings:
-        rows = text_rows(text, tokenizer.encode, Frame([CLS], [SEP], []), shape.seq_len, config)
+        rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config)
     else:
         rows = Rows(prepared_corpus(corpus_settings(shape, settings, tokenizer)), "val", shape.seq_len)
     positions = torch.arange(shape.seq_len, device=device)[None]  # (1, n)
@@ -168,11 +168,7 @@ def subject_of_hub(name: str, config: RankConfig, device: torch.device) -> Subje
     return Subject(name, encode, rows, text, model.config.hidden_size, n, tokenizer.mask_token_id, specials)
 
 
-class Frame(NamedTuple):
-    """The ids of special tokens in rows."""
-    before: list[int]  # a row
-    between: list[int]  # documents
-    after: list[int]  # a row
+Frame = tuple[list[int], list[int], list[int]]  # ids of special tokens: before a row, between documents, after a row
 
 
 def frame_of(tokenizer) -> Frame:
@@ -184,23 +180,24 @@ def frame_of(tokenizer) -> Frame:
     start = starts[0] if starts else 0  # some tokenizers write it in another way there
     separator = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
     between = [] if separator is None else [separator]
-    return Frame(framed[:start], between, framed[start + size:])
+    return framed[:start], between, framed[start + size:]
 
 
 def text_rows(source: str, encode: Callable[[str], np.ndarray | list[int]], frame: Frame, n: int, config: RankConfig):
     """Validation documents as rows (rows, n) int64, each in the frame."""
-    room = n - len(frame.before) - len(frame.after)
+    before, between, after = frame
+    room = n - len(before) - len(after)
     read = documents(sources(source, config.column))
     texts = (text for text in read if in_validation(text, config.val_share))
     ids = []
     for text in tqdm(texts, "tokenizing", unit="text", leave=False, disable=None):
-        ids += [*np.asarray(encode(text)).tolist(), *frame.between]
+        ids += [*np.asarray(encode(text)).tolist(), *between]
         if len(ids) >= config.tokens:
             break
     count = min(len(ids) // room, math.ceil(config.tokens / n)) if room > 0 else 0
     if count == 0:
         raise UserError(f"--data {source}: {len(ids)} validation tokens are less than a row of {n}; use --val-share 1")
-    rows = [[*frame.before, *ids[i * room:(i + 1) * room], *frame.after] for i in range(count)]
+    rows = [[*before, *ids[i * room:(i + 1) * room], *after] for i in range(count)]
     return np.array(rows, np.int64)
 
 

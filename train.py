@@ -5,9 +5,9 @@
     python train.py --preset base --data texts/ --prepare   # only tokenize, into --cache
     torchrun --standalone --nproc_per_node 8 train.py --preset base --data hf:wikimedia/wikipedia:20231101.en
 
-Every field of both configurations is a flag; -h shows the values of --preset. The same command again continues an
-unfinished run. A step's rows never depend on the number of processes; masks and dropout do only if a process gets fewer
-than micro_batch_size rows.
+Every field of both configurations is a flag; -h shows the values of --preset. The same command continues an unfinished
+run. A step's rows never depend on the number of processes; masks and dropout only if one gets
+fewer than micro_batch_size rows.
 """
 import argparse
 import math
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from maelm import ABLATIONS, MAELM, NUM_SPECIAL, Config, Corruption, corrupt
+from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
 from support.checkpoints import (checkpoint_of, checkpoints, copy_weights, load_checkpoint, load_model, run_settings,
                                  save_checkpoint)
 from support.cli import Parser, UserError, add_flags, clear_errors, given_flags, require, require_positive, value_in
@@ -35,7 +35,7 @@ from support.figures import draw_loss
 from support.fill_mask import examples, fill_mask
 from support.models import make_model
 from support.optim import make_optimizers
-from support.rows import Rows, evenly, rows_of_step, seed_of
+from support.rows import Rows, evenly, rows_of_step, seed_of, unigram_entropy
 from support.run_folder import RunLog, lock_folder, open_folder, short_hash
 from support.tokenizer import Tokenizer
 from support.worker import Interrupt, Stopwatch, Worker, compile_model, explain_out_of_memory, make_worker
@@ -281,12 +281,6 @@ def batch_of_step(step: int, rows: Rows, config: Config, train: TrainConfig, wor
     return batches
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """A batch on a device."""
-    tokens, *fields = [x.to(device, non_blocking=True) for x in (batch[0], *batch[1])]
-    return tokens, Corruption(*fields)
-
-
 def train_step(model: nn.Module, optimizers: list, batches: list[Batch], step: int, train: TrainConfig, worker: Worker):
     """One optimizer step -> this process's mean loss, and the norm of the gradient before clipping, scalars."""
     total = torch.zeros((), device=worker.device)
@@ -299,7 +293,7 @@ def train_step(model: nn.Module, optimizers: list, batches: list[Batch], step: i
         # DDP averages the gradients over processes in the backward pass, unless it is told to wait.
         with model.no_sync() if wait else nullcontext():
             with worker.autocast():
-                loss = model(*to_device(batch, worker.device)) / len(batches)
+                loss = model(*worker.put(*batch)) / len(batches)
             loss.backward()
         total += loss.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm)
@@ -321,20 +315,14 @@ def evaluate(model: MAELM, rows: Rows, train: TrainConfig, worker: Worker) -> fl
     size, total, count = train.micro_batch_size, 0.0, 0
     # Each process takes every world-th micro-batch; the last one may be smaller, so rows are counted.
     for start in range(worker.rank * size, len(tokens), worker.world_size * size):
-        part = tokens[start:start + size], Corruption(*[x[start:start + size] for x in corruption])
+        part = tokens[start:start + size]
         with worker.autocast():
-            total += model(*to_device(part, worker.device)).item() * len(part[0])
-        count += len(part[0])
+            loss = model(*worker.put(part, Corruption(*[x[start:start + size] for x in corruption])))
+        total += loss.item() * len(part)
+        count += len(part)
     model.train()
     total, count = worker.all_reduce(total, count)
     return total / count
-
-
-def unigram_entropy(rows: Rows, train: TrainConfig) -> float:
-    """Entropy in nats of the tokens of `evaluate`: the loss of a model that knows only how frequent each token is."""
-    tokens = evenly(rows, train.eval_rows)
-    p = tokens[tokens >= NUM_SPECIAL].bincount().double() / (tokens >= NUM_SPECIAL).sum()
-    return float(torch.special.entr(p).sum())
 
 
 # ---- 3. The run and its loop --------------------------------------------------------------------------------
@@ -370,12 +358,9 @@ def loop(run: Run) -> int:
         while run.step < train.last_step and not stopped:
             batches = coming.result()
             coming = ahead.submit(draw, run.step + 1)
-
-            # ---- one training step ----
             recent.append(train_step(network, run.optimizers, batches, run.step, train, worker))
             run.step += 1
             bar.update()
-            # ---------------------------
 
             # All processes stop if one is told to. To ask them makes a GPU wait: not after every step.
             if worker.world_size == 1 or run.step % 4 == 0:
@@ -405,13 +390,14 @@ def log_steps(run: Run, recent: list[tuple], bar: tqdm):
     loss = total / run.worker.world_size / len(losses)
     if not math.isfinite(loss):
         raise UserError(f"step {run.step}: the loss is not finite; start again with a lower --learning-rate")
-    tokens = len(losses) * run.train.batch_size * run.model.config.seq_len
-    speed = tokens / run.watch.lap()
+    config, rows = run.model.config, run.step * run.train.batch_size
+    speed = len(losses) * run.train.batch_size * config.seq_len / run.watch.lap()
     bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
     if run.worker.is_main:
-        norm = float(sum(norms)) / len(norms)
-        run.log.write(step=run.step, loss=loss, grad_norm=norm, seconds=run.watch.seconds(), tokens_per_second=speed,
-                      **progress(run, speed))
+        rates = [optimizer.param_groups[0]["lr"] for optimizer in run.optimizers]
+        run.log.write(step=run.step, loss=loss, grad_norm=float(sum(norms)) / len(norms), seconds=run.watch.seconds(),
+                      tokens_per_second=speed, **dict(zip(("lr", "muon_lr"), rates)), tokens=rows * config.seq_len,
+                      epoch=round(rows / len(run.rows["train"]), 4), **use_of_gpu(config, run.worker, speed))
 
 
 def log_validation(run: Run, bar: tqdm):
@@ -424,14 +410,6 @@ def log_validation(run: Run, bar: tqdm):
         bar.write(f"step {step:>6,}/{last:,}  validation loss {val_loss:.3f}  {speed:,.0f} tokens/s  "
                   f"{(last - step) / step * seconds / 60:.1f} min left")
         sys.stdout.flush()
-
-
-def progress(run: Run, speed: float) -> dict[str, float]:
-    """What a line of log.jsonl says about rates, progress and the device, at a speed in tokens per second."""
-    rates = [optimizer.param_groups[0]["lr"] for optimizer in run.optimizers]
-    rows = run.step * run.train.batch_size
-    position = {"tokens": rows * run.model.config.seq_len, "epoch": round(rows / len(run.rows["train"]), 4)}
-    return dict(zip(("lr", "muon_lr"), rates)) | position | use_of_gpu(run.model.config, run.worker, speed)
 
 
 def open_run(command: Command, folder: Path, worker: Worker) -> Run:
@@ -486,12 +464,11 @@ def pretrain(run: Run) -> int:
             print(f"{out} is finished at step {run.step}: nothing to do; choose another --out for another run")
         return 0
     small = config.encoder_dim < 256  # a whole run takes less time than the compilation
-    compiled = train.compile in ("on", "graphs") or (worker.device.type == "cuda" and not small)
-    if compiled and train.compile != "off":
+    if train.compile in ("on", "graphs") or (train.compile == "auto" and worker.device.type == "cuda" and not small):
         compile_model(run.model, train.compile)
         if worker.is_main:
             print("compiling the model in its first steps takes a minute or two (--compile off: without)", flush=True)
-    entropy = unigram_entropy(run.rows["val"], train)
+    entropy = unigram_entropy(evenly(run.rows["val"], train.eval_rows))
     if worker.is_main:
         parameters = sum(p.numel() for p in run.model.parameters())
         print(f"{out}: {parameters:,} parameters, encoder {config.encoder_layers} x {config.encoder_dim}, "

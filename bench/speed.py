@@ -24,7 +24,7 @@ from support.models import make_model
 from support.optim import make_optimizers
 from support.run_folder import write_json
 from support.worker import Worker, compile_model, make_worker
-from train import make_config, make_recipe, to_device, train_step
+from train import make_config, make_recipe, train_step
 
 HERE = Path(__file__).resolve().parent
 ROWS = {"cpu": {"toy": 64, "small": 16, "base": 2}, "cuda": {"toy": 64, "small": 256, "base": 64}}  # at a time
@@ -78,7 +78,7 @@ class Contestant:
         optimizers = make_optimizers(model, self.train, worker.dtype)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(NUM_SPECIAL, self.config.vocab_size, (rows, self.config.seq_len), generator=generator)
-        batch = to_device((tokens, corrupt(tokens, self.config, generator)), worker.device)
+        batch = worker.put(tokens, corrupt(tokens, self.config, generator))
         batches = [batch] * (self.train.batch_size // rows)
 
         def step() -> None:

@@ -42,6 +42,12 @@ def evenly(rows: Rows | np.ndarray, most: int):
     return torch.from_numpy(rows[indices])
 
 
+def unigram_entropy(tokens) -> float:
+    """Entropy in nats of real tokens: the loss of a model that knows only how frequent each token is."""
+    real = tokens[tokens >= NUM_SPECIAL]
+    return float(torch.special.entr(real.bincount().double() / len(real)).sum())
+
+
 def seed_of(*numbers: int) -> int:
     """One seed in [0, 2^63) from whole numbers, such as (seed, step)."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))

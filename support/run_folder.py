@@ -64,16 +64,9 @@ def short_hash(content: str | bytes) -> str:
 def lock_folder(folder: Path) -> Iterator[None]:
     """Make a folder and be the only process at work in it. UserError if another process is."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = folder / ".lock"
     try:
-        with FileLock(lock, timeout=0):  # the system frees it when the process ends, however it does
-            try:
-                yield
-            finally:
-                if [*folder.iterdir()] == [lock]:  # what was refused leaves no folder
-                    with suppress(OSError):
-                        lock.unlink()
-                        folder.rmdir()
+        with FileLock(folder / ".lock", timeout=0):  # the system frees it when the process ends, however it does
+            yield
     except Timeout:
         raise UserError(f"{folder}: another process is at work there; wait for it, or choose another --out") from None
 

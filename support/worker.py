@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from maelm import Corruption
 from support.cli import UserError
 
 
@@ -32,6 +33,11 @@ class Worker:
     def autocast(self) -> torch.autocast:
         """A fresh context in which matrix products are in `dtype`."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def put(self, tokens, corruption: Corruption) -> tuple[torch.Tensor, Corruption]:
+        """A batch on this process's device."""
+        tokens, *fields = [x.to(self.device, non_blocking=True) for x in (tokens, *corruption)]
+        return tokens, Corruption(*fields)
 
     def all_reduce(self, *values: float) -> list[float]:
         """The sums of numbers over all processes."""

@@ -6,7 +6,7 @@ from conftest import generator, random_tokens
 from maelm import ABLATIONS, corrupt
 from support.models import make_model
 from support.worker import Worker
-from train import make_config, to_device
+from train import make_config
 
 EXACT = Worker(0, 1, torch.device("cpu"), torch.float32)  # without autocast
 
@@ -19,7 +19,7 @@ def gradients(config, worker, padded, compiler):
     if compiler:
         model.compile(dynamic=False, backend=compiler)
     tokens = random_tokens(4, config.seq_len, config.vocab_size)
-    tokens, corruption = to_device((tokens, corrupt(tokens, config, generator(1))), worker.device)
+    tokens, corruption = worker.put(tokens, corrupt(tokens, config, generator(1)))
     with worker.autocast():
         if padded:
             positions = torch.arange(config.seq_len, device=worker.device)[None]

@@ -13,7 +13,7 @@ from conftest import tiny
 from maelm import MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head
 from support import cost, optim, worker
 from support.checkpoints import load_model
-from support.rows import evenly, rows_of_step
+from support.rows import evenly, rows_of_step, unigram_entropy
 from support.run_folder import read_json, read_log
 from support.worker import Worker
 from tests.common import arguments, contents, fails, same, short_run
@@ -103,12 +103,12 @@ def test_rows_and_masks_depend_on_seed_and_step():
 
 @pytest.mark.parametrize("total, wanted", [(1000, 37), (20, 37)])
 def test_evaluation_rows_are_spread_over_the_validation_part(total, wanted):
-    rows, recipe = RandomRows(total), train.TrainConfig(eval_rows=wanted)
+    rows = RandomRows(total)
     tokens = evenly(rows, wanted)
     assert rows.read[0] == 0 and rows.read[-1] == total - 1 and len(rows.read) == min(total, wanted)
     assert np.ptp(np.diff(rows.read)) <= 1 and np.diff(rows.read).min() > 0
     _, frequency = np.unique(tokens[tokens >= NUM_SPECIAL], return_counts=True)
-    assert train.unigram_entropy(rows, recipe) == pytest.approx(scipy.stats.entropy(frequency))
+    assert unigram_entropy(tokens) == pytest.approx(scipy.stats.entropy(frequency))
 
 
 # ---- Starting from weights ------------------------------------------------------------------------------------------
