@@ -319,7 +319,7 @@ def read_options(argv) -> tuple[list[str], RankConfig]:
 
 def main(argv=None):
     names, config = read_options(argv)
-    with clear_errors("rank.py"):
+    with clear_errors("rank.py"), lock_folder(config.out):
         device = make_worker("fp32").device
         torch.set_float32_matmul_precision("highest")  # TF32, as in training, is too coarse for a covariance
         models = {}
@@ -327,9 +327,8 @@ def main(argv=None):
             open_model = subject_of_hub if name.startswith("hf:") else subject_of_run
             models[name] = analyse(open_model(name, config, device), config)
             print(format_table(name, models[name], config.tau), flush=True)
-        with lock_folder(config.out):
-            write_json(config.out / "rank.json", {"tau": [config.tau], "models": models})
-            draw(models, config)
+        write_json(config.out / "rank.json", {"tau": [config.tau], "models": models})
+        draw(models, config)
         print("with: all tokens of the text with 15 % [MASK]; without: of the same text unmasked; [MASK]: at masks")
         print(f"{config.out}: rank.json, rank.png")
 

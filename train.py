@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
-from support.checkpoints import (checkpoint_of, checkpoints, copy_weights, load_checkpoint, load_model, run_settings,
-                                 save_checkpoint)
+from support.checkpoints import (checkpoint_of, checkpoints, copy_weights, load_checkpoint, load_model, load_weights,
+                                 run_settings, save_checkpoint)
 from support.cli import Parser, UserError, add_flags, clear_errors, given_flags, require, require_positive, value_in
 from support.corpus import SPLITS, VAL_SHARE, corpus_folder, corpus_settings, prepared_corpus
 from support.cost import describe_epochs, estimate, use_of_gpu
@@ -74,7 +74,7 @@ class TrainConfig:
     eval_interval: int = 2_000  # steps between validation losses
     eval_rows: int = 2_048  # validation rows, always the same with the same masks
     checkpoint_interval: int = 10_000  # steps between checkpoints
-    keep_checkpoints: int = 2  # how many are kept; 0 = all (Figure 3)
+    keep_checkpoints: int = 2  # how many are kept, 0 or more; 0 = all (Figure 3)
     cache: str = CACHE  # folder for tokenized corpora
     wandb: str = ""  # a project of Weights & Biases that gets the numbers of log.jsonl, too
 
@@ -90,7 +90,7 @@ class TrainConfig:
             position_init=self.position_init in ("normal", "sinusoid"),
             precision=self.precision in ("auto", "fp32", "bf16"),
             compile=self.compile in ("auto", "on", "off", "graphs"),
-            seed=0 <= self.seed < 2 ** 63,
+            seed=0 <= self.seed < 2 ** 63, keep_checkpoints=self.keep_checkpoints >= 0,
             stop_at=0 <= self.stop_at <= self.max_steps,
             weight_decay=self.weight_decay >= 0, muon_weight_decay=self.muon_weight_decay >= 0,
             adam_beta1=0 <= self.adam_beta1 < 1, adam_beta2=0 <= self.adam_beta2 < 1,
@@ -447,7 +447,7 @@ def open_run(command: Command, folder: Path, worker: Worker) -> Run:
     model = model.to(worker.device)
     run = Run(out, train, worker, rows, model, make_optimizers(model, train, worker.dtype), Stopwatch(worker.device))
     if state is not None:
-        model.load_state_dict(state["model"])
+        load_weights(model, state["model"], checkpoints(out)[-1])
         for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         run.step, run.watch = state["step"], Stopwatch(worker.device, state["seconds"])

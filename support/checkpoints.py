@@ -1,9 +1,11 @@
 """Checkpoints of a run folder: written whole, read without running code, loaded as models."""
 import pickle
+import zipfile
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from maelm import MAELM, Config, Encoder
 from support.cli import UserError
@@ -38,10 +40,14 @@ def read_tensors(path: Path, *wanted: str) -> dict:
     if not path.is_file():
         raise UserError(f"{path}: no such file; name a run folder, a checkpoint, or a folder that finetune.py wrote")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise UserError(f"{path}: damaged, or not written by this project; delete it to use the one before") from error
-    if not isinstance(state, dict) or not state.keys() >= set(wanted):
+        damaged = zipfile.ZipFile(path).testzip()  # compares the checksums, which torch.load does not
+        state = torch.load(path, map_location="cpu", weights_only=True) if damaged is None else None
+    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError):
+        state = None
+    if not isinstance(state, dict):
+        raise UserError(f"{path}: damaged, or not written by this project; delete it: then the checkpoint before it is "
+                        "used, or its run is done again")
+    if not state.keys() >= set(wanted):
         raise UserError(f"{path}: lacks {', '.join(wanted)}: not a file of the kind that is needed here")
     return state
 
@@ -83,11 +89,22 @@ def copy_weights(model: MAELM, start: MAELM) -> str:
 
 def config_of(state: dict, path: Path) -> Config:
     """The configuration in a checkpoint. UserError if another version of this code wrote it."""
-    differs = state["config"].keys() ^ {field.name for field in fields(Config)}
+    differs = dict(state["config"]).keys() ^ {field.name for field in fields(Config)}
     if differs:
         raise UserError(f"{path}: written by another version of maelm, which differs in {', '.join(sorted(differs))}; "
-                        "use that version, or train again")
+                        "use that version, or delete the folder and train again")
     return Config(**state["config"])
+
+
+def load_weights(module: nn.Module, weights: dict, path: Path):
+    """Load the weights of a file. UserError if they do not fit, or are not finite."""
+    try:
+        module.load_state_dict(weights)
+    except (RuntimeError, AttributeError) as error:
+        raise UserError(f"{path}: its weights do not fit its configuration; delete it, or use another") from error
+    for name, weight in module.state_dict().items():
+        if not weight.isfinite().all():
+            raise UserError(f"{path}: {name} is not finite; delete it, or use another")
 
 
 def checkpoint_of(path: Path) -> Path:
@@ -103,7 +120,7 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[MAELM, T
     file = checkpoint_of(path)
     state = read_tensors(file, "config", "model", "step")  # finetune.py's encoder.pt has no step, and no decoder
     model = make_model(config_of(state, file))
-    model.load_state_dict(state["model"])
+    load_weights(model, state["model"], file)
     return model.to(device).eval(), Tokenizer.load(file.parent)
 
 
@@ -114,7 +131,7 @@ def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encode
     config = config_of(state, file)
     encoder = Encoder(config)
     weights = {name: weight for name, weight in state["model"].items() if name.startswith("encoder.")}
-    encoder.load_state_dict({name.removeprefix("encoder."): weight for name, weight in weights.items()})
+    load_weights(encoder, {name.removeprefix("encoder."): weight for name, weight in weights.items()}, file)
     return encoder.to(device).eval(), Tokenizer.load(file.parent), config
 
 

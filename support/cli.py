@@ -1,6 +1,7 @@
 """Command lines: errors in one line, and flags made from the fields of a dataclass, with their comments as help."""
 import argparse
 import inspect
+import io
 import os
 import re
 import signal
@@ -15,6 +16,12 @@ class UserError(Exception):
     """Something that the user can put right. The message names the file or field, its value and the fix."""
 
 
+def printable(text: str) -> str:
+    """A text in one line, in which control characters, which could steer a terminal, are escaped."""
+    return "".join(letter if letter.isprintable() else " " if letter.isspace() else ascii(letter)[1:-1]
+                   for letter in text)
+
+
 def root_cause(error: BaseException) -> str:
     """The message of the error that led to an error, such as that of a proxy, at most 200 characters."""
     while error.__cause__:
@@ -26,14 +33,19 @@ def root_cause(error: BaseException) -> str:
 def clear_errors(program: str) -> Iterator[None]:
     """Turn what the user can put right, and Ctrl-C, into one line on stderr and an exit code: 2, or 130."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what an encoding such as cp1252 lacks becomes ?
     try:
         yield
     except KeyboardInterrupt:
         print(f"{program}: interrupted; the same command continues", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # the reader of stdout, such as head, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (UserError, OSError) as error:
-        line = str(error).replace("\n", " ")
-        print(f"{program}: {line}", file=sys.stderr)
+        print(f"{program}: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
     finally:
         signal.signal(signal.SIGTERM, before)

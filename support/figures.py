@@ -24,8 +24,9 @@ def draw_loss(out: Path):
 @contextmanager
 def figure(path: Path, panels: int = 1) -> Iterator[tuple]:
     """Yield a matplotlib figure and its axes, side by side; then write it to `path`. Without pyplot: no display."""
-    from matplotlib.figure import Figure
-    drawn = Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
-    yield drawn, drawn.subplots(1, panels)
-    with atomic(path) as temporary:
-        drawn.savefig(temporary, dpi=120, format="png")
+    import matplotlib.figure
+    with matplotlib.rc_context({"text.parse_math": False}):  # a $ in a name is a $
+        drawn = matplotlib.figure.Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
+        yield drawn, drawn.subplots(1, panels)
+        with atomic(path) as temporary:
+            drawn.savefig(temporary, dpi=120, format="png")

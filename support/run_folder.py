@@ -2,8 +2,9 @@
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Container, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -12,18 +13,26 @@ from support.cli import UserError
 
 
 @contextmanager
+def named(path: Path) -> Iterator[None]:
+    """While entered, errors of the disk name the file: a full one does not say which."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """Yield a temporary path, then fsync and rename it to `path`: a reader finds a whole file or none."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())  # or a power cut could leave the new name without its content
-        os.replace(temporary, path)
-    except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk does not say which file
-        raise
+        with named(path):
+            yield temporary
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())  # or a power cut could leave the new name without its content
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -45,12 +54,15 @@ def json_lines(records: Iterable[dict]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def read_json(path: Path) -> dict:
-    """The content of a JSON file. UserError if it is not JSON."""
+def read_json(path: Path, *wanted: str) -> dict:
+    """The object in a JSON file. UserError if there is none, or if it lacks a field that is wanted."""
     try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); restore it from a copy") from error
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: damaged, not JSON ({error}); restore it from a copy, or delete it") from error
+    if not isinstance(found, dict) or not found.keys() >= set(wanted):
+        raise UserError(f"{path}: damaged, lacks {', '.join(wanted) or 'fields'}; restore it from a copy, or delete it")
+    return found
 
 
 def short_hash(content: str | bytes) -> str:
@@ -71,16 +83,6 @@ def lock_folder(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder}: another process is at work there; wait for it, or choose another --out") from None
 
 
-def same_settings(folder: Path, there: dict, here: dict):
-    """UserError that lists the fields of `here` that differ in `there`, the settings a folder was made with."""
-    differs = []
-    for name, value in here.items():
-        if there.get(name) != value:
-            differs.append(f"{name}={there.get(name)!r} there, {value!r} here")
-    if differs:
-        raise UserError(f"{folder} was made with other settings: {'; '.join(differs)}; choose another --out")
-
-
 def refuse_other_files(folder: Path):
     """UserError if a folder holds files although it is to be new."""
     if any(folder.glob("[!.]*")):
@@ -90,24 +92,32 @@ def refuse_other_files(folder: Path):
 def open_folder(folder: Path, settings: dict[str, object], may_change: Container[str] = (), begun: bool = True):
     """Write `settings` to config.json of a folder that is new, or was made with the same ones apart from those that
     `may_change`; of a folder where nothing has `begun`, all may. UserError for other settings or other files."""
-    path = folder / "config.json"
+    path, differs = folder / "config.json", []
     if not path.is_file():
         refuse_other_files(folder)
     elif begun:
-        fixed = {name: value for name, value in settings.items() if name not in may_change}
-        same_settings(folder, read_json(path), fixed)
+        there = read_json(path)
+        for name, value in settings.items():
+            if name not in may_change and there.get(name) != value:
+                differs.append(f"{name}={there.get(name)!r} there, {value!r} here")
+    if differs:
+        raise UserError(f"{folder} was made with other settings: {'; '.join(differs)}; choose another --out")
     write_json(path, settings)
 
 
 # ---- The log ------------------------------------------------------------------------------------------------
 def read_log(out: Path) -> list[dict]:
-    """The lines of a run's log.jsonl, without one that a crash cut off."""
-    lines = []
-    if (out / "log.jsonl").is_file():
-        for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):
-                lines.append(json.loads(line))
-    return lines
+    """The lines of a run's log.jsonl. It says on stderr how many it leaves out, as a crash or a disk damaged them."""
+    path, found, damaged = out / "log.jsonl", [], 0
+    for text in path.read_bytes().splitlines() if path.is_file() else []:
+        try:
+            line = json.loads(text)
+            found.append(line | {"step": int(line["step"])})
+        except (ValueError, TypeError, KeyError):
+            damaged += 1
+    if damaged:
+        print(f"{path}: left out damaged lines: {damaged}", file=sys.stderr)
+    return found
 
 
 class RunLog:
@@ -122,7 +132,7 @@ class RunLog:
 
     def write(self, **line):
         """Append a line."""
-        with open(self.path, "a", encoding="utf-8") as file:
+        with named(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if self.wandb is not None:
             self.wandb.log(line)
