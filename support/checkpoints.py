@@ -89,11 +89,14 @@ def copy_weights(model: MAELM, start: MAELM) -> str:
 
 def config_of(state: dict, path: Path) -> Config:
     """The configuration in a checkpoint. UserError if another version of this code wrote it."""
-    differs = dict(state["config"]).keys() ^ {field.name for field in fields(Config)}
-    if differs:
-        raise UserError(f"{path}: written by another version of maelm, which differs in {', '.join(sorted(differs))}; "
-                        "use that version, or delete the folder and train again")
-    return Config(**state["config"])
+    try:
+        differs = state["config"].keys() ^ {field.name for field in fields(Config)}
+        if not differs:
+            return Config(**state["config"])
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: damaged configuration ({error}); delete it, or use another") from error
+    raise UserError(f"{path}: written by another version of maelm, which differs in {', '.join(sorted(differs))}; use "
+                    "that version, or delete the folder and train again")
 
 
 def load_weights(module: nn.Module, weights: dict, path: Path):
