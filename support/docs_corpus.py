@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from support.run_folder import read_json, short_hash, write_json
+from support.run_folder import short_hash, write_json
 
 CACHE = "~/.cache/maelm"  # the folder for what can be made again, unless --cache names another
 PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib", "pyarrow",
@@ -51,8 +51,8 @@ def read_docs(cache: str = CACHE) -> list[tuple[str, str]]:
     """(library, text) of every distinct documentation string on this machine; kept in the folder `cache`."""
     files = docs_files()
     cached = Path(cache).expanduser() / f"docs-{short_hash(file_states(path for _, path in files))}.json"
-    if cached.is_file():
-        return [(library, text) for library, text in read_json(cached)]
+    with suppress(OSError, ValueError):  # missing or damaged: it is made again
+        return [(library, text) for library, text in json.loads(cached.read_bytes())]
     first = {}  # the library in which a text was seen first
     for library, path in tqdm(files, "reading documentation", unit="file", leave=False, disable=None):
         for text in docstrings(path):
