@@ -51,8 +51,8 @@ def test_windows_cover_the_context_and_hold_the_answers(finished):
     encoded = kind.encode([*WORDS, Question("none", "what?", CONTEXT, ())])
     context, _, _ = kind.spans_of(CONTEXT)
     covered = set()
-    for row, (_, last, start), (number, offset) in zip(encoded.ids, encoded.targets.tolist(), encoded.windows):
-        window = row[start:-1]
+    for row, (_, last, start), (number, shift) in zip(encoded.ids, encoded.targets.tolist(), encoded.windows):
+        window, offset = row[start:-1], start - shift
         assert last < len(row) - 1 < 24 and row[0] == CLS and row[start - 1] == row[-1] == SEP
         assert np.array_equal(window, context[offset:offset + len(window)])
         covered.update((number, offset + i) for i in range(len(window)))
@@ -108,7 +108,8 @@ def test_the_best_checkpoint_counts(finished, tmp_path, monkeypatch):
 
     def scripted(model, setup, step):
         weights[step] = model.encoder.norm.weight.clone().cpu()
-        return evaluate(model, setup, step)._replace(value=values[len(weights) - 1])
+        found, files = evaluate(model, setup, step)
+        return found | {"value": values[len(weights) - 1]}, files
 
     monkeypatch.setattr(finetune, "evaluate", scripted)
     result = tune(finished, "rte", tmp_path, *"--epochs 2 --seeds 1 --batch-size 4".split())
