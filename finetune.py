@@ -6,10 +6,9 @@
     python finetune.py --figure3 out/base/step_*.pt --task mnli # Figure 3: metric against pre-training time
     python finetune.py --init out/rte-base --predict test.tsv   # what a fine-tuned model predicts for new texts
 
---init is a run folder, a checkpoint, or a folder that this program wrote. --task custom reads train and dev files
-(.csv, .jsonl, .parquet) with columns text[,text2],label from --data. We evaluate on dev each half epoch, at most 20
-times, and choose the best checkpoint on the split that we report, so scores are slightly optimistic; result.json has
-the last one's, too. The same command again does the runs that are missing; torchrun's processes share those of a sweep.
+--task custom reads train and dev files (.csv, .jsonl, .parquet) with columns text[,text2],label from --data. We
+evaluate on dev each half epoch, at most 20 times, and choose the best checkpoint on the split that we report, so scores
+are slightly optimistic. The same command again does the runs that are missing; torchrun's processes share them.
 """
 import argparse
 import itertools
@@ -39,7 +38,7 @@ from support.run_folder import lock_folder, open_folder, read_json, short_hash, 
 from support.squad import Spans
 from support.task_files import find_files, read_inputs, read_task
 from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, grid
-from support.worker import Worker, make_worker
+from support.worker import Worker, explain_out_of_memory, make_worker
 from train import learning_rate_factor
 
 
@@ -208,9 +207,9 @@ def evaluate(model: Tuned, setup: Setup, step: int) -> tuple[dict, dict[str, str
     return {"value": metrics[kind.metric], "metrics": metrics, "effective_rank": ranks, "step": step}, files
 
 
-def sort_value(value: float | None) -> float:
-    """A value to sort by: None is the lowest."""
-    return -math.inf if value is None else value
+def sort_value(line: dict) -> float:
+    """The value of a run or evaluation to sort by: None is the lowest."""
+    return -math.inf if line["value"] is None else line["value"]
 
 
 def run_once(setup: Setup, run: dict[str, float]) -> dict:
@@ -224,7 +223,7 @@ def run_once(setup: Setup, run: dict[str, float]) -> dict:
     try:
         for step in fine_tune(model, setup, tune, seed):
             last, files = evaluate(model, setup, step)
-            if best is None or sort_value(last["value"]) > sort_value(best["value"]):  # of equals the first
+            if best is None or sort_value(last) > sort_value(best):  # of equals the first
                 best, kept = last, files
                 weights = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
     except UserError:  # hidden states with NaN or infinity
@@ -245,11 +244,21 @@ def path_of_run(setup: Setup, run: dict) -> Path:
     return setup.out / "runs" / f"{name}.json"
 
 
+def read_run(setup: Setup, run: dict) -> dict | None:
+    """The line of a run; None if it is missing, or seed 1's model is. UserError if it is damaged."""
+    path = path_of_run(setup, run)
+    if not path.is_file():
+        return None
+    line = read_json(path, "delete it: that run is done again")
+    lost = run["seed"] == 1 and line["step"] and not (setup.out / "encoder.pt").is_file()
+    return None if lost else line
+
+
 def finish_runs(setup: Setup, runs: list[dict], command: Command) -> list[dict]:
     """The lines of all `runs`. torchrun's processes share those that are missing by rank."""
     seconds = []
     for run in runs[setup.worker.rank::setup.worker.world_size]:
-        if not path_of_run(setup, run).is_file():
+        if read_run(setup, run) is None:
             line = run_once(setup, run)
             write_json(path_of_run(setup, run), line)
             seconds.append(line["seconds"])
@@ -258,14 +267,15 @@ def finish_runs(setup: Setup, runs: list[dict], command: Command) -> list[dict]:
             setting = "  ".join(f"{name} {line[name]:g}" for name in SWEPT)
             print(f"{setup.task}  {setting}  seed {line['seed']}  {setup.kind.metric} {format_number(line['value'])}  "
                   f"{line['seconds']:.0f} s  {left / 3600:.1f} h left", flush=True)
-    return [read_json(wait_for(path_of_run(setup, run))) for run in runs]
+    for run in runs:
+        wait_for(path_of_run(setup, run))
+    return [read_run(setup, run) for run in runs]
 
 
-def wait_for(path: Path) -> Path:
+def wait_for(path: Path):
     """Wait for a file that another of torchrun's processes writes; torchrun ends all of them if one fails."""
     while not path.is_file():
         time.sleep(0.2)
-    return path
 
 
 def make_kind(task: str, pretrained: Pretrained, tune: TuneConfig, *labels) -> Classification | Spans:
@@ -300,23 +310,39 @@ def make_setup(task: str, init: str, command: Command, worker: Worker) -> Setup:
 
 
 def run_task(task: str, init: str, command: Command, worker: Worker) -> dict:
-    """Fine-tune one encoder on one task: the grid with --sweep, then seeds 1, 2, ... Writes and returns result.json."""
+    """Fine-tune one encoder on one task: the grid with --sweep, then seeds 1, 2, ... Writes and returns result.json:
+    values of all seeds and their medians, the settings, and the ranks of Table 3."""
     setup = make_setup(task, init, command, worker)
+    kind, dev = setup.kind, setup.splits["dev"]
     if worker.is_main:
         title = f"{setup.out}: {len(setup.splits['train'].ids):,} training inputs; runs in all: {command.runs}"
         print(title, *setup.remarks, sep="\n  ", flush=True)
     setting, sweep = {name: getattr(setup.tune, name) for name in SWEPT}, []
     if command.options.sweep:
-        tried = [point | {"seed": 0} for point in grid(TASKS[task].group, setup.kind.dim, command.given)]
+        tried = [point | {"seed": 0} for point in grid(TASKS[task].group, kind.dim, command.given)]
         sweep = finish_runs(setup, tried, command)
-        sweep.sort(key=lambda line: sort_value(line["value"]), reverse=True)
+        sweep.sort(key=sort_value, reverse=True)
         setting = {name: sweep[0][name] for name in SWEPT}
     # The grid has seed 0: the seeds of the result played no part in the choice.
     seeds = range(1, command.options.seeds + 1)
     finals = finish_runs(setup, [setting | {"seed": seed} for seed in seeds], command)
     if not worker.is_main:
         return {}
-    result = make_result(setup, init, setting, finals, sweep)
+    untuned = Tuned(setup.pretrained.new_encoder(1), kind.head()).to(worker.device)
+    _, ranks = outputs_of(untuned, kind, dev, worker.device)
+    values = [line["value"] for line in finals]
+    names = dict.fromkeys(name for line in finals for name in line["metrics"])  # a run that diverged has none
+    result = {
+        "task": task, "init": init, "metric": kind.metric, "median": median(values), "values": values,
+        "metrics": {name: median([line["metrics"].get(name) for line in finals]) for name in names},
+        "last": median([line["last"] for line in finals]),
+        "setting": setting, "tune": asdict(setup.tune) | setting, "remarks": setup.remarks,
+        "effective_rank": {
+            "tau": 0.9, "d": kind.dim, "before": ranks,
+            "after": [line["effective_rank"] for line in finals],
+            "at_the_end": [line["last_rank"] for line in finals],
+            "steps": [[line["step"], line["last_step"]] for line in finals]},
+        "sweep": sweep}
     write_json(setup.out / "result.json", result)
     print(report(result), f"{setup.out}: result.json", sep="\n", flush=True)
     return result
@@ -333,27 +359,6 @@ def rank_after(ranks: dict, centering: str, when: str = "after") -> float | None
     return median([found[centering] if found else None for found in ranks[when]])
 
 
-def make_result(setup: Setup, init: str, setting: dict, finals: list[dict], sweep: list[dict]) -> dict:
-    """result.json: values of all seeds and their medians, the settings, and the ranks of Table 3."""
-    device = setup.worker.device
-    untuned = Tuned(setup.pretrained.new_encoder(1), setup.kind.head()).to(device)
-    _, ranks = outputs_of(untuned, setup.kind, setup.splits["dev"], device)
-    values = [line["value"] for line in finals]
-    names = dict.fromkeys(name for line in finals for name in line["metrics"])  # a run that diverged has none
-    metrics = {name: median([line["metrics"].get(name) for line in finals]) for name in names}
-    return {
-        "task": setup.task, "init": init,
-        "metric": setup.kind.metric, "median": median(values), "values": values, "metrics": metrics,
-        "last": median([line["last"] for line in finals]),
-        "setting": setting, "tune": asdict(setup.tune) | setting, "remarks": setup.remarks,
-        "effective_rank": {"tau": 0.9, "d": setup.kind.dim, "before": ranks,
-                           "after": [line["effective_rank"] for line in finals],
-                           "at_the_end": [line["last_rank"] for line in finals],
-                           "steps": [[line["step"], line["last_step"]] for line in finals]},
-        "sweep": sweep,
-    }
-
-
 def format_number(value: float | None, digits: int = 2) -> str:
     """A number, or - for None."""
     return "-" if value is None else f"{value:.{digits}f}"
@@ -363,11 +368,10 @@ def report(result: dict) -> str:
     """result.json in three lines: the metrics, the value of the last checkpoints, and Table 3's ranks."""
     ranks = result["effective_rank"]
     metrics = "  ".join(f"{name} {format_number(value)}" for name, value in result["metrics"].items())
+    values = ", ".join(format_number(value) for value in result["values"])
     changes = []
     for name in CENTERINGS:
-        best, last = (format_number(rank_after(ranks, name, when), digits=0) for when in ("after", "at_the_end"))
-        changes.append(f"{name} {ranks['before'][name]} -> {best} (last {last})")
-    values = ", ".join(format_number(value) for value in result["values"])
+        changes.append(f"{name} {ranks['before'][name]} -> {format_number(rank_after(ranks, name), digits=0)}")
     return (f"{result['task']}  {metrics}  (medians; seeds: {values})\n"
             f"the best checkpoint of each run counts; the last ones have {format_number(result['last'])}\n"
             f"effective rank on the dev split, before -> after, of {ranks['d']}: {', '.join(changes)}")
@@ -402,22 +406,15 @@ def table1(results: list[dict], out: Path):
     print(f"{out}: result.json")
 
 
-def load_tuned(folder: Path, device: torch.device) -> tuple[str, Classification | Spans, Tuned]:
-    """Task, kind and model that this program left in a folder. UserError if there is none."""
+def predict_file(folder: Path, source: str, out: Path, device: torch.device):
+    """Write predictions for the texts of a file by the model that this program left in a folder. UserError if none."""
     state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale")
     settings, task = read_json(folder / "config.json"), state["task"]
     tune = TuneConfig(**{field.name: settings[field.name] for field in fields(TuneConfig)})
     pretrained = Pretrained(str(folder), 0.0)
     kind = make_kind(task, pretrained, tune, TASKS[task].metric, state["labels"], state["scale"])
-    model = Tuned(pretrained.new_encoder(0), kind.head())
+    model = Tuned(pretrained.new_encoder(0), kind.head()).to(device)
     model.load_state_dict(state["model"])
-    return task, kind, model.to(device)
-
-
-def predict_file(command: Command, device: torch.device):
-    """Write predictions for the texts of a file by the fine-tuned model in --init. UserError if there is none."""
-    source = command.options.predict
-    task, kind, model = load_tuned(Path(command.options.init), device)
     encoded = kind.encode(read_inputs(task, source))
     outputs, _ = outputs_of(model, kind, encoded, device)
     _, files = kind.score(outputs, encoded)  # a score needs labels
@@ -425,8 +422,8 @@ def predict_file(command: Command, device: torch.device):
         suffix = "-mm" if "mismatched" in source else "-m" if task == "mnli" else ""
         lines = [f"{line['id']}\t{line['prediction']}\n" for line in kind.predictions(outputs, encoded)]
         files[f"{TASKS[task].folder}{suffix}.tsv"] = "".join(["index\tprediction\n", *lines])
-    write_texts(command.out, files)
-    print(f"{command.out}: {', '.join(files)}", *encoded.remarks, sep="\n  ")
+    write_texts(out, files)
+    print(f"{out}: {', '.join(files)}", *encoded.remarks, sep="\n  ")
 
 
 # ---- 5. Command line ----------------------------------------------------------------------------------------
@@ -439,6 +436,7 @@ def parse(argv) -> Command:
     add("--data", help="folder with the files of the original releases [GLUE and SQuAD: the Hub]")
     add("--out", type=Path, help="folder for the runs and result.json [out/TASK-INIT]")
     add("--seeds", type=int, default=5, help="runs whose median is the result [%(default)s]")
+    add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
     add("--sweep", action="store_true", help="first try the grid of Table 5 or 6; flags replace its values")
     add("--figure3", nargs="+", metavar="CHECKPOINT", default=[], help="fine-tune each, draw metric against time")
     add("--predict", metavar="FILE", default="", help="predict, with the fine-tuned model in --init: lines (.txt), "
@@ -469,11 +467,11 @@ def parse(argv) -> Command:
 def main(argv=None):
     command = parse(argv)
     options = command.options
-    with clear_errors("finetune.py"):
-        worker = make_worker(command.given.get("precision", "auto"))
+    with clear_errors("finetune.py"), explain_out_of_memory("--batch-size"):
+        worker = make_worker(command.given.get("precision", "auto"), options.device)
         torch.set_float32_matmul_precision("highest")  # TF32 is too coarse for effective ranks
         if options.predict:
-            return predict_file(command, worker.device)
+            return predict_file(Path(options.init), options.predict, command.out, worker.device)
         for task in command.tasks if options.data else ():  # what is missing is found before the first run
             find_files(task, options.data)
         hours = {path: read_tensors(Path(path), "seconds")["seconds"] / 3600 for path in options.figure3}

@@ -40,7 +40,7 @@ def read_tensors(path: Path, *wanted: str) -> dict:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise UserError(f"{path}: damaged, or not written by this project; delete it to use the one before") from error
+        raise UserError(f"{path}: damaged, or not written by this project; delete it and run again") from error
     if not isinstance(state, dict) or not state.keys() >= set(wanted):
         raise UserError(f"{path}: lacks {', '.join(wanted)}: not a file of the kind that is needed here")
     return state

@@ -45,12 +45,12 @@ def json_lines(records: Iterable[dict]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def read_json(path: Path) -> dict:
-    """The content of a JSON file. UserError if it is not JSON."""
+def read_json(path: Path, advice: str = "restore it from a copy") -> dict:
+    """The content of a JSON file. UserError with advice if it is not JSON."""
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); restore it from a copy") from error
+        raise UserError(f"{path}: not JSON ({error}); {advice}") from error
 
 
 def short_hash(content: str | bytes) -> str:

@@ -66,14 +66,6 @@ def test_windows_cover_the_context_and_hold_the_answers(finished):
     assert json.loads(files["predictions.json"]) == {q.id: q.answers[0][1] for q in WORDS} | {"none": ""}
 
 
-def test_squad_writes_the_official_files(finished, tmp_path):
-    result = tune(finished, "squad2", tmp_path)
-    predictions, odds = [read_json(tmp_path / "out" / f"{name}.json") for name in ("predictions", "null_odds")]
-    assert result["metric"] == "f1" and len(predictions) == 24
-    for name, odd in odds.items():
-        assert (odd > 0) == (predictions[name] == "")
-
-
 def test_inputs_have_the_longer_text_cut(finished):
     start = finetune.Pretrained(str(finished), 0.1)
     short, long = "the cat", "a dog sees a tree today, number 3, at last, number 4, my friend"
@@ -130,11 +122,32 @@ def test_a_result_can_be_read_and_continued(finished, text, tmp_path):
     assert tune(tmp_path / "out", "rte", tmp_path, out="next")["setting"].keys() == set(tasks.SWEPT)
 
 
-def test_squad_answers_are_predicted(finished, tmp_path):
-    tune(finished, "squad2", tmp_path)
+def test_what_is_lost_or_damaged_is_done_again(finished, tmp_path, capsys):
+    result = tune(finished, "rte", tmp_path)
+    (tmp_path / "out/encoder.pt").unlink()
+    run = sorted(tmp_path.glob("out/runs/*.json"))[1]
+    run.write_text('{"value": 5')
+    error = fails(lambda: tune(finished, "rte", tmp_path), capsys)
+    assert f"{run}: not JSON" in error and "delete it: that run is done again" in error
+    run.unlink()
+    assert tune(finished, "rte", tmp_path) == result and (tmp_path / "out/encoder.pt").is_file()
+
+
+def test_too_little_memory_is_one_line(finished, tmp_path, monkeypatch, capsys):
+    def run_once(setup, run):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(finetune, "run_once", run_once)
+    assert "use a smaller --batch-size" in fails(lambda: tune(finished, "rte", tmp_path), capsys)
+
+
+def test_squad_answers_are_predicted_in_the_official_files(finished, tmp_path):
+    assert tune(finished, "squad2", tmp_path)["metric"] == "f1"
     finetune.main(["--init", str(tmp_path / "out"), "--predict", str(tmp_path / "glue/dev-v2.0.json")])
-    for name in ("predictions.json", "null_odds.json"):
-        assert read_json(tmp_path / "out/predict-dev-v2.0" / name) == read_json(tmp_path / "out" / name)
+    kept, new = [[read_json(folder / f"{name}.json") for name in ("predictions", "null_odds")]
+                 for folder in (tmp_path / "out", tmp_path / "out/predict-dev-v2.0")]
+    assert kept == new and len(kept[0]) == 24
+    assert all((odd > 0) == (kept[0][name] == "") for name, odd in kept[1].items())
 
 
 def test_random_weights_are_drawn_by_the_seed(finished):
@@ -226,7 +239,7 @@ def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
 
     def sleep(seconds):  # meanwhile the first process writes its lines
         for run in runs:
-            write_json(finetune.path_of_run(setup, run), run)
+            write_json(finetune.path_of_run(setup, run), run | {"step": None})
 
     monkeypatch.setattr(finetune.time, "sleep", sleep)
     lines = finetune.finish_runs(setup, runs, SimpleNamespace(out=tmp_path, runs=4))
@@ -254,6 +267,7 @@ def test_figure_3_has_its_points_in_order(finished, tmp_path, monkeypatch):
     ("--task sst3", "invalid choice: 'sst3'"), ("--epochs 0", "epochs=0.0"),
     ("--init no --predict a.txt", "no/encoder.pt: no such file"), ("--figure3 a.pt --task glue", "needs one --task"),
     ("--task custom", "--task custom needs --data"), ("--task docs --data .", "leave --data out"),
-    ("--task rte --data no/such", "no train.tsv there or in RTE/")])
+    ("--task rte --data no/such", "no train.tsv there or in RTE/"), ("--device tpu", "--device tpu: this machine"),
+    ("--learning-rate nan", "--learning-rate: nan is not possible"), ("--dropout=-inf", "--dropout: -inf is not")])
 def test_a_bad_command_gets_one_line(flags, message, tmp_path, capsys):
     assert message in fails(lambda: finetune.main([*flags.split(), "--out", str(tmp_path)]), capsys)

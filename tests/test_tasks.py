@@ -91,16 +91,16 @@ GRIDS = {  # task, width of the encoder -> Tables 5 and 6
 
 
 def test_tasks_and_grids_are_those_of_the_paper():
-    assert " ".join(tasks.GLUE) == "mnli qqp qnli sst2 cola rte mrpc stsb"
     found = [tasks.TASKS[name] for name in (*tasks.GLUE, "squad2")]
+    assert " ".join(tasks.GLUE) == "mnli qqp qnli sst2 cola rte mrpc stsb"
     assert [task.metric for task in found] == 4 * ["accuracy"] + "matthews accuracy accuracy spearman f1".split()
     assert [task.official[0] for task in found] == [392702, 363846, 104743, 67349, 8551, 2490, 3668, 5749, 130319]
     assert [task.official[1] for task in found] == [9815, 40430, 5463, 872, 1043, 277, 408, 1500, 11873]
     assert [len(tasks.grid(task.group, 768, {})) for task in found] == 4 * [12] + 4 * [64] + [32]
+    assert len(tasks.grid("small", 768, {"epochs": 7.0})) == 16
     for (name, dim), rows in GRIDS.items():
         points = tasks.grid(tasks.TASKS[name].group, dim, {})
         assert tuple({point[field] for point in points} for field in tasks.SWEPT) == rows
-    assert len(tasks.grid("small", 768, {"epochs": 7.0})) == 16
 
 
 @pytest.mark.parametrize("name", tasks.GLUE)
@@ -161,14 +161,7 @@ def test_all_formats_of_custom_files_agree(tmp_path):
 
 @pytest.mark.parametrize("name, file, content, message", [
     ("rte", "a.txt", "one text", "needs sentence1, sentence2; has"), ("custom", "a.csv", "text\n", "empty"),
-    ("cola", "a.tsv", "index\tsentence\n0\ta\n1\ta\tb\n", "cannot be read")])
-def test_bad_files_to_predict_are_refused(name, file, content, message, tmp_path):
-    (tmp_path / file).write_text(content)
-    with pytest.raises(UserError, match=message):
-        task_files.read_inputs(name, str(tmp_path / file))
-
-
-@pytest.mark.parametrize("name, file, content, message", [
+    ("cola", "a.tsv", "index\tsentence\n0\ta\n1\ta\tb\n", "cannot be read"),
     ("custom", "train.csv", "text,kind\na,b\n", "train.csv, record 1: needs text, label; has"),
     ("custom", "train.csv", "text,label\nb, c,x\n", "more fields than columns"),
     ("custom", "train.csv", "text,label\na,x\nb,\n", "record 2: needs text"),
@@ -179,4 +172,6 @@ def test_bad_files_are_refused(name, file, content, message, tmp_path):
     for path in (file, file.replace("train", "dev")):
         (tmp_path / path).write_text(content)
     with pytest.raises(UserError, match=message):
+        if file.startswith("a"):
+            task_files.read_inputs(name, str(tmp_path / file))
         task_files.read_task(name, str(tmp_path), 0.01)
