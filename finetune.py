@@ -70,14 +70,6 @@ class Command(NamedTuple):
     given: dict[str, float | str]  # the flags of TuneConfig, which replace values of the grid
     options: argparse.Namespace  # the other flags
 
-    @property
-    def runs(self) -> int:
-        """How many runs that is in all."""
-        runs = len(self.tasks) * self.options.seeds
-        for task in self.tasks if self.options.sweep else ():
-            runs += len(grid(TASKS[task].group, 768, self.given))  # as many for every width
-        return max(1, len(self.options.figure3)) * runs
-
 
 def name_of(init: str) -> str:
     """A name for what --init names, such as toy, toy-step_0000500 or random-toy."""
@@ -254,19 +246,17 @@ def read_run(setup: Setup, run: dict) -> dict | None:
     return None if lost else line
 
 
-def finish_runs(setup: Setup, runs: list[dict], command: Command) -> list[dict]:
+def finish_runs(setup: Setup, runs: list[dict]) -> list[dict]:
     """The lines of all `runs`. torchrun's processes share those that are missing by rank."""
-    seconds = []
-    for run in runs[setup.worker.rank::setup.worker.world_size]:
-        if read_run(setup, run) is None:
-            line = run_once(setup, run)
-            write_json(path_of_run(setup, run), line)
-            seconds.append(line["seconds"])
-            missing = command.runs - len([*command.out.rglob("runs/*.json")])
-            left = missing * np.mean(seconds) / setup.worker.world_size
-            setting = "  ".join(f"{name} {line[name]:g}" for name in SWEPT)
-            print(f"{setup.task}  {setting}  seed {line['seed']}  {setup.kind.metric} {format_number(line['value'])}  "
-                  f"{line['seconds']:.0f} s  {left / 3600:.1f} h left", flush=True)
+    mine = runs[setup.worker.rank::setup.worker.world_size]
+    missing = [run for run in mine if read_run(setup, run) is None]
+    for number, run in enumerate(missing, start=1):
+        line = run_once(setup, run)
+        write_json(path_of_run(setup, run), line)
+        setting = "  ".join(f"{name} {line[name]:g}" for name in SWEPT)
+        left = (len(missing) - number) * line["seconds"] / 3600
+        print(f"{setup.task}  {setting}  seed {line['seed']}  {setup.kind.metric} {format_number(line['value'])}  "
+              f"{line['seconds']:.0f} s  {left:.1f} h left", flush=True)
     for run in runs:
         wait_for(path_of_run(setup, run))
     return [read_run(setup, run) for run in runs]
@@ -315,17 +305,17 @@ def run_task(task: str, init: str, command: Command, worker: Worker) -> dict:
     setup = make_setup(task, init, command, worker)
     kind, dev = setup.kind, setup.splits["dev"]
     if worker.is_main:
-        title = f"{setup.out}: {len(setup.splits['train'].ids):,} training inputs; runs in all: {command.runs}"
+        title = f"{setup.out}: {len(setup.splits['train'].ids):,} training inputs"
         print(title, *setup.remarks, sep="\n  ", flush=True)
     setting, sweep = {name: getattr(setup.tune, name) for name in SWEPT}, []
     if command.options.sweep:
         tried = [point | {"seed": 0} for point in grid(TASKS[task].group, kind.dim, command.given)]
-        sweep = finish_runs(setup, tried, command)
+        sweep = finish_runs(setup, tried)
         sweep.sort(key=sort_value, reverse=True)
         setting = {name: sweep[0][name] for name in SWEPT}
     # The grid has seed 0: the seeds of the result played no part in the choice.
     seeds = range(1, command.options.seeds + 1)
-    finals = finish_runs(setup, [setting | {"seed": seed} for seed in seeds], command)
+    finals = finish_runs(setup, [setting | {"seed": seed} for seed in seeds])
     if not worker.is_main:
         return {}
     untuned = Tuned(setup.pretrained.new_encoder(1), kind.head()).to(worker.device)
@@ -383,8 +373,7 @@ def figure3(hours: dict[str, float], results: list[dict], out: Path):
     points = []
     for path, result in zip(hours, results):
         points.append({"run": str(Path(path).parent), "checkpoint": path, "hours": hours[path],
-                       "median": result["median"], "values": result["values"],
-                       "rank": {name: rank_after(result["effective_rank"], name) for name in CENTERINGS}})
+                       "median": result["median"], "values": result["values"]})
     points.sort(key=lambda point: point["hours"])
     write_json(out / "figure3.json", {"points": points})
     with figure(out / "figure3.png") as (_, axes):

@@ -10,7 +10,7 @@ from support.corpus import in_validation
 from support.docs_corpus import read_docs
 from support.records import read_records
 from support.run_folder import read_json
-from support.tasks import SPLITS, TASKS
+from support.tasks import GLUE, SPLITS, TASKS
 
 
 class Example(NamedTuple):
@@ -98,14 +98,15 @@ def read_file(name: str, path: Path) -> list[Example] | list[Question]:
 def read_hub(name: str, split: str, labelled: bool = True) -> list[Example] | list[Question]:
     """The examples or questions of task `name` in a split on the Hub."""
     task, found = TASKS[name], []
-    for record in read_records("hub", (), f"hf:{task.hub}", split=split, streaming=False):
+    hub = "hf:rajpurkar/squad_v2" if name == "squad2" else f"hf:nyu-mll/glue:{name}"
+    for record in read_records("hub", (), hub, split=split, streaming=False):
         if name == "squad2":
             answers = zip(record["answers"]["answer_start"], record["answers"]["text"])
             found.append(Question(record["id"], record["question"].strip(), record["context"], tuple(answers)))
         else:  # labels are numbers there, and STS-B's 3.2 is 3.200000047683716
             label = task.labels[record["label"]] if task.labels else round(record["label"], 3)
             found.append(record | {task.columns[-1]: label})
-    return found if name == "squad2" else examples_of(name, found, task.hub, labelled)
+    return found if name == "squad2" else examples_of(name, found, hub, labelled)
 
 
 def records_of(path: Path, header: tuple[str, ...] = (), bad_lines: str = "skip") -> Iterable[dict]:
@@ -158,7 +159,7 @@ def read_inputs(name: str, source: str) -> list[Example] | list[Question]:
     task, path = TASKS[name], Path(source)
     if name == "squad2":
         return read_squad(path)
-    if source.startswith("hf:") and task.hub:
+    if source.startswith("hf:") and name in GLUE:
         return read_hub(name, source[3:] or task.hub_splits[1].replace("validation", "test"), labelled=False)
     if path.suffix not in INPUTS:
         raise UserError(f"--predict {path}: the name must end in {', '.join(INPUTS)}")
