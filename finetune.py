@@ -6,11 +6,11 @@
     python finetune.py --figure3 out/base/step_*.pt --task mnli # Figure 3: metric against pre-training time
     python finetune.py --init out/rte-base --predict test.tsv   # what a fine-tuned model predicts for new texts
 
---init is a run folder, a checkpoint, or a folder that this program wrote. --task custom reads train and dev files
-(.csv, .jsonl, .parquet) with columns text[,text2],label from --data. We evaluate on dev each half epoch, at most 20
-times, and choose the best checkpoint on the split that we report, so scores are slightly optimistic; result.json has
-the last one's, too. The same command again does the runs that are missing; torchrun's processes share those of a sweep.
+--task custom reads train and dev files (.csv, .jsonl, .parquet) with columns text[,text2],label from --data. We
+evaluate on dev each half epoch, at most 20 times, and choose the best checkpoint on the split that we report, so scores
+are slightly optimistic. The same command again does the runs that are missing; torchrun's processes share them.
 """
+import argparse
 import itertools
 import math
 import time
@@ -34,11 +34,11 @@ from support.corpus import VAL_SHARE
 from support.figures import figure
 from support.models import make_model
 from support.rows import rows_of_step, seed_of
-from support.run_folder import json_lines, lock_folder, open_folder, read_json, short_hash, write_json, write_texts
+from support.run_folder import lock_folder, open_folder, read_json, short_hash, write_json, write_texts
 from support.squad import Spans
 from support.task_files import find_files, read_inputs, read_task
 from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, grid
-from support.worker import Worker, make_worker
+from support.worker import Worker, explain_out_of_memory, make_worker
 from train import learning_rate_factor
 
 
@@ -57,33 +57,18 @@ class TuneConfig:
     max_query: int = 64  # SQuAD: longest question in tokens, at most half of seq_len
     doc_stride: int = 128  # SQuAD: tokens between the starts of windows, at most half a window
     max_answer: int = 30  # SQuAD: longest answer in tokens
-    null_threshold: float = 0.0  # SQuAD: no answer if score of null - score of the best answer is above
 
     def __post_init__(self):
         require_positive(self, "epochs", "batch_size", "max_query", "doc_stride", "max_answer")
         require(self, dropout=0 <= self.dropout < 1, precision=self.precision in ("auto", "fp32", "bf16"))
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """What the command line asks for."""
-    init: str
     tasks: dict[str, TuneConfig]
-    data: str | None
     out: Path
-    seeds: int
-    sweep: bool
-    figure3: list[str]
-    predict: str
     given: dict[str, float | str]  # the flags of TuneConfig, which replace values of the grid
-
-    @property
-    def runs(self) -> int:
-        """How many runs that is in all."""
-        runs = len(self.tasks) * self.seeds
-        if self.sweep:
-            runs += sum(len(grid(TASKS[task].group, 768, self.given)) for task in self.tasks)  # as many for every width
-        return max(1, len(self.figure3)) * runs
+    options: argparse.Namespace  # the other flags
 
 
 def name_of(init: str) -> str:
@@ -96,11 +81,10 @@ def name_of(init: str) -> str:
 class Pretrained:
     """What fine-tuning starts from: an encoder; after `random:` only its shape and tokenizer. UserError without one."""
     def __init__(self, name: str, dropout: float):
-        self.name, self.random = name_of(name), name.startswith("random:")
+        self.random = name.startswith("random:")
         path = Path(name.removeprefix("random:"))
-        encoder, self.tokenizer, self.config = load_encoder(path)
-        self.weights, self.dropped = encoder.state_dict(), replace(self.config, dropout=dropout)
-        self.dim = self.config.encoder_dim
+        encoder, self.tokenizer, config = load_encoder(path)
+        self.weights, self.config = encoder.state_dict(), replace(config, dropout=dropout)
         settings = run_settings(path.parent if path.is_file() else path)
         self.val_share = settings.get("val_share", VAL_SHARE)
         self.position_init = settings.get("position_init", "normal")  # of random weights
@@ -108,7 +92,7 @@ class Pretrained:
     def new_encoder(self, seed: int) -> nn.Module:
         """A copy of the encoder, with dropout. The seed draws random weights."""
         torch.manual_seed(seed)
-        encoder = make_model(self.dropped, self.position_init).encoder
+        encoder = make_model(self.config, self.position_init).encoder
         if not self.random:
             encoder.load_state_dict(self.weights)
         return encoder
@@ -199,36 +183,25 @@ def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterat
             yield step + 1
 
 
-class Evaluation(NamedTuple):
-    """A model on the dev split after some steps."""
-    step: int | None
-    value: float | None  # of the task's metric; None for NaN
-    metrics: dict[str, float | None]
-    effective_rank: dict[str, int] | None
-    files: dict[str, str]  # predictions: the text of each file by its name
+DIVERGED = {"value": None, "metrics": {}, "effective_rank": None, "step": None}
 
 
-DIVERGED = Evaluation(None, None, {}, None, {})
-
-
-def evaluate(model: Tuned, setup: Setup, step: int) -> Evaluation:
-    """Evaluate on dev and, of MNLI, on dev_mm. DIVERGED if a state is not finite."""
-    kind, dev, dev_mm = setup.kind, setup.splits["dev"], setup.splits.get("dev_mm")
-    try:
-        outputs, ranks = outputs_of(model, kind, dev, setup.worker.device)
-        metrics, files = kind.score(outputs, dev)
-        if dev_mm is not None:
-            outputs, _ = outputs_of(model, kind, dev_mm, setup.worker.device)
-            metrics["accuracy_mm"] = kind.score(outputs, dev_mm)[0]["accuracy"]
-    except UserError:  # hidden states with NaN or infinity
-        return DIVERGED
+def evaluate(model: Tuned, setup: Setup, step: int) -> tuple[dict, dict[str, str]]:
+    """Evaluate on dev and, of MNLI, on dev_mm -> the fields of DIVERGED, and files with the predictions by name. A
+    value or metric is None for NaN. UserError if a hidden state is not finite."""
+    kind, splits, device = setup.kind, setup.splits, setup.worker.device
+    outputs, ranks = outputs_of(model, kind, splits["dev"], device)
+    metrics, files = kind.score(outputs, splits["dev"])
+    if "dev_mm" in splits:
+        outputs, _ = outputs_of(model, kind, splits["dev_mm"], device)
+        metrics["accuracy_mm"] = kind.score(outputs, splits["dev_mm"])[0]["accuracy"]
     metrics = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    return Evaluation(step, metrics[kind.metric], metrics, ranks, files)
+    return {"value": metrics[kind.metric], "metrics": metrics, "effective_rank": ranks, "step": step}, files
 
 
-def sort_value(value: float | None) -> float:
-    """A value to sort by: None is the lowest."""
-    return -math.inf if value is None else value
+def sort_value(line: dict) -> float:
+    """The value of a run or evaluation to sort by: None is the lowest."""
+    return -math.inf if line["value"] is None else line["value"]
 
 
 def run_once(setup: Setup, run: dict[str, float]) -> dict:
@@ -239,23 +212,21 @@ def run_once(setup: Setup, run: dict[str, float]) -> dict:
     model = Tuned(encoder, setup.kind.head()).to(setup.worker.device)
     tune = replace(setup.tune, **{name: run[name] for name in SWEPT})
     best = None
-    for step in fine_tune(model, setup, tune, seed):
-        last = evaluate(model, setup, step)
-        if last is DIVERGED:
-            best = DIVERGED
-            break
-        if best is None or sort_value(last.value) > sort_value(best.value):  # of equals the first
-            best = last
-            weights = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+    try:
+        for step in fine_tune(model, setup, tune, seed):
+            last, files = evaluate(model, setup, step)
+            if best is None or sort_value(last) > sort_value(best):  # of equals the first
+                best, kept = last, files
+                weights = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+    except UserError:  # hidden states with NaN or infinity
+        best = last = DIVERGED
     if seed == 1 and best is not DIVERGED:
         write_tensors(setup.out / "encoder.pt", {
             "config": asdict(setup.pretrained.config), "model": weights, "task": setup.task,
             "labels": list(setup.kind.labels), "scale": setup.kind.scale})
-        write_texts(setup.out, best.files)
-    return run | {
-        "value": best.value, "metrics": best.metrics, "effective_rank": best.effective_rank, "step": best.step,
-        "last": last.value, "last_rank": last.effective_rank, "last_step": last.step,
-        "seconds": round(time.perf_counter() - start, 2)}
+        write_texts(setup.out, kept)
+    return run | best | {"last": last["value"], "last_rank": last["effective_rank"], "last_step": last["step"],
+                         "seconds": round(time.perf_counter() - start, 2)}
 
 
 # ---- 3. Many runs -------------------------------------------------------------------------------------------
@@ -265,32 +236,42 @@ def path_of_run(setup: Setup, run: dict) -> Path:
     return setup.out / "runs" / f"{name}.json"
 
 
-def finish_runs(setup: Setup, runs: list[dict], command: Command) -> list[dict]:
+def read_run(setup: Setup, run: dict) -> dict | None:
+    """The line of a run; None if it is missing, or seed 1's model is. UserError if it is damaged."""
+    path = path_of_run(setup, run)
+    if not path.is_file():
+        return None
+    line = read_json(path, *DIVERGED, "last", "seconds", advice="delete it: that run is done again")
+    lost = run["seed"] == 1 and line["step"] and not (setup.out / "encoder.pt").is_file()
+    return None if lost else line
+
+
+def finish_runs(setup: Setup, runs: list[dict]) -> list[dict]:
     """The lines of all `runs`. torchrun's processes share those that are missing by rank."""
-    seconds = []
-    for run in runs[setup.worker.rank::setup.worker.world_size]:
-        if not path_of_run(setup, run).is_file():
-            line = run_once(setup, run)
-            write_json(path_of_run(setup, run), line)
-            seconds.append(line["seconds"])
-            missing = command.runs - len([*command.out.rglob("runs/*.json")])
-            left = missing * np.mean(seconds) / setup.worker.world_size
-            setting = "  ".join(f"{name} {line[name]:g}" for name in SWEPT)
-            print(f"{setup.task}  {setting}  seed {line['seed']}  {setup.kind.metric} {format_number(line['value'])}  "
-                  f"{line['seconds']:.0f} s  {left / 3600:.1f} h left", flush=True)
-    return [read_json(wait_for(path_of_run(setup, run))) for run in runs]
+    mine = runs[setup.worker.rank::setup.worker.world_size]
+    missing = [run for run in mine if read_run(setup, run) is None]
+    for number, run in enumerate(missing, start=1):
+        line = run_once(setup, run)
+        write_json(path_of_run(setup, run), line)
+        setting = "  ".join(f"{name} {line[name]:g}" for name in SWEPT)
+        left = (len(missing) - number) * line["seconds"] / 3600
+        print(f"{setup.task}  {setting}  seed {line['seed']}  {setup.kind.metric} {format_number(line['value'])}  "
+              f"{line['seconds']:.0f} s  {left:.1f} h left", flush=True)
+    for run in runs:
+        wait_for(path_of_run(setup, run))
+    return [read_run(setup, run) for run in runs]
 
 
-def wait_for(path: Path) -> Path:
+def wait_for(path: Path):
     """Wait for a file that another of torchrun's processes writes; torchrun ends all of them if one fails."""
     while not path.is_file():
         time.sleep(0.2)
-    return path
 
 
 def make_kind(task: str, pretrained: Pretrained, tune: TuneConfig, *labels) -> Classification | Spans:
     """The kind of a task; `labels` are metric, names and scale."""
-    shape = pretrained.tokenizer, pretrained.dim, min(tune.seq_len, pretrained.config.seq_len)
+    config = pretrained.config
+    shape = pretrained.tokenizer, config.encoder_dim, min(tune.seq_len, config.seq_len)
     return Spans(*shape, tune) if task == "squad2" else Classification(*shape, tune.dropout, *labels)
 
 
@@ -298,18 +279,20 @@ def make_setup(task: str, init: str, command: Command, worker: Worker) -> Setup:
     """Read encoder and data, and encode. UserError if the folder holds runs of another setup."""
     tune = command.tasks[task]
     pretrained = Pretrained(init, tune.dropout)
-    tune = replace(tune, learning_rate=tune.learning_rate or 3e-5 * (768 / pretrained.dim) ** 2)
-    examples, remarks = read_task(task, command.data, pretrained.val_share)
+    rate = tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2
+    tune = replace(tune, learning_rate=rate)
+    examples, remarks = read_task(task, command.options.data, pretrained.val_share)
     kind = make_kind(task, pretrained, tune, *labels_and_scale(task, examples["train"]))
     splits = {split: kind.encode(found) for split, found in examples.items()}
-    remarks = remarks + [f"{split}: {remark}" for split, encoded in splits.items() for remark in encoded.remarks]
+    for split, encoded in splits.items():
+        remarks += [f"{split}: {remark}" for remark in encoded.remarks]
     out = command.out
-    if command.figure3 or len(command.tasks) > 1:  # one of several
-        out = out / f"{task}-{pretrained.name}"
+    if command.options.figure3 or len(command.tasks) > 1:  # one of several
+        out = out / f"{task}-{name_of(init)}"
     if worker.is_main:
         weights = [tensor.numpy().tobytes() for tensor in pretrained.new_encoder(0).state_dict().values()]
         settings = {"init": init, "task": task, "weights": short_hash(b"".join(weights)),
-                    "examples": short_hash(repr(examples)), "sweep": command.sweep, **asdict(tune)}
+                    "examples": short_hash(repr(examples)), "sweep": command.options.sweep, **asdict(tune)}
         open_folder(out, settings, may_change=["init"])
         pretrained.tokenizer.save(out)
     wait_for(out / "config.json")
@@ -317,25 +300,41 @@ def make_setup(task: str, init: str, command: Command, worker: Worker) -> Setup:
 
 
 def run_task(task: str, init: str, command: Command, worker: Worker) -> dict:
-    """Fine-tune one encoder on one task: the grid with --sweep, then seeds 1, 2, ... Writes and returns result.json."""
+    """Fine-tune one encoder on one task: the grid with --sweep, then seeds 1, 2, ... Writes and returns result.json:
+    values of all seeds and their medians, the settings, and the ranks of Table 3."""
     setup = make_setup(task, init, command, worker)
+    kind, dev = setup.kind, setup.splits["dev"]
     if worker.is_main:
-        title = f"{setup.out}: {len(setup.splits['train'].ids):,} training inputs; runs in all: {command.runs}"
+        title = f"{setup.out}: {len(setup.splits['train'].ids):,} training inputs"
         print(title, *setup.remarks, sep="\n  ", flush=True)
     setting, sweep = {name: getattr(setup.tune, name) for name in SWEPT}, []
-    if command.sweep:
-        tried = [point | {"seed": 0} for point in grid(TASKS[task].group, setup.pretrained.dim, command.given)]
-        sweep = sorted(finish_runs(setup, tried, command), reverse=True,
-                       key=lambda line: sort_value(line["value"]))
+    if command.options.sweep:
+        tried = [point | {"seed": 0} for point in grid(TASKS[task].group, kind.dim, command.given)]
+        sweep = finish_runs(setup, tried)
+        sweep.sort(key=sort_value, reverse=True)
         setting = {name: sweep[0][name] for name in SWEPT}
     # The grid has seed 0: the seeds of the result played no part in the choice.
-    finals = finish_runs(setup, [setting | {"seed": seed} for seed in range(1, command.seeds + 1)], command)
+    seeds = range(1, command.options.seeds + 1)
+    finals = finish_runs(setup, [setting | {"seed": seed} for seed in seeds])
     if not worker.is_main:
         return {}
-    result = make_result(setup, init, setting, finals, sweep)
+    untuned = Tuned(setup.pretrained.new_encoder(1), kind.head()).to(worker.device)
+    _, ranks = outputs_of(untuned, kind, dev, worker.device)
+    values = [line["value"] for line in finals]
+    names = dict.fromkeys(name for line in finals for name in line["metrics"])  # a run that diverged has none
+    result = {
+        "task": task, "init": init, "metric": kind.metric, "median": median(values), "values": values,
+        "metrics": {name: median([line["metrics"].get(name) for line in finals]) for name in names},
+        "last": median([line["last"] for line in finals]),
+        "setting": setting, "tune": asdict(setup.tune) | setting, "remarks": setup.remarks,
+        "effective_rank": {
+            "tau": 0.9, "d": kind.dim, "before": ranks,
+            "after": [line["effective_rank"] for line in finals],
+            "at_the_end": [line["last_rank"] for line in finals],
+            "steps": [[line["step"], line["last_step"]] for line in finals]},
+        "sweep": sweep}
     write_json(setup.out / "result.json", result)
-    files = sorted(path.name for path in setup.out.glob("[!.]*"))
-    print(report(result), f"{setup.out}: {', '.join(files)}", sep="\n", flush=True)
+    print(report(result), f"{setup.out}: result.json", sep="\n", flush=True)
     return result
 
 
@@ -350,27 +349,6 @@ def rank_after(ranks: dict, centering: str, when: str = "after") -> float | None
     return median([found[centering] if found else None for found in ranks[when]])
 
 
-def make_result(setup: Setup, init: str, setting: dict, finals: list[dict], sweep: list[dict]) -> dict:
-    """result.json: values of all seeds and their medians, the settings, and the ranks of Table 3."""
-    untuned = Tuned(setup.pretrained.new_encoder(1), setup.kind.head())
-    device = setup.worker.device
-    _, ranks = outputs_of(untuned.to(device), setup.kind, setup.splits["dev"], device)
-    values = [line["value"] for line in finals]
-    names = dict.fromkeys(name for line in finals for name in line["metrics"])  # a run that diverged has none
-    metrics = {name: median([line["metrics"].get(name) for line in finals]) for name in names}
-    return {
-        "task": setup.task, "init": init,
-        "metric": setup.kind.metric, "median": median(values), "values": values, "metrics": metrics,
-        "last": median([line["last"] for line in finals]),
-        "setting": setting, "tune": asdict(setup.tune) | setting, "remarks": setup.remarks,
-        "effective_rank": {"tau": 0.9, "d": setup.pretrained.dim, "before": ranks,
-                           "after": [line["effective_rank"] for line in finals],
-                           "at_the_end": [line["last_rank"] for line in finals],
-                           "steps": [[line["step"], line["last_step"]] for line in finals]},
-        "sweep": sweep,
-    }
-
-
 def format_number(value: float | None, digits: int = 2) -> str:
     """A number, or - for None."""
     return "-" if value is None else f"{value:.{digits}f}"
@@ -380,11 +358,10 @@ def report(result: dict) -> str:
     """result.json in three lines: the metrics, the value of the last checkpoints, and Table 3's ranks."""
     ranks = result["effective_rank"]
     metrics = "  ".join(f"{name} {format_number(value)}" for name, value in result["metrics"].items())
+    values = ", ".join(format_number(value) for value in result["values"])
     changes = []
     for name in CENTERINGS:
-        best, last = (format_number(rank_after(ranks, name, when), digits=0) for when in ("after", "at_the_end"))
-        changes.append(f"{name} {ranks['before'][name]} -> {best} (last {last})")
-    values = ", ".join(format_number(value) for value in result["values"])
+        changes.append(f"{name} {ranks['before'][name]} -> {format_number(rank_after(ranks, name), digits=0)}")
     return (f"{result['task']}  {metrics}  (medians; seeds: {values})\n"
             f"the best checkpoint of each run counts; the last ones have {format_number(result['last'])}\n"
             f"effective rank on the dev split, before -> after, of {ranks['d']}: {', '.join(changes)}")
@@ -396,14 +373,13 @@ def figure3(hours: dict[str, float], results: list[dict], out: Path):
     points = []
     for path, result in zip(hours, results):
         points.append({"run": str(Path(path).parent), "checkpoint": path, "hours": hours[path],
-                       "median": result["median"], "values": result["values"],
-                       "rank": {name: rank_after(result["effective_rank"], name) for name in CENTERINGS}})
-    points.sort(key=lambda point: (point["run"], point["hours"]))
+                       "median": result["median"], "values": result["values"]})
+    points.sort(key=lambda point: point["hours"])
     write_json(out / "figure3.json", {"points": points})
     with figure(out / "figure3.png") as (_, axes):
-        for run, line in itertools.groupby(points, key=lambda point: point["run"]):
-            hours, medians = zip(*[(point["hours"], point["median"]) for point in line])
-            axes.plot(hours, [math.nan if median is None else median for median in medians], marker="o", label=run)
+        for run in dict.fromkeys(point["run"] for point in points):
+            line = [point for point in points if point["run"] == run]
+            axes.plot([point["hours"] for point in line], [point["median"] for point in line], marker="o", label=run)
         axes.set(xlabel="hours of pre-training", ylabel=f"{results[0]['metric']} (%), median of the seeds",
                  title=f"{results[0]['task']}, fine-tuned from checkpoints")
         axes.legend()
@@ -419,36 +395,24 @@ def table1(results: list[dict], out: Path):
     print(f"{out}: result.json")
 
 
-def load_tuned(folder: Path, device: torch.device) -> tuple[str, Classification | Spans, Tuned]:
-    """Task, kind and model that this program left in a folder. UserError if there is none."""
+def predict_file(folder: Path, source: str, out: Path, device: torch.device):
+    """Write predictions for the texts of a file by the model that this program left in a folder. UserError if none."""
     state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale")
-    settings, task = read_json(folder / "config.json"), state["task"]
+    settings, task = read_json(folder / "config.json", *asdict(TuneConfig())), state["task"]
     tune = TuneConfig(**{field.name: settings[field.name] for field in fields(TuneConfig)})
     pretrained = Pretrained(str(folder), 0.0)
     kind = make_kind(task, pretrained, tune, TASKS[task].metric, state["labels"], state["scale"])
-    model = Tuned(pretrained.new_encoder(0), kind.head())
+    model = Tuned(pretrained.new_encoder(0), kind.head()).to(device)
     model.load_state_dict(state["model"])
-    return task, kind, model.to(device)
-
-
-def predict_file(command: Command, device: torch.device):
-    """Write predictions for the texts of a file by the fine-tuned model in --init. UserError if there is none."""
-    source = command.predict
-    task, kind, model = load_tuned(Path(command.init), device)
-    examples, ids = read_inputs(task, source)
-    encoded = kind.encode(examples)
+    encoded = kind.encode(read_inputs(task, source))
     outputs, _ = outputs_of(model, kind, encoded, device)
-    if task == "squad2":
-        _, files = kind.score(outputs, encoded)
-    else:
-        predictions = kind.predictions(outputs, examples, ids)
-        files = {"predictions.jsonl": json_lines(predictions)}
-        if task in GLUE and not source.endswith(".txt"):  # as GLUE's server takes it
-            suffix = "-mm" if "mismatched" in source else "-m" if task == "mnli" else ""
-            lines = [f"{line['id']}\t{line['prediction']}\n" for line in predictions]
-            files[f"{TASKS[task].folder}{suffix}.tsv"] = "".join(["index\tprediction\n", *lines])
-    write_texts(command.out, files)
-    print(f"{command.out}: {', '.join(files)}", *encoded.remarks, sep="\n  ")
+    _, files = kind.score(outputs, encoded)  # a score needs labels
+    if task in GLUE and not source.endswith(".txt"):  # as GLUE's server takes it
+        suffix = "-mm" if "mismatched" in source else "-m" if task == "mnli" else ""
+        lines = [f"{line['id']}\t{line['prediction']}\n" for line in kind.predictions(outputs, encoded)]
+        files[f"{TASKS[task].folder}{suffix}.tsv"] = "".join(["index\tprediction\n", *lines])
+    write_texts(out, files)
+    print(f"{out}: {', '.join(files)}", *encoded.remarks, sep="\n  ")
 
 
 # ---- 5. Command line ----------------------------------------------------------------------------------------
@@ -461,6 +425,7 @@ def parse(argv) -> Command:
     add("--data", help="folder with the files of the original releases [GLUE and SQuAD: the Hub]")
     add("--out", type=Path, help="folder for the runs and result.json [out/TASK-INIT]")
     add("--seeds", type=int, default=5, help="runs whose median is the result [%(default)s]")
+    add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
     add("--sweep", action="store_true", help="first try the grid of Table 5 or 6; flags replace its values")
     add("--figure3", nargs="+", metavar="CHECKPOINT", default=[], help="fine-tune each, draw metric against time")
     add("--predict", metavar="FILE", default="", help="predict, with the fine-tuned model in --init: lines (.txt), "
@@ -477,35 +442,32 @@ def parse(argv) -> Command:
         parser.error(f"--data {options.data}: --task docs reads only this machine's documentation; leave --data out")
     if options.task == "custom" and not options.data and not options.predict:
         parser.error("--task custom needs --data: a folder with train and dev files")
-    tasks = {}
-    for task in GLUE if options.task == "glue" else [options.task]:
-        try:
-            tasks[task] = TuneConfig(**DEFAULTS[TASKS[task].group] | given)
-        except ValueError as error:
-            parser.error(str(error))
+    names = GLUE if options.task == "glue" else [options.task]
+    try:
+        tasks = {task: TuneConfig(**DEFAULTS[TASKS[task].group] | given) for task in names}
+    except ValueError as error:
+        parser.error(str(error))
+    out = Path("out") / f"{options.task}-{'figure3' if options.figure3 else name_of(options.init)}"
     if options.predict:
         out = Path(options.init) / f"predict-{Path(options.predict.removeprefix('hf:') or 'test').stem}"
-    else:
-        out = Path("out") / f"{options.task}-{'figure3' if options.figure3 else name_of(options.init)}"
-    return Command(options.init, tasks, options.data, options.out or out, options.seeds, options.sweep,
-                   options.figure3, options.predict, given)
+    return Command(tasks, options.out or out, given, options)
 
 
 def main(argv=None):
     command = parse(argv)
-    with clear_errors("finetune.py"):
-        worker = make_worker(command.given.get("precision", "auto"))
+    options = command.options
+    with clear_errors("finetune.py"), explain_out_of_memory("--batch-size"):
+        worker = make_worker(command.given.get("precision", "auto"), options.device)
         torch.set_float32_matmul_precision("highest")  # TF32 is too coarse for effective ranks
-        if command.predict:
-            return predict_file(command, worker.device)
-        if command.data:  # what is missing is found before the first run
-            for task in command.tasks:
-                find_files(task, command.data)
-        hours = {path: read_tensors(Path(path), "seconds")["seconds"] / 3600 for path in command.figure3}
+        if options.predict:
+            return predict_file(Path(options.init), options.predict, command.out, worker.device)
+        for task in command.tasks if options.data else ():  # what is missing is found before the first run
+            find_files(task, options.data)
+        hours = {path: read_tensors(Path(path), "seconds")["seconds"] / 3600 for path in options.figure3}
         with lock_folder(command.out) if worker.is_main else nullcontext():
-            pairs = itertools.product(command.tasks, command.figure3 or [command.init])
+            pairs = itertools.product(command.tasks, options.figure3 or [options.init])
             results = [run_task(task, init, command, worker) for task, init in pairs]
-            if command.figure3 and worker.is_main:
+            if options.figure3 and worker.is_main:
                 figure3(hours, results, command.out)
             if len(command.tasks) > 1 and worker.is_main:
                 table1(results, command.out)

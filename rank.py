@@ -104,6 +104,7 @@ class RankConfig:
     seq_len: int = 512  # tokens in a row for hf: models, or their limit
     batch_size: int = 32  # rows at a time
     seed: int = 0  # of the masks, 0 or more, below 2^63
+    device: str = "auto"  # auto | cpu | cuda | mps
     out: Path = Path("out/rank")  # folder for rank.json and rank.png
 
     def __post_init__(self):
@@ -320,7 +321,7 @@ def read_options(argv) -> tuple[list[str], RankConfig]:
 def main(argv=None):
     names, config = read_options(argv)
     with clear_errors("rank.py"), lock_folder(config.out):
-        device = make_worker("fp32").device
+        device = make_worker("fp32", config.device).device
         torch.set_float32_matmul_precision("highest")  # TF32, as in training, is too coarse for a covariance
         models = {}
         for name in names:

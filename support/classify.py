@@ -1,6 +1,5 @@
 """Tasks with a label, or a number, for one or two texts: labels, inputs, head, loss and score."""
 import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -110,21 +109,19 @@ class Classification:
         """Logits (N, C) -> the metric in percent, and the file of all predictions."""
         predicted = outputs.argmax(1) if self.labels else outputs[:, 0]
         value = METRICS[self.metric](predicted, encoded.targets.numpy())
-        predictions = self.predictions(outputs, encoded.examples, range(len(outputs)))
-        return {self.metric: 100 * value}, {"predictions.jsonl": json_lines(predictions)}
+        return {self.metric: 100 * value}, {"predictions.jsonl": json_lines(self.predictions(outputs, encoded))}
 
-    def predictions(self, outputs, examples: list[Example], ids: Iterable) -> list[dict]:
+    def predictions(self, outputs, encoded: Encoded) -> list[dict]:
         """Logits (N, C) -> of each example id, label, prediction and the probability of every label."""
-        scores = torch.from_numpy(outputs).softmax(1).tolist()
         found = []
-        for i, (example, name) in enumerate(zip(examples, ids)):
-            line = {"id": name}
+        for example, output in zip(encoded.examples, torch.from_numpy(outputs)):
+            line = {"id": example.id}
             if example.label is not None:
                 line["label"] = example.label if self.labels else float(example.label)
             if self.labels:
-                line["prediction"] = self.labels[outputs[i].argmax()]
-                line["scores"] = dict(zip(self.labels, scores[i]))
+                line["prediction"] = self.labels[output.argmax()]
+                line["scores"] = dict(zip(self.labels, output.softmax(0).tolist()))
             else:
-                line["prediction"] = float(f"{self.scale * outputs[i, 0]:.4g}")
+                line["prediction"] = float(f"{self.scale * output.item():.4g}")
             found.append(line)
         return found

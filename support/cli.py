@@ -2,6 +2,7 @@
 import argparse
 import inspect
 import io
+import math
 import os
 import re
 import signal
@@ -97,6 +98,14 @@ def value_in(argv, flag: str, default: str) -> str:
     return getattr(finder.parse_known_args(argv)[0], flag.removeprefix("--")) or default
 
 
+def finite(text: str) -> float:
+    """The number that a flag is given; neither NaN nor infinity is one."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text} is not possible: use a finite number")
+    return number
+
+
 def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
     """Add a flag for every field of a dataclass, with the comment behind it and its value in `values` as help."""
     comments = comments_of(config)
@@ -108,7 +117,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
         if field.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
         else:
-            kind = {"type": field.type, "metavar": field.type.__name__.upper()}
+            kind = {"type": finite if field.type is float else field.type, "metavar": field.type.__name__.upper()}
         # A flag that is not given leaves no trace, so that a preset can decide.
         group.add_argument(flag, default=argparse.SUPPRESS, help=text.strip(), **kind)
 

@@ -14,7 +14,8 @@ def matthews(predicted, true) -> float:
     """Correlation of two labellings (N,) by any integers, in [-1, 1]; Matthews, 1975, and Gorodkin, 2004."""
     if np.ptp(true) == 0 or np.ptp(predicted) == 0:
         return 0.0
-    labels, index = np.unique(np.concatenate([true, predicted]), return_inverse=True)
+    both = np.concatenate([true, predicted])
+    labels, index = np.unique(both, return_inverse=True)
     t, p = np.eye(len(labels))[index.reshape(2, -1)]  # (N, labels) each
     t = t - t.mean(0)
     p = p - p.mean(0)
@@ -23,9 +24,9 @@ def matthews(predicted, true) -> float:
 
 def spearman(predicted, true) -> float:
     """Pearson correlation of the ranks of two arrays (N,), in [-1, 1]; NaN where one of them is constant."""
-    table = pandas.DataFrame({"predicted": predicted, "true": true})
+    table = pandas.DataFrame({0: predicted, 1: true})
     correlations = table.corr("spearman")
-    return float(correlations.loc["predicted", "true"])
+    return float(correlations[0][1])
 
 
 METRICS = {"accuracy": accuracy, "matthews": matthews, "spearman": spearman}

@@ -54,14 +54,14 @@ def json_lines(records: Iterable[dict]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def read_json(path: Path, *wanted: str) -> dict:
-    """The object in a JSON file. UserError if there is none, or if it lacks a field that is wanted."""
+def read_json(path: Path, *wanted: str, advice: str = "restore it from a copy, or delete it") -> dict:
+    """The object in a JSON file. UserError with advice if there is none, or if it lacks a field that is wanted."""
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: damaged, not JSON ({error}); restore it from a copy, or delete it") from error
+        raise UserError(f"{path}: damaged, not JSON ({error}); {advice}") from error
     if not isinstance(found, dict) or not found.keys() >= set(wanted):
-        raise UserError(f"{path}: damaged, lacks {', '.join(wanted) or 'fields'}; restore it from a copy, or delete it")
+        raise UserError(f"{path}: damaged, lacks {', '.join(wanted) or 'fields'}; {advice}")
     return found
 
 

@@ -1,6 +1,7 @@
 """SQuAD 2.0: windows over a context, answers as spans of tokens, EM and F1."""
 import functools
 import json
+import math
 import re
 import string
 from collections import Counter
@@ -21,7 +22,7 @@ def spans_of(tokenizer: Tokenizer, text: str):
     """Text -> ids, and of each token the first and last + 1 character, without the space before a word, (length,)."""
     found = tokenizer.model.encode(text, add_special_tokens=False)  # tiktoken has the same ids, but no characters
     starts, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T
-    space = np.array([c.isspace() for c in text] + [False])
+    space = np.array([*map(str.isspace, text), False])
     return np.array(found.ids, np.int64), np.minimum(starts + space[starts], ends), ends
 
 
@@ -54,23 +55,20 @@ class Spans:
         for number, q in enumerate(questions):
             context, starts, ends = self.spans_of(q.context)
             first, last = answer_tokens(q, starts, ends)
-            query = self.tokenizer.encode(q.question)[:longest]
-            query = np.concatenate([[CLS], query, [SEP]]).astype(np.int64)
+            query = [CLS, *self.tokenizer.encode(q.question)[:longest], SEP]
             room = self.n - len(query) - 1  # for a window
             stride = min(self.tune.doc_stride, max(1, room // 2))
             # The last window is the one that reaches the end of the context.
             end = max(0, len(context) - room) + stride
             for offset in range(0, end, stride):
                 window = context[offset:offset + room]
-                ids.append(np.concatenate([query, window, [SEP]]).astype(np.int64))
-                windows.append((number, offset))
-                target = 0, 0
-                if q.answers and offset <= first and last < offset + room:
-                    shift = len(query) - offset  # from a place in the context to that in the input
-                    target = first + shift, last + shift
+                ids.append(np.array([*query, *window, SEP], np.int64))
+                shift = len(query) - offset  # from a place in the context to that in the input
+                windows.append((number, shift))
+                inside = q.answers and offset <= first and last < offset + room
+                target = (first + shift, last + shift) if inside else (0, 0)
                 targets.append((*target, len(query)))
-        remarks = [f"{len(ids):,} windows of {self.n} tokens"]
-        return Encoded(ids, torch.tensor(targets), questions, windows, remarks)
+        return Encoded(ids, torch.tensor(targets), questions, windows, [f"{len(ids):,} windows of {self.n} tokens"])
 
     def head(self) -> nn.Module:
         """A new head: H^L -> logits of the first and the last token of the answer, (B, m, 2)."""
@@ -106,27 +104,29 @@ class Spans:
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
         """Outputs of all windows (N, 4) -> EM and F1 in percent, and the files that the official evaluation reads."""
-        questions = encoded.examples
-        null = np.full(len(questions), np.inf)
-        best = np.full(len(questions), -np.inf)
-        answers = [""] * len(questions)
-        starts = encoded.targets[:, 2].tolist()  # of the windows
-        for (number, offset), output, start in zip(encoded.windows, outputs, starts):
-            null[number] = min(null[number], output[0])
-            if output[1] > best[number]:
-                best[number] = output[1]
-                q = questions[number]
+        ids = [q.id for q in encoded.examples]
+        null = dict.fromkeys(ids, math.inf)
+        best = dict.fromkeys(ids, -math.inf)
+        answers = dict.fromkeys(ids, "")
+        for (number, shift), output in zip(encoded.windows, outputs.tolist()):
+            q = encoded.examples[number]
+            null[q.id] = min(null[q.id], output[0])
+            if output[1] > best[q.id]:
+                best[q.id] = output[1]
                 _, begin, end = self.spans_of(q.context)
-                first, last = output[2:].astype(np.int64) + offset - start  # tokens of the context
-                answers[number] = q.context[begin[first]:end[last]]
-        odds, threshold = (null - best).tolist(), self.tune.null_threshold
-        predictions, null_odds = {}, {}
-        for q, answer, odd in zip(questions, answers, odds):
-            predictions[q.id] = "" if odd > threshold else answer
-            null_odds[q.id] = odd
-        files = {"predictions.json": json.dumps(predictions, indent=1),
-                 "null_odds.json": json.dumps(null_odds, indent=1)}
-        return squad_metrics(questions, answers, odds, threshold), files
+                first = int(output[2]) - shift  # tokens of the context
+                last = int(output[3]) - shift
+                answers[q.id] = q.context[begin[first]:end[last]]
+        odds = {}
+        for name in ids:
+            odds[name] = null[name] - best[name]
+            if odds[name] > 0:
+                answers[name] = ""
+        files = {
+            "predictions.json": json.dumps(answers, indent=1),
+            "null_odds.json": json.dumps(odds, indent=1),
+        }
+        return squad_metrics(encoded.examples, answers), files
 
 
 # ---- 3. EM and F1 -------------------------------------------------------------------------------------------
@@ -142,19 +142,17 @@ def token_f1(predicted: str, true: str) -> float:
     t = normalize(true).split()
     if not p or not t:
         return float(p == t)
-    both = Counter(p) & Counter(t)  # words, as often as in both
-    common = sum(both.values())
-    return 2 * common / (len(p) + len(t))
+    common = Counter(p) & Counter(t)  # words, as often as in both
+    return 2 * common.total() / (len(p) + len(t))
 
 
-def squad_metrics(questions: list[Question], answers: list[str], null, threshold: float) -> dict[str, float]:
-    """EM and F1 in percent, as the official evaluation has them; no answer where `null` (N,) is above a threshold."""
-    found = {"exact": 0.0, "f1": 0.0}
-    for q, answer, odd in zip(questions, answers, null):
+def squad_metrics(questions: list[Question], predictions: dict[str, str]) -> dict[str, float]:
+    """EM and F1 in percent of predictions by id, "" for no answer, as the official evaluation has them."""
+    exact, f1 = 0, 0.0
+    for q in questions:
         true = [text for _, text in q.answers if normalize(text)] or [""]  # acceptable answers
-        if odd > threshold:
-            answer = ""
-            true = ["an answer"] if q.answers else [""]  # also where no true answer is acceptable
-        found["exact"] += max(float(normalize(answer) == normalize(text)) for text in true)
-        found["f1"] += max(token_f1(answer, text) for text in true)
-    return {name: 100 * total / len(questions) for name, total in found.items()}
+        answer = predictions[q.id]
+        if normalize(answer) in map(normalize, true):
+            exact += 1
+        f1 += max(token_f1(answer, text) for text in true)
+    return {"exact": 100 * exact / len(questions), "f1": 100 * f1 / len(questions)}

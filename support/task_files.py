@@ -10,7 +10,7 @@ from support.corpus import in_validation
 from support.docs_corpus import read_docs
 from support.records import read_records
 from support.run_folder import read_json
-from support.tasks import SPLITS, TASKS
+from support.tasks import GLUE, SPLITS, TASKS
 
 
 class Example(NamedTuple):
@@ -18,6 +18,7 @@ class Example(NamedTuple):
     text: str
     text2: str | None
     label: str | None  # None: to be predicted
+    id: int | str = 0  # its index in the file, else its number
 
 
 class Question(NamedTuple):
@@ -42,9 +43,6 @@ def read_task(name: str, data: str | None, val_share: float) -> tuple[dict[str, 
         found = {split: read_hub(name, on_hub) for split, on_hub in zip(SPLITS, task.hub_splits)}
     else:
         found = {split: read_file(name, path) for split, path in find_files(name, data).items()}
-    for split, examples in found.items():
-        if not examples:
-            raise UserError(f"{name}, split {split}: empty; use another --data")
     for split, count in zip(SPLITS, task.official):
         if split not in found:
             remarks.append(f"{split} is missing: not evaluated")
@@ -81,7 +79,7 @@ def read_docs_task(val_share: float) -> dict[str, list[Example]]:
         split = "dev" if in_validation(text, val_share + 0.1) else "train"  # the next tenth by hash
         count[split, library] += 1
         if count[split, library] <= most[split]:
-            found[split].append(Example(text, None, library))
+            found[split].append(Example(text, None, library, len(found[split])))
     return found
 
 
@@ -97,17 +95,18 @@ def read_file(name: str, path: Path) -> list[Example] | list[Question]:
     return examples_of(name, records, str(path))
 
 
-def read_hub(name: str, split: str) -> list[Example] | list[Question]:
+def read_hub(name: str, split: str, labelled: bool = True) -> list[Example] | list[Question]:
     """The examples or questions of task `name` in a split on the Hub."""
     task, found = TASKS[name], []
-    for record in read_records("hub", (), f"hf:{task.hub}", split=split, streaming=False):
+    hub = "hf:rajpurkar/squad_v2" if name == "squad2" else f"hf:nyu-mll/glue:{name}"
+    for record in read_records("hub", (), hub, split=split, streaming=False):
         if name == "squad2":
             answers = zip(record["answers"]["answer_start"], record["answers"]["text"])
             found.append(Question(record["id"], record["question"].strip(), record["context"], tuple(answers)))
         else:  # labels are numbers there, and STS-B's 3.2 is 3.200000047683716
             label = task.labels[record["label"]] if task.labels else round(record["label"], 3)
-            found.append(Example(*texts_of(name, record, task.hub), str(label)))
-    return found
+            found.append(record | {task.columns[-1]: label})
+    return found if name == "squad2" else examples_of(name, found, hub, labelled)
 
 
 def records_of(path: Path, header: tuple[str, ...] = (), bad_lines: str = "skip") -> Iterable[dict]:
@@ -136,41 +135,35 @@ def texts_of(name: str, record: dict, where: str) -> tuple[str, str | None]:
     raise UserError(f"{where}: needs {', '.join(columns)}; has {str(record)[:200]}")
 
 
-def examples_of(name: str, records: Iterable[dict], where: str) -> list[Example]:
-    """Records of task `name` -> examples. UserError for a record that lacks a text or the label."""
-    *columns, label = TASKS[name].columns
+def examples_of(name: str, records: Iterable[dict], where: str, labelled: bool = True) -> list[Example]:
+    """Records of task `name` -> examples. UserError for a record that lacks a text or, if `labelled`, the label."""
+    *columns, column = TASKS[name].columns
     found = []
-    for number, record in enumerate(records, start=1):
+    for number, record in enumerate(records):
         if "label.1" in record:
             raise UserError(f"{where}: has two columns `label`; rename one")
-        text, text2 = texts_of(name, record, f"{where}, record {number}")
-        if not text or record.get(label) in (None, ""):  # two of QQP's questions are empty, both second ones
-            raise UserError(f"{where}, record {number}: needs {columns[0]}, {label}; has {str(record)[:200]}")
-        found.append(Example(text, text2, str(record[label]).strip()))
+        text, text2 = texts_of(name, record, f"{where}, record {number + 1}")
+        label = record.get(column) if labelled else None
+        if labelled and (not text or label in (None, "")):  # two of QQP's questions are empty, both second ones
+            raise UserError(f"{where}, record {number + 1}: needs {columns[0]}, {column}; has {str(record)[:200]}")
+        index = record.get("index", record.get("idx", record.get("id", number)))
+        found.append(Example(text, text2, str(label).strip() if labelled else None, index))
+    if not found:
+        raise UserError(f"{where}: empty")
     return found
 
 
-def read_inputs(name: str, source: str) -> tuple[list[Example] | list[Question], list]:
-    """What task `name` is to predict, and the index of each in its file, or its number: lines of a .txt, the columns of
-    GLUE's releases or of the Hub, or text[,text2]; hf:[SPLIT] is a split of the task on the Hub."""
+def read_inputs(name: str, source: str) -> list[Example] | list[Question]:
+    """What task `name` is to predict: lines of a .txt, the columns of GLUE's releases or of the Hub, or text[,text2];
+    hf:[SPLIT] is a split of the task on the Hub."""
     task, path = TASKS[name], Path(source)
     if name == "squad2":
-        questions = read_squad(path)
-        return questions, [q.id for q in questions]
-    if source.startswith("hf:") and task.hub:
-        split = source[3:] or task.hub_splits[1].replace("validation", "test")
-        records = read_records("hub", (), f"hf:{task.hub}", split=split, streaming=False)
-    elif path.suffix in INPUTS:
-        records = records_of(path, bad_lines="error")
-    else:
+        return read_squad(path)
+    if source.startswith("hf:") and name in GLUE:
+        return read_hub(name, source[3:] or task.hub_splits[1].replace("validation", "test"), labelled=False)
+    if path.suffix not in INPUTS:
         raise UserError(f"--predict {path}: the name must end in {', '.join(INPUTS)}")
-    found, indices = [], []
-    for number, record in enumerate(records):
-        found.append(Example(*texts_of(name, record, f"{source}, record {number + 1}"), None))
-        indices.append(record.get("index", record.get("idx", record.get("id", number))))
-    if not found:
-        raise UserError(f"--predict {source}: empty")
-    return found, indices
+    return examples_of(name, records_of(path, bad_lines="error"), source, labelled=False)
 
 
 def read_squad(path: Path) -> list[Question]:
@@ -185,6 +178,8 @@ def read_squad(path: Path) -> list[Question]:
                     found.append(Question(q["id"], q["question"].strip(), paragraph["context"], answers))
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not in the format of SQuAD ({error!r})") from error
+    if not found:
+        raise UserError(f"{path}: empty")
     for q in found:
         for start, text in q.answers:
             if q.context[start:start + len(text)] != text:

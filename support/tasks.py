@@ -18,7 +18,6 @@ class Task:
     files: tuple[str, ...] = ("train.tsv", "dev.tsv")  # of each split
     header: tuple[str, ...] = ()  # column names of a TSV without a header
     columns: tuple[str, ...] = ()  # text, text2 if any, label: in the files
-    hub: str = ""  # NAME:CONFIG
     hub_splits: tuple[str, ...] = ("train", "validation")
     hub_columns: tuple[str, ...] = ()  # text and text2 on the Hub, if others
 
@@ -31,31 +30,27 @@ TASKS = {
     "mnli": Task(
         "large", labels=("entailment", "neutral", "contradiction"), official=(392_702, 9_815, 9_832), folder="MNLI",
         files=("train.tsv", "dev_matched.tsv", "dev_mismatched.tsv"), columns=("sentence1", "sentence2", "gold_label"),
-        hub="nyu-mll/glue:mnli", hub_splits=("train", "validation_matched", "validation_mismatched"),
-        hub_columns=("premise", "hypothesis")),
+        hub_splits=("train", "validation_matched", "validation_mismatched"), hub_columns=("premise", "hypothesis")),
     "qqp": Task(
         "large", labels=YES_NO, official=(363_846, 40_430), folder="QQP",
-        columns=("question1", "question2", "is_duplicate"), hub="nyu-mll/glue:qqp"),
+        columns=("question1", "question2", "is_duplicate")),
     "qnli": Task(
-        "large", labels=ENTAILMENT, official=(104_743, 5_463), folder="QNLI", columns=("question", "sentence", "label"),
-        hub="nyu-mll/glue:qnli"),
+        "large", labels=ENTAILMENT, official=(104_743, 5_463), folder="QNLI",
+        columns=("question", "sentence", "label")),
     "sst2": Task(
-        "large", labels=YES_NO, official=(67_349, 872), folder="SST-2", columns=("sentence", "label"),
-        hub="nyu-mll/glue:sst2"),
+        "large", labels=YES_NO, official=(67_349, 872), folder="SST-2", columns=("sentence", "label")),
     "cola": Task(
         "small", "matthews", labels=YES_NO, official=(8_551, 1_043), folder="CoLA", columns=("sentence", "label"),
-        header=("source", "label", "star", "sentence"), hub="nyu-mll/glue:cola"),
+        header=("source", "label", "star", "sentence")),
     "rte": Task(
-        "small", labels=ENTAILMENT, official=(2_490, 277), folder="RTE", columns=PAIR, hub="nyu-mll/glue:rte"),
+        "small", labels=ENTAILMENT, official=(2_490, 277), folder="RTE", columns=PAIR),
     "mrpc": Task(
         "small", labels=YES_NO, official=(3_668, 408), folder="MRPC", columns=("#1 String", "#2 String", "Quality"),
-        hub="nyu-mll/glue:mrpc", hub_columns=PAIR[:2]),
+        hub_columns=PAIR[:2]),
     "stsb": Task(
-        "small", "spearman", official=(5_749, 1_500), folder="STS-B", columns=("sentence1", "sentence2", "score"),
-        hub="nyu-mll/glue:stsb"),
+        "small", "spearman", official=(5_749, 1_500), folder="STS-B", columns=("sentence1", "sentence2", "score")),
     "squad2": Task(
-        "squad", "f1", official=(130_319, 11_873), folder="SQuAD", files=("train*.json", "dev*.json"),
-        hub="rajpurkar/squad_v2"),
+        "squad", "f1", official=(130_319, 11_873), folder="SQuAD", files=("train*.json", "dev*.json")),
     "docs": Task(
         "docs", columns=("text", "label"),
         labels=("torch", "sympy", "python", "pandas", "matplotlib", "numpy", "networkx", "huggingface_hub")),

@@ -168,11 +168,11 @@ class Interrupt:
 
 
 @contextmanager
-def explain_out_of_memory() -> Iterator[None]:
-    """Turn an out-of-memory error into advice: lower --micro-batch-size."""
+def explain_out_of_memory(flag: str = "--micro-batch-size") -> Iterator[None]:
+    """Turn an out-of-memory error into advice: lower a flag."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-            raise UserError("out of memory: use a smaller --micro-batch-size") from error
+            raise UserError(f"out of memory: use a smaller {flag}") from error
         raise

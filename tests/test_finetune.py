@@ -1,7 +1,7 @@
 """Claims about finetune.py and the windows of support/squad.py: inputs, runs, sweeps."""
 import json
 import re
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -51,8 +51,8 @@ def test_windows_cover_the_context_and_hold_the_answers(finished):
     encoded = kind.encode([*WORDS, Question("none", "what?", CONTEXT, ())])
     context, _, _ = kind.spans_of(CONTEXT)
     covered = set()
-    for row, (_, last, start), (number, offset) in zip(encoded.ids, encoded.targets.tolist(), encoded.windows):
-        window = row[start:-1]
+    for row, (_, last, start), (number, shift) in zip(encoded.ids, encoded.targets.tolist(), encoded.windows):
+        window, offset = row[start:-1], start - shift
         assert last < len(row) - 1 < 24 and row[0] == CLS and row[start - 1] == row[-1] == SEP
         assert np.array_equal(window, context[offset:offset + len(window)])
         covered.update((number, offset + i) for i in range(len(window)))
@@ -64,14 +64,6 @@ def test_windows_cover_the_context_and_hold_the_answers(finished):
     metrics, files = kind.score(kind.decode(logits, targets, padding).numpy(), encoded)
     assert metrics["exact"] == metrics["f1"] == 100
     assert json.loads(files["predictions.json"]) == {q.id: q.answers[0][1] for q in WORDS} | {"none": ""}
-
-
-def test_squad_writes_the_official_files(finished, tmp_path):
-    result = tune(finished, "squad2", tmp_path)
-    predictions, odds = [read_json(tmp_path / "out" / f"{name}.json") for name in ("predictions", "null_odds")]
-    assert result["metric"] == "f1" and len(predictions) == 24
-    for name, odd in odds.items():
-        assert (odd > 0) == (predictions[name] == "")
 
 
 def test_inputs_have_the_longer_text_cut(finished):
@@ -108,7 +100,8 @@ def test_the_best_checkpoint_counts(finished, tmp_path, monkeypatch):
 
     def scripted(model, setup, step):
         weights[step] = model.encoder.norm.weight.clone().cpu()
-        return evaluate(model, setup, step)._replace(value=values[len(weights) - 1])
+        found, files = evaluate(model, setup, step)
+        return found | {"value": values[len(weights) - 1]}, files
 
     monkeypatch.setattr(finetune, "evaluate", scripted)
     result = tune(finished, "rte", tmp_path, *"--epochs 2 --seeds 1 --batch-size 4".split())
@@ -129,11 +122,29 @@ def test_a_result_can_be_read_and_continued(finished, text, tmp_path):
     assert tune(tmp_path / "out", "rte", tmp_path, out="next")["setting"].keys() == set(tasks.SWEPT)
 
 
-def test_squad_answers_are_predicted(finished, tmp_path):
-    tune(finished, "squad2", tmp_path)
+def test_what_is_lost_or_damaged_is_done_again(finished, tmp_path, capsys):
+    result = tune(finished, "rte", tmp_path)
+    (tmp_path / "out/encoder.pt").unlink()
+    run = sorted(tmp_path.glob("out/runs/*.json"))[1]
+    run.write_text('{"value": 5')
+    error = fails(lambda: tune(finished, "rte", tmp_path), capsys)
+    assert f"{run}: not JSON" in error and "delete it: that run is done again" in error
+    run.unlink()
+    assert tune(finished, "rte", tmp_path) == result and (tmp_path / "out/encoder.pt").is_file()
+
+
+def test_too_little_memory_is_one_line(finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(finetune, "run_once", Mock(side_effect=torch.OutOfMemoryError))
+    assert "use a smaller --batch-size" in fails(lambda: tune(finished, "rte", tmp_path), capsys)
+
+
+def test_squad_answers_are_predicted_in_the_official_files(finished, tmp_path):
+    assert tune(finished, "squad2", tmp_path)["metric"] == "f1"
     finetune.main(["--init", str(tmp_path / "out"), "--predict", str(tmp_path / "glue/dev-v2.0.json")])
-    for name in ("predictions.json", "null_odds.json"):
-        assert read_json(tmp_path / "out/predict-dev-v2.0" / name) == read_json(tmp_path / "out" / name)
+    kept, new = [[read_json(folder / f"{name}.json") for name in ("predictions", "null_odds")]
+                 for folder in (tmp_path / "out", tmp_path / "out/predict-dev-v2.0")]
+    assert kept == new and len(kept[0]) == 24
+    assert all((odd > 0) == (kept[0][name] == "") for name, odd in kept[1].items())
 
 
 def test_random_weights_are_drawn_by_the_seed(finished):
@@ -206,7 +217,7 @@ def test_a_sweep_that_was_cut_continues(finished, tmp_path, capsys, monkeypatch)
     seeds = fake_runs(monkeypatch, lambda setup, run: None if run["seed"] == 2 else found[run["learning_rate"]])
     flags = "--sweep --warmup-share 0.06 --batch-size 4".split()  # leaves four rates
     whole = tune(finished, "cola", tmp_path, *flags)
-    assert re.search("runs in all: 6.*2.5 h left.*0.0 h left", capsys.readouterr().out, re.DOTALL)
+    assert re.search("1.5 h left.*0.0 h left", capsys.readouterr().out, re.DOTALL)
     assert seeds == [0, 0, 0, 0, 1, 2] and whole["setting"]["learning_rate"] == 4e-5
     assert whole["values"] == [0.0, None] and whole["median"] == 0.0
     (tmp_path / "out" / "result.json").unlink()
@@ -225,10 +236,10 @@ def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
 
     def sleep(seconds):  # meanwhile the first process writes its lines
         for run in runs:
-            write_json(finetune.path_of_run(setup, run), run)
+            write_json(finetune.path_of_run(setup, run), run | {"step": None})
 
     monkeypatch.setattr(finetune.time, "sleep", sleep)
-    lines = finetune.finish_runs(setup, runs, SimpleNamespace(out=tmp_path, runs=4))
+    lines = finetune.finish_runs(setup, runs)
     assert seeds == [1, 3] and [line["seed"] for line in lines] == [0, 1, 2, 3]
 
 
@@ -243,8 +254,7 @@ def test_figure_3_has_its_points_in_order(finished, tmp_path, monkeypatch):
     command = ["--task", "rte", "--data", str(write_glue(tmp_path / "glue")), "--out", str(tmp_path / "out")]
     finetune.main([*command, "--figure3", last, first])
     points = read_json(tmp_path / "out" / "figure3.json")["points"]
-    assert [point["checkpoint"] for point in points] == [first, last]
-    assert points[0]["hours"] < points[1]["hours"]
+    assert [point["checkpoint"] for point in points] == [first, last] and points[0]["hours"] < points[1]["hours"]
     assert (tmp_path / "out" / "figure3.png").is_file()
 
 
@@ -253,6 +263,7 @@ def test_figure_3_has_its_points_in_order(finished, tmp_path, monkeypatch):
     ("--task sst3", "invalid choice: 'sst3'"), ("--epochs 0", "epochs=0.0"),
     ("--init no --predict a.txt", "no/encoder.pt: no such file"), ("--figure3 a.pt --task glue", "needs one --task"),
     ("--task custom", "--task custom needs --data"), ("--task docs --data .", "leave --data out"),
-    ("--task rte --data no/such", "no train.tsv there or in RTE/")])
+    ("--task rte --data no/such", "no train.tsv there or in RTE/"), ("--device tpu", "--device tpu: this machine"),
+    ("--learning-rate nan", "--learning-rate: nan is not possible"), ("--dropout=-inf", "--dropout: -inf is not")])
 def test_a_bad_command_gets_one_line(flags, message, tmp_path, capsys):
     assert message in fails(lambda: finetune.main([*flags.split(), "--out", str(tmp_path)]), capsys)
