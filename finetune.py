@@ -241,7 +241,7 @@ def read_run(setup: Setup, run: dict) -> dict | None:
     path = path_of_run(setup, run)
     if not path.is_file():
         return None
-    line = read_json(path, *DIVERGED, "last", "seconds", advice="delete it: that run is done again")
+    line = read_json(path, "seed", "step", advice="delete it: that run is done again")
     lost = run["seed"] == 1 and line["step"] and not (setup.out / "encoder.pt").is_file()
     return None if lost else line
 

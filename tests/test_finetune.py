@@ -128,7 +128,7 @@ def test_what_is_lost_or_damaged_is_done_again(finished, tmp_path, capsys):
     run = sorted(tmp_path.glob("out/runs/*.json"))[1]
     run.write_text('{"value": 5')
     error = fails(lambda: tune(finished, "rte", tmp_path), capsys)
-    assert f"{run}: not JSON" in error and "delete it: that run is done again" in error
+    assert f"{run}: damaged" in error and "delete it: that run is done again" in error
     run.unlink()
     assert tune(finished, "rte", tmp_path) == result and (tmp_path / "out/encoder.pt").is_file()
 
