@@ -4,14 +4,14 @@
     python -m support.convert import hf:roberta-base out/roberta                      # a run folder, for --init
 
 A post-LN encoder is a RoBERTa, or with 32 buckets up to distance 128 an MPNet; with others go modeling_maelm.py and
-maelm.py. `import` reads a RoBERTa or MPNet with a byte-level BPE.
+maelm.py. `import` reads a RoBERTa with a byte-level BPE.
 """
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from pickle import UnpicklingError
 
 import tokenizers
 import torch
@@ -20,11 +20,12 @@ from torch import nn
 from maelm import CLS, MAELM, PAD, SEP, Config
 from support.checkpoints import config_of, load_model, read_tensors, save_checkpoint
 from support.cli import Parser, UserError, clear_errors, root_cause
-from support.run_folder import read_json, refuse_other_files, write_json
+from support.run_folder import atomic, refuse_other_files, write_json, write_texts
 from support.tokenizer import Tokenizer
 
 OFFSET = 2  # RoBERTa and MPNet count positions from after their padding id, 1
 EPS = nn.LayerNorm(1).eps  # of all our LayerNorms
+SEGMENT = "roberta.embeddings.token_type_embeddings.weight"
 CLASSES = {"roberta": "Roberta", "mpnet": "MPNet", "maelm": "MAELM"}
 
 
@@ -41,64 +42,82 @@ def transformers_library():
     return transformers
 
 
-@contextmanager
-def hub_errors(name: str) -> Iterator[None]:
-    """While entered, what transformers cannot load is a UserError that names the cause."""
+def from_hub(auto: type, name: str, **options):
+    """What a class of transformers reads from hf:NAME of the Hub or a folder, whose code never runs. UserError if it
+    cannot."""
     from huggingface_hub.errors import HTTPError
+    from safetensors import SafetensorError
+    name = name.removeprefix("hf:")
     try:
-        yield
-    except (OSError, ValueError, HTTPError) as error:
+        return auto.from_pretrained(name, trust_remote_code=False, **options)
+    except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError, HTTPError, SafetensorError) as error:
         raise UserError(f"hf:{name}: transformers cannot load it ({root_cause(error)})") from error
+
+
+def model_from_hub(auto: type, name: str) -> tuple[nn.Module, bool]:
+    """A model as `from_hub`, in fp32 and evaluation mode; whether its head is new. UserError without its encoder."""
+    model, loading = from_hub(auto, name, output_loading_info=True)
+    missing = set(loading["missing_keys"])
+    heads = {key for key in missing if key.startswith(("pooler.", "lm_head."))}
+    if missing > heads:
+        raise UserError(f"{name}: it lacks weights of the encoder, such as {min(missing - heads)}")
+    return model.float().eval(), bool(heads)
 
 
 def open_hub(name: str) -> tuple[nn.Module, object, int]:
     """The encoder hf:NAME of the Hub or a folder, its tokenizer, its longest input in tokens. UserError without one."""
     transformers = transformers_library()
-    name = name.removeprefix("hf:")
-    with hub_errors(name):
-        model = transformers.AutoModel.from_pretrained(name)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    model, _ = model_from_hub(transformers.AutoModel, name)
+    tokenizer = from_hub(transformers.AutoTokenizer, name)
     if model.config.is_encoder_decoder:
         model = model.get_encoder()
     if tokenizer.mask_token_id is None:
-        raise UserError(f"hf:{name}: it has no mask token; use an encoder trained with MLM")
+        raise UserError(f"{name}: it has no mask token; use an encoder trained with MLM")
     # RoBERTa and its like count positions from after their padding id: of 514 they have 512.
     longest = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", 514) - 2)
-    return model.float().eval(), tokenizer, longest
+    return model, tokenizer, longest
 
 
-ROBERTA_NAMES = {  # applied one after the other
-    "encoder.token_embedding": "embeddings.word_embeddings",
-    "encoder.position_embedding": "embeddings.position_embeddings",
-    "encoder.norm": "embeddings.LayerNorm",
-    "encoder.stack.blocks": "encoder.layer",
-    "self_attention.output": "attention.output.dense", "self_attention": "attention.self",
-    "self_residual.norm": "attention.output.LayerNorm",
-    "ffn.0": "intermediate.dense", "ffn.2": "output.dense", "ffn_residual.norm": "output.LayerNorm",
-    "head.transform.0": "lm_head.dense", "head.transform.2": "lm_head.layer_norm", "head.bias": "lm_head.bias",
-    "classifier.1": "classifier.dense", "classifier.4": "classifier.out_proj",
+ROBERTA = {  # our modules and theirs; the matrix of keys and values is two of theirs
+    "encoder.token_embedding": ["{kind}.embeddings.word_embeddings"],
+    "encoder.position_embedding": ["{kind}.embeddings.position_embeddings"],
+    "encoder.norm": ["{kind}.embeddings.LayerNorm"],
+    "encoder.stack.blocks.{i}.self_attention.query": ["{kind}.encoder.layer.{i}.attention.self.query"],
+    "encoder.stack.blocks.{i}.self_attention.key_value": ["{kind}.encoder.layer.{i}.attention.self.key",
+                                                          "{kind}.encoder.layer.{i}.attention.self.value"],
+    "encoder.stack.blocks.{i}.self_attention.output": ["{kind}.encoder.layer.{i}.attention.output.dense"],
+    "encoder.stack.blocks.{i}.self_residual.norm": ["{kind}.encoder.layer.{i}.attention.output.LayerNorm"],
+    "encoder.stack.blocks.{i}.ffn.0": ["{kind}.encoder.layer.{i}.intermediate.dense"],
+    "encoder.stack.blocks.{i}.ffn.2": ["{kind}.encoder.layer.{i}.output.dense"],
+    "encoder.stack.blocks.{i}.ffn_residual.norm": ["{kind}.encoder.layer.{i}.output.LayerNorm"],
+    "head": ["lm_head"],
+    "head.transform.0": ["lm_head.dense"],
+    "head.transform.2": ["lm_head.layer_norm"],
+    "classifier.1": ["classifier.dense"],
+    "classifier.4": ["classifier.out_proj"],
+    "qa_outputs": ["qa_outputs"],
 }
-MPNET_NAMES = ROBERTA_NAMES | {
-    "encoder.stack.relative_bias.table": "encoder.relative_attention_bias",
-    "self.query": "attn.q", "self.key": "attn.k", "self.value": "attn.v",
-    "attention.output.dense": "attention.attn.o", "attention.output.LayerNorm": "attention.LayerNorm",
+MPNET = ROBERTA | {
+    "encoder.stack.relative_bias.table": ["mpnet.encoder.relative_attention_bias"],
+    "encoder.stack.blocks.{i}.self_attention.query": ["mpnet.encoder.layer.{i}.attention.attn.q"],
+    "encoder.stack.blocks.{i}.self_attention.key_value": ["mpnet.encoder.layer.{i}.attention.attn.k",
+                                                          "mpnet.encoder.layer.{i}.attention.attn.v"],
+    "encoder.stack.blocks.{i}.self_attention.output": ["mpnet.encoder.layer.{i}.attention.attn.o"],
+    "encoder.stack.blocks.{i}.self_residual.norm": ["mpnet.encoder.layer.{i}.attention.LayerNorm"],
 }
-NAMES = {"roberta": ROBERTA_NAMES, "mpnet": MPNET_NAMES}
 
 
 def their_names(ours: str, kind: str) -> list[str]:
-    """What a model of this kind calls our weight `ours`: one name, or two for the matrix of keys and values."""
-    found = []
-    for part in ("key", "value") if "key_value" in ours else ("",):
-        name = ours.replace("key_value", part)
-        for old, new in NAMES[kind].items():
-            name = name.replace(old, new)
-        found.append(f"{kind}.{name}" if ours.startswith("encoder.") else name)
-    return found
+    """What a RoBERTa or MPNet calls our weight `ours`: one name, or two for keys and values."""
+    module, parameter = ours.rsplit(".", 1)
+    layer = "".join(re.findall(r"blocks\.(\d+)", module))  # empty outside the layers
+    table = MPNET if kind == "mpnet" else ROBERTA
+    theirs = table[module.replace(f"blocks.{layer}.", "blocks.{i}.")]
+    return [f"{name}.{parameter}".format(kind=kind, i=layer) for name in theirs]
 
 
 def to_theirs(weights, kind: str):
-    """Our weights under the names of a kind."""
+    """Our weights under the names of a RoBERTa or MPNet."""
     found = {}
     for ours, weight in weights.items():
         names = their_names(ours, kind)
@@ -106,25 +125,47 @@ def to_theirs(weights, kind: str):
     positions = f"{kind}.embeddings.position_embeddings.weight"
     found[positions] = nn.functional.pad(found[positions], (0, 0, OFFSET, 0))  # rows of zeros before the first one
     if kind == "roberta":
-        found["roberta.embeddings.token_type_embeddings.weight"] = torch.zeros(1, found[positions].shape[1])
+        found[SEGMENT] = torch.zeros(1, found[positions].shape[1])
     return found
 
 
-def to_ours(weights, kind: str, names: list[str], order):
-    """The weights of a kind under our `names`, with the rows of its vocabulary in the order (V,) int64."""
+def to_ours(weights, names: Iterable[str], order):
+    """The weights of a RoBERTa under our `names`, with the rows of its vocabulary in the order (V,) int64."""
     found = {}
     for name in names:
-        found[name] = torch.cat([weights[part] for part in their_names(name, kind)])
+        found[name] = torch.cat([weights[part] for part in their_names(name, "roberta")])
     positions = found["encoder.position_embedding.weight"][OFFSET:]
-    if kind == "roberta":  # all tokens are in its one segment
-        positions = positions + weights["roberta.embeddings.token_type_embeddings.weight"]
-    found["encoder.position_embedding.weight"] = positions
+    found["encoder.position_embedding.weight"] = positions + weights[SEGMENT]  # all tokens are in its one segment
     for name in ("encoder.token_embedding.weight", "head.bias"):
         found[name] = found[name][order]
     return found
 
 
 # ---- 2. Export ----------------------------------------------------------------------------------------------
+def read_tuned(file: Path):
+    """What `read_source` returns, of finetune.py's encoder.pt."""
+    state = read_tensors(file, "config", "model", "task", "labels", "scale")
+    head, module, labels = "ForSequenceClassification", "classifier", state["labels"] or ["number"]
+    if state["task"] == "squad2":
+        head, module, labels = "ForQuestionAnswering", "qa_outputs", []
+    weights = {}
+    for name, weight in state["model"].items():
+        if name.startswith("head.4."):  # the last layer gives a number in its own unit
+            weight = state["scale"] * weight
+        weights[re.sub("^head", module, name)] = weight
+    return config_of(state, file), weights, Tokenizer.load(file.parent), head, labels
+
+
+def read_source(source: Path):
+    """A run folder, a checkpoint, or what finetune.py wrote -> configuration, weights, tokenizer, how the name of
+    their class ends, labels."""
+    file = source / "encoder.pt" if source.is_dir() else source
+    if file.name == "encoder.pt" and file.is_file():
+        return read_tuned(file)
+    model, tokenizer = load_model(source)
+    return model.config, model.state_dict(), tokenizer, "ForMaskedLM", []
+
+
 def choose_format(config: Config, wanted: str) -> str:
     """The format for an encoder of this configuration. UserError if the `wanted` one computes something else."""
     exact = "maelm"
@@ -137,18 +178,11 @@ def choose_format(config: Config, wanted: str) -> str:
     return exact if wanted == "auto" else wanted
 
 
-def read_tuned(file: Path):
-    """finetune.py's encoder.pt -> configuration, weights, how the name of their class ends, labels."""
-    state = read_tensors(file, "config", "model", "task", "labels", "scale")
-    head, module, labels = "ForSequenceClassification", "classifier", state["labels"] or ["number"]
-    if state["task"] == "squad2":
-        head, module, labels = "ForQuestionAnswering", "qa_outputs", []
-    weights = {}
-    for name, weight in state["model"].items():
-        if name.startswith("head.4."):  # the last layer gives a number in its own unit
-            weight = state["scale"] * weight
-        weights[re.sub("^head", module, name)] = weight
-    return config_of(state, file), weights, head, labels
+def predicts_mask(config: Config, kind: str) -> bool:
+    """Whether this format can predict [MASK] from a text with [MASK]: it has our decoder, which reads nothing else."""
+    if config.decoder != "bi" or config.encoder_fill == "random":
+        return False
+    return kind == "maelm" or config.decoder_layers == 0
 
 
 def hub_config(config: Config, kind: str, head: str, labels: list[str]) -> dict:
@@ -196,7 +230,6 @@ language: en
 
 A text encoder pre-trained by [MAE-LM](https://arxiv.org/abs/2302.02060) or a variant of it, for `{auto}`.
 Any other class of model would have a random head.
-{tuned}
 ```python
 from transformers import {auto}, AutoTokenizer
 name = "."  # this folder, or its name on the Hub
@@ -206,56 +239,52 @@ model = {auto}.from_pretrained(name{trust})
 """
 
 
+def save_weights(weights, out: Path):
+    """Write model.safetensors."""
+    import safetensors.torch  # comes with transformers; its save_file makes a file that only the owner can read
+    with atomic(out / "model.safetensors") as temporary:
+        temporary.write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
+
+
 def export(source: Path, out: Path, wanted: str):
-    """Write a run folder, a checkpoint or what finetune.py keeps as a folder for transformers."""
+    """Write what `read_source` takes as a folder for transformers."""
     transformers_library()
     refuse_other_files(out)
-    file, tuned = source / "encoder.pt" if source.is_dir() else source, ""
-    if file.name == "encoder.pt" and file.is_file():
-        config, weights, head, labels = read_tuned(file)
-        tokenizer, result = Tokenizer.load(file.parent), file.parent / "result.json"
-        if result.is_file():
-            tuned = ("Fine-tuned on `{task}`: {metric} {median:.2f} on its dev split, the median of its runs. "
-                     "`transformers.pipeline` takes model and tokenizer.\n").format_map(read_json(result))
-    else:
-        model, tokenizer = load_model(source)
-        config, weights, head, labels = model.config, model.state_dict(), "ForMaskedLM", []
+    config, weights, tokenizer, head, labels = read_source(source)
     kind = choose_format(config, wanted)
-    # A format without decoder cannot predict [MASK], nor can a model that reads more than a text with [MASK].
-    no_decoder = kind != "maelm" and config.decoder_layers > 0
-    if head == "ForMaskedLM" and (no_decoder or config.decoder != "bi" or config.encoder_fill == "random"):
+    if head == "ForMaskedLM" and not predicts_mask(config, kind):
         head = ""
         weights = {name: weight for name, weight in weights.items() if name.startswith("encoder.")}
     if kind != "maelm":
         weights = to_theirs(weights, kind)
-
+    save_weights(weights, out)
     write_json(out / "config.json", hub_config(config, kind, head, labels))
     save_tokenizer(tokenizer, config.seq_len, out)
-    import safetensors.torch  # comes with transformers; its save_file makes a file that only the owner can read
-    (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
+    trust = ""
     if kind == "maelm":
+        trust = ", trust_remote_code=True"
         for file in ("support/modeling_maelm.py", "maelm.py"):
             shutil.copy(Path(__file__).parents[1] / file, out)
-    tuned += f"Labels: {', '.join(labels)}.\n" if labels else ""
-    card = CARD.format(name=out.resolve().name, auto="AutoModel" + head, tuned=tuned,
-                       trust=", trust_remote_code=True" if kind == "maelm" else "")
-    (out / "README.md").write_text(card, encoding="utf-8")
+    card = CARD.format(name=out.resolve().name, auto="AutoModel" + head, trust=trust)
+    write_texts(out, {"README.md": card})
     print(f"{out}: {kind}, for AutoModel{head}; any other class of model would have a random head")
 
 
 # ---- 3. Import ----------------------------------------------------------------------------------------------
 def read_config(name: str, theirs) -> Config:
-    """The configuration of a RoBERTa or MPNet as one of ours. UserError names what ours cannot express."""
+    """The configuration of a RoBERTa as one of ours. UserError names what ours cannot express."""
+    if theirs.model_type != "roberta":
+        raise UserError(f"{name}: has model_type={theirs.model_type!r}; import takes roberta")
     wanted = {"hidden_act": "gelu", "layer_norm_eps": EPS, "intermediate_size": 4 * theirs.hidden_size,
-              "pad_token_id": PAD, "type_vocab_size": 1, "relative_attention_num_buckets": 32,
-              "position_embedding_type": "absolute", "tie_word_embeddings": True}
+              "pad_token_id": PAD, "type_vocab_size": 1, "position_embedding_type": "absolute",
+              "tie_word_embeddings": True}
     for field, value in wanted.items():
         if getattr(theirs, field, value) != value:
             raise UserError(f"{name}: has {field}={getattr(theirs, field)!r}, and maelm can only do {value!r}")
     return Config(vocab_size=theirs.vocab_size, seq_len=theirs.max_position_embeddings - OFFSET,
                   encoder_layers=theirs.num_hidden_layers, encoder_dim=theirs.hidden_size,
                   encoder_heads=theirs.num_attention_heads, dropout=theirs.hidden_dropout_prob,
-                  init_std=theirs.initializer_range, rel_pos_buckets=32 if theirs.model_type == "mpnet" else 0,
+                  init_std=theirs.initializer_range, rel_pos_buckets=0,
                   mask_in_encoder=1.0, decoder_layers=0)  # a standard MLM
 
 
@@ -274,26 +303,18 @@ def read_tokenizer(name: str, theirs, size: int):
 
 
 def import_model(name: str, out: Path):
-    """Write a RoBERTa or MPNet of transformers as a run folder at step 0. UserError if maelm cannot compute it."""
+    """Write a RoBERTa of transformers as a run folder at step 0. UserError if maelm cannot compute it."""
     transformers = transformers_library()
     refuse_other_files(out)
-    path = name.removeprefix("hf:")
-    with hub_errors(path):
-        kind = transformers.PretrainedConfig.get_config_dict(path)[0].get("model_type")
-        if kind not in NAMES:
-            raise UserError(f"{name}: model_type={kind!r} in its config.json; import takes {' or '.join(NAMES)}")
-        config = read_config(name, transformers.AutoConfig.from_pretrained(path))
-        tokenizer, order = read_tokenizer(name, transformers.AutoTokenizer.from_pretrained(path), config.vocab_size)
-        theirs, loading = transformers.AutoModelForMaskedLM.from_pretrained(path, output_loading_info=True)
-    missing = [key for key in loading["missing_keys"] if not key.startswith("lm_head")]
-    if missing:
-        raise UserError(f"{name}: it lacks weights of the encoder, such as {missing[0]}")
+    config = read_config(name, from_hub(transformers.AutoConfig, name))
+    tokenizer, order = read_tokenizer(name, from_hub(transformers.AutoTokenizer, name), config.vocab_size)
+    theirs, new_head = model_from_hub(transformers.AutoModelForMaskedLM, name)
     model = MAELM(config)
-    model.load_state_dict(to_ours(theirs.float().state_dict(), kind, list(model.state_dict()), order))
+    model.load_state_dict(to_ours(theirs.state_dict(), model.state_dict(), order))
     tokenizer.save(out)
     write_json(out / "config.json", asdict(config) | {"init": name})
     save_checkpoint(out, 0, model, [], 0.0, 0)
-    print(f"{out}: {name}" + (", with a new head for [MASK]" if loading["missing_keys"] else ""))
+    print(f"{out}: {name}" + (", with a new head for [MASK]" if new_head else ""))
 
 
 # ---- 4. Command line ----------------------------------------------------------------------------------------
