@@ -1,7 +1,7 @@
 """To Hugging Face and back.
 
-    python -m support.convert export out/toy DIR [--format auto|mpnet|roberta|maelm]  # a folder for transformers
-    python -m support.convert import hf:roberta-base out/roberta                      # a run folder, for --init
+    python -m support.convert export out/toy DIR [--format auto|maelm]  # a folder for transformers
+    python -m support.convert import hf:roberta-base out/roberta         # a run folder, for --init
 
 A post-LN encoder is a RoBERTa, or with 32 buckets up to distance 128 an MPNet; with others go modeling_maelm.py and
 maelm.py. `import` reads a RoBERTa with a byte-level BPE.
@@ -78,42 +78,34 @@ def open_hub(name: str) -> tuple[nn.Module, object, int]:
     return model, tokenizer, longest
 
 
-ROBERTA = {  # our modules and theirs; the matrix of keys and values is two of theirs
-    "encoder.token_embedding": ["{kind}.embeddings.word_embeddings"],
-    "encoder.position_embedding": ["{kind}.embeddings.position_embeddings"],
-    "encoder.norm": ["{kind}.embeddings.LayerNorm"],
-    "encoder.stack.blocks.{i}.self_attention.query": ["{kind}.encoder.layer.{i}.attention.self.query"],
-    "encoder.stack.blocks.{i}.self_attention.key_value": ["{kind}.encoder.layer.{i}.attention.self.key",
-                                                          "{kind}.encoder.layer.{i}.attention.self.value"],
-    "encoder.stack.blocks.{i}.self_attention.output": ["{kind}.encoder.layer.{i}.attention.output.dense"],
-    "encoder.stack.blocks.{i}.self_residual.norm": ["{kind}.encoder.layer.{i}.attention.output.LayerNorm"],
-    "encoder.stack.blocks.{i}.ffn.0": ["{kind}.encoder.layer.{i}.intermediate.dense"],
-    "encoder.stack.blocks.{i}.ffn.2": ["{kind}.encoder.layer.{i}.output.dense"],
-    "encoder.stack.blocks.{i}.ffn_residual.norm": ["{kind}.encoder.layer.{i}.output.LayerNorm"],
-    "head": ["lm_head"],
-    "head.transform.0": ["lm_head.dense"],
-    "head.transform.2": ["lm_head.layer_norm"],
-    "classifier.1": ["classifier.dense"],
-    "classifier.4": ["classifier.out_proj"],
-    "qa_outputs": ["qa_outputs"],
+OUTSIDE = {  # our modules and theirs outside the layers; {} is roberta or mpnet
+    "encoder.token_embedding": "{}.embeddings.word_embeddings",
+    "encoder.position_embedding": "{}.embeddings.position_embeddings",
+    "encoder.norm": "{}.embeddings.LayerNorm",
+    "encoder.stack.relative_bias.table": "{}.encoder.relative_attention_bias",
+    "head": "lm_head", "head.transform.0": "lm_head.dense", "head.transform.2": "lm_head.layer_norm",
+    "classifier.1": "classifier.dense", "classifier.4": "classifier.out_proj", "qa_outputs": "qa_outputs",
 }
-MPNET = ROBERTA | {
-    "encoder.stack.relative_bias.table": ["mpnet.encoder.relative_attention_bias"],
-    "encoder.stack.blocks.{i}.self_attention.query": ["mpnet.encoder.layer.{i}.attention.attn.q"],
-    "encoder.stack.blocks.{i}.self_attention.key_value": ["mpnet.encoder.layer.{i}.attention.attn.k",
-                                                          "mpnet.encoder.layer.{i}.attention.attn.v"],
-    "encoder.stack.blocks.{i}.self_attention.output": ["mpnet.encoder.layer.{i}.attention.attn.o"],
-    "encoder.stack.blocks.{i}.self_residual.norm": ["mpnet.encoder.layer.{i}.attention.LayerNorm"],
+LAYER = {  # our modules in a layer, RoBERTa's and MPNet's; the one for keys and values is two of theirs
+    "self_attention.query": ("attention.self.query", "attention.attn.q"),
+    "self_attention.key_value": ("attention.self.key attention.self.value", "attention.attn.k attention.attn.v"),
+    "self_attention.output": ("attention.output.dense", "attention.attn.o"),
+    "self_residual.norm": ("attention.output.LayerNorm", "attention.LayerNorm"),
+    "ffn.0": ("intermediate.dense", "intermediate.dense"),
+    "ffn.2": ("output.dense", "output.dense"),
+    "ffn_residual.norm": ("output.LayerNorm", "output.LayerNorm"),
 }
 
 
 def their_names(ours: str, kind: str) -> list[str]:
     """What a RoBERTa or MPNet calls our weight `ours`: one name, or two for keys and values."""
     module, parameter = ours.rsplit(".", 1)
-    layer = "".join(re.findall(r"blocks\.(\d+)", module))  # empty outside the layers
-    table = MPNET if kind == "mpnet" else ROBERTA
-    theirs = table[module.replace(f"blocks.{layer}.", "blocks.{i}.")]
-    return [f"{name}.{parameter}".format(kind=kind, i=layer) for name in theirs]
+    if not module.startswith("encoder.stack.blocks."):
+        return [f"{OUTSIDE[module].format(kind)}.{parameter}"]
+    layer, module = module.removeprefix("encoder.stack.blocks.").split(".", 1)
+    roberta, mpnet = LAYER[module]
+    theirs = roberta if kind == "roberta" else mpnet
+    return [f"{kind}.encoder.layer.{layer}.{name}.{parameter}" for name in theirs.split()]
 
 
 def to_theirs(weights, kind: str):
@@ -166,23 +158,13 @@ def read_source(source: Path):
     return model.config, model.state_dict(), tokenizer, "ForMaskedLM", []
 
 
-def choose_format(config: Config, wanted: str) -> str:
-    """The format for an encoder of this configuration. UserError if the `wanted` one computes something else."""
-    exact = "maelm"
+def exact_format(config: Config) -> str:
+    """The format that computes what an encoder of this configuration does, without our code if one does."""
     if config.norm == "post" and config.rel_pos_buckets == 0:
-        exact = "roberta"
-    elif config.norm == "post" and (config.rel_pos_buckets, config.rel_pos_max_distance) == (32, 128):
-        exact = "mpnet"
-    if wanted not in ("auto", "maelm", exact):
-        raise UserError(f"--format {wanted}: computes something else than this encoder; use --format {exact}")
-    return exact if wanted == "auto" else wanted
-
-
-def predicts_mask(config: Config, kind: str) -> bool:
-    """Whether this format can predict [MASK] from a text with [MASK]: it has our decoder, which reads nothing else."""
-    if config.decoder != "bi" or config.encoder_fill == "random":
-        return False
-    return kind == "maelm" or config.decoder_layers == 0
+        return "roberta"
+    if config.norm == "post" and (config.rel_pos_buckets, config.rel_pos_max_distance) == (32, 128):
+        return "mpnet"
+    return "maelm"
 
 
 def hub_config(config: Config, kind: str, head: str, labels: list[str]) -> dict:
@@ -228,22 +210,9 @@ language: en
 ---
 # {name}
 
-A text encoder pre-trained by [MAE-LM](https://arxiv.org/abs/2302.02060) or a variant of it, for `{auto}`.
-Any other class of model would have a random head.
-```python
-from transformers import {auto}, AutoTokenizer
-name = "."  # this folder, or its name on the Hub
-tokenizer = AutoTokenizer.from_pretrained(name{trust})
-model = {auto}.from_pretrained(name{trust})
-```
+A text encoder pre-trained by [MAE-LM](https://arxiv.org/abs/2302.02060) or a variant of it:
+`{auto}.from_pretrained(NAME, trust_remote_code=True)` of transformers. Any other class would have a random head.
 """
-
-
-def save_weights(weights, out: Path):
-    """Write model.safetensors."""
-    import safetensors.torch  # comes with transformers; its save_file makes a file that only the owner can read
-    with atomic(out / "model.safetensors") as temporary:
-        temporary.write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
 
 
 def export(source: Path, out: Path, wanted: str):
@@ -251,22 +220,23 @@ def export(source: Path, out: Path, wanted: str):
     transformers_library()
     refuse_other_files(out)
     config, weights, tokenizer, head, labels = read_source(source)
-    kind = choose_format(config, wanted)
-    if head == "ForMaskedLM" and not predicts_mask(config, kind):
+    kind = exact_format(config) if wanted == "auto" else wanted
+    # A format without decoder cannot predict [MASK], nor can a model that reads more than a text with [MASK].
+    no_decoder = kind != "maelm" and config.decoder_layers > 0
+    if head == "ForMaskedLM" and (no_decoder or config.decoder != "bi" or config.encoder_fill == "random"):
         head = ""
         weights = {name: weight for name, weight in weights.items() if name.startswith("encoder.")}
     if kind != "maelm":
         weights = to_theirs(weights, kind)
-    save_weights(weights, out)
+    import safetensors.torch  # comes with transformers; its save_file makes a file that only the owner can read
+    with atomic(out / "model.safetensors") as temporary:
+        temporary.write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
     write_json(out / "config.json", hub_config(config, kind, head, labels))
     save_tokenizer(tokenizer, config.seq_len, out)
-    trust = ""
     if kind == "maelm":
-        trust = ", trust_remote_code=True"
         for file in ("support/modeling_maelm.py", "maelm.py"):
             shutil.copy(Path(__file__).parents[1] / file, out)
-    card = CARD.format(name=out.resolve().name, auto="AutoModel" + head, trust=trust)
-    write_texts(out, {"README.md": card})
+    write_texts(out, {"README.md": CARD.format(name=out.resolve().name, auto="AutoModel" + head)})
     print(f"{out}: {kind}, for AutoModel{head}; any other class of model would have a random head")
 
 
@@ -325,7 +295,7 @@ def main(argv=None):
     add("command", choices=["export", "import"])
     add("source", help="export: a run folder, a checkpoint or an encoder.pt; import: hf:NAME or a folder")
     add("out", type=Path, help="the folder to write")
-    add("--format", default="auto", choices=["auto", *CLASSES], help="of an export [auto: RoBERTa or MPNet if exact]")
+    add("--format", default="auto", choices=["auto", "maelm"], help="of an export [auto: RoBERTa or MPNet if exact]")
     options = parser.parse_args(argv)
     with clear_errors("support.convert"):
         if options.command == "export":
