@@ -1,7 +1,7 @@
 """To Hugging Face and back.
 
     python -m support.convert export out/toy DIR [--format auto|maelm]  # a folder for transformers
-    python -m support.convert import hf:roberta-base out/roberta         # a run folder, for --init
+    python -m support.convert import hf:roberta-base out/roberta        # a run folder, for --init
 
 A post-LN encoder is a RoBERTa, or with 32 buckets up to distance 128 an MPNet; with others go modeling_maelm.py and
 maelm.py. `import` reads a RoBERTa with a byte-level BPE.
@@ -42,33 +42,31 @@ def transformers_library():
     return transformers
 
 
-def from_hub(auto: type, name: str, **options):
-    """What a class of transformers reads from hf:NAME of the Hub or a folder, whose code never runs. UserError if it
-    cannot."""
+def from_hub(auto: str, name: str, **options):
+    """What a class of transformers reads from hf:NAME or a folder, whose code never runs. UserError if it cannot."""
+    auto_class = getattr(transformers_library(), auto)
     from huggingface_hub.errors import HTTPError
     from safetensors import SafetensorError
     name = name.removeprefix("hf:")
     try:
-        return auto.from_pretrained(name, trust_remote_code=False, **options)
+        return auto_class.from_pretrained(name, trust_remote_code=False, **options)
     except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError, HTTPError, SafetensorError) as error:
         raise UserError(f"hf:{name}: transformers cannot load it ({root_cause(error)})") from error
 
 
-def model_from_hub(auto: type, name: str) -> tuple[nn.Module, bool]:
-    """A model as `from_hub`, in fp32 and evaluation mode; whether its head is new. UserError without its encoder."""
+def model_from_hub(auto: str, name: str) -> tuple[nn.Module, bool]:
+    """A model in fp32, in evaluation mode; whether its head is new. UserError if weights of its encoder are missing."""
     model, loading = from_hub(auto, name, output_loading_info=True)
-    missing = set(loading["missing_keys"])
-    heads = {key for key in missing if key.startswith(("pooler.", "lm_head."))}
-    if missing > heads:
-        raise UserError(f"{name}: it lacks weights of the encoder, such as {min(missing - heads)}")
-    return model.float().eval(), bool(heads)
+    missing = [key for key in loading["missing_keys"] if not key.startswith(("pooler.", "lm_head."))]
+    if missing:
+        raise UserError(f"{name}: it lacks weights of the encoder, such as {min(missing)}")
+    return model.float().eval(), bool(loading["missing_keys"])
 
 
 def open_hub(name: str) -> tuple[nn.Module, object, int]:
-    """The encoder hf:NAME of the Hub or a folder, its tokenizer, its longest input in tokens. UserError without one."""
-    transformers = transformers_library()
-    model, _ = model_from_hub(transformers.AutoModel, name)
-    tokenizer = from_hub(transformers.AutoTokenizer, name)
+    """An encoder of the Hub or a folder, its tokenizer, its longest input in tokens. UserError if there is none."""
+    model, _ = model_from_hub("AutoModel", name)
+    tokenizer = from_hub("AutoTokenizer", name)
     if model.config.is_encoder_decoder:
         model = model.get_encoder()
     if tokenizer.mask_token_id is None:
@@ -83,8 +81,12 @@ OUTSIDE = {  # our modules and theirs outside the layers; {} is roberta or mpnet
     "encoder.position_embedding": "{}.embeddings.position_embeddings",
     "encoder.norm": "{}.embeddings.LayerNorm",
     "encoder.stack.relative_bias.table": "{}.encoder.relative_attention_bias",
-    "head": "lm_head", "head.transform.0": "lm_head.dense", "head.transform.2": "lm_head.layer_norm",
-    "classifier.1": "classifier.dense", "classifier.4": "classifier.out_proj", "qa_outputs": "qa_outputs",
+    "head": "lm_head",
+    "head.transform.0": "lm_head.dense",
+    "head.transform.2": "lm_head.layer_norm",
+    "classifier.1": "classifier.dense",
+    "classifier.4": "classifier.out_proj",
+    "qa_outputs": "qa_outputs",
 }
 LAYER = {  # our modules in a layer, RoBERTa's and MPNet's; the one for keys and values is two of theirs
     "self_attention.query": ("attention.self.query", "attention.attn.q"),
@@ -149,8 +151,7 @@ def read_tuned(file: Path):
 
 
 def read_source(source: Path):
-    """A run folder, a checkpoint, or what finetune.py wrote -> configuration, weights, tokenizer, how the name of
-    their class ends, labels."""
+    """What is exported -> configuration, weights, tokenizer, the end of the name of their class, labels."""
     file = source / "encoder.pt" if source.is_dir() else source
     if file.name == "encoder.pt" and file.is_file():
         return read_tuned(file)
@@ -216,7 +217,7 @@ A text encoder pre-trained by [MAE-LM](https://arxiv.org/abs/2302.02060) or a va
 
 
 def export(source: Path, out: Path, wanted: str):
-    """Write what `read_source` takes as a folder for transformers."""
+    """Write a run folder, a checkpoint or what finetune.py keeps as a folder for transformers."""
     transformers_library()
     refuse_other_files(out)
     config, weights, tokenizer, head, labels = read_source(source)
@@ -254,8 +255,7 @@ def read_config(name: str, theirs) -> Config:
     return Config(vocab_size=theirs.vocab_size, seq_len=theirs.max_position_embeddings - OFFSET,
                   encoder_layers=theirs.num_hidden_layers, encoder_dim=theirs.hidden_size,
                   encoder_heads=theirs.num_attention_heads, dropout=theirs.hidden_dropout_prob,
-                  init_std=theirs.initializer_range, rel_pos_buckets=0,
-                  mask_in_encoder=1.0, decoder_layers=0)  # a standard MLM
+                  rel_pos_buckets=0, mask_in_encoder=1.0, decoder_layers=0)  # a standard MLM
 
 
 def read_tokenizer(name: str, theirs, size: int):
@@ -274,11 +274,10 @@ def read_tokenizer(name: str, theirs, size: int):
 
 def import_model(name: str, out: Path):
     """Write a RoBERTa of transformers as a run folder at step 0. UserError if maelm cannot compute it."""
-    transformers = transformers_library()
     refuse_other_files(out)
-    config = read_config(name, from_hub(transformers.AutoConfig, name))
-    tokenizer, order = read_tokenizer(name, from_hub(transformers.AutoTokenizer, name), config.vocab_size)
-    theirs, new_head = model_from_hub(transformers.AutoModelForMaskedLM, name)
+    config = read_config(name, from_hub("AutoConfig", name))
+    tokenizer, order = read_tokenizer(name, from_hub("AutoTokenizer", name), config.vocab_size)
+    theirs, new_head = model_from_hub("AutoModelForMaskedLM", name)
     model = MAELM(config)
     model.load_state_dict(to_ours(theirs.state_dict(), model.state_dict(), order))
     tokenizer.save(out)

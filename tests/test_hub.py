@@ -6,7 +6,9 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save
 
+import rank
 from conftest import generator, model_and_batch
 from finetune import Tuned
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP, remove_masks
@@ -57,8 +59,8 @@ def exported(folder, **fields):
     return model, folder / "hub"
 
 
-def write_hub_model(folder, kind="roberta", seq_len=24, **settings):
-    """Write a random RoBERTa or MPNet whose byte-level BPE has other ids than ours; returns model and tokenizer."""
+def write_hub_model(folder, seq_len=24):
+    """Write a random RoBERTa whose byte-level BPE has other ids than ours; returns model and tokenizer."""
     import transformers
     learned = json.loads(little_tokenizer().model.to_str())["model"]
     merges = [tuple(pair) for pair in learned["merges"]]
@@ -67,10 +69,9 @@ def write_hub_model(folder, kind="roberta", seq_len=24, **settings):
     ids = {name: i for i, name in enumerate(names)}
     tokenizer = transformers.RobertaTokenizer(vocab=ids, merges=merges, model_max_length=seq_len)
     tokenizer.save_pretrained(folder)
-    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, type_vocab_size=1,
-                 vocab_size=len(names), max_position_embeddings=seq_len + 2, layer_norm_eps=1e-5)
-    config = transformers.AutoConfig.for_model(kind, **shape | settings)
-    model = transformers.AutoModelForMaskedLM.from_config(config).eval()
+    model = transformers.RobertaForMaskedLM(transformers.RobertaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, type_vocab_size=1,
+        vocab_size=len(names), max_position_embeddings=seq_len + 2, layer_norm_eps=1e-5)).eval()
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -241,6 +242,14 @@ def test_a_head_that_is_missing_is_new(hub, tmp_path, capsys):
     model.roberta.save_pretrained(tmp_path / "hub")
     convert.main(["import", str(tmp_path / "hub"), str(tmp_path / "run")])
     assert "with a new head" in capsys.readouterr().out
+
+
+def test_weights_that_do_not_fit_are_not_measured(hub, tmp_path, capsys):
+    model, _ = write_hub_model(tmp_path)
+    renamed = {f"x.{name}": weight.clone() for name, weight in model.state_dict().items()}
+    for content, message in ((save(renamed, {"format": "pt"}), "lacks weights of the encoder"), (b"", "cannot load")):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        assert message in fails(lambda: rank.main([f"hf:{tmp_path}", "--out", str(tmp_path / "rank")]), capsys)
 
 
 @pytest.mark.parametrize("file, fields, message", [
