@@ -212,7 +212,7 @@ language: en
 # {name}
 
 A text encoder pre-trained by [MAE-LM](https://arxiv.org/abs/2302.02060) or a variant of it:
-`{auto}.from_pretrained(NAME, trust_remote_code=True)` of transformers. Any other class would have a random head.
+`transformers.{auto}.from_pretrained(NAME, trust_remote_code=True)`. Any other class would have a random head.
 """
 
 

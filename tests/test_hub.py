@@ -13,10 +13,10 @@ from conftest import generator, model_and_batch
 from finetune import Tuned
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP, remove_masks
 from support import convert
-from support.checkpoints import load_model, run_settings, save_checkpoint, write_tensors
+from support.checkpoints import load_model, save_checkpoint, write_tensors
 from support.classify import ClassifierHead
 from support.run_folder import write_json
-from support.tokenizer import Tokenizer
+from support.tokenizer import SPECIALS, Tokenizer
 from tests.common import contents, fails, little_documents
 
 N, V = 160, 320  # longer than the last bucket of relative positions
@@ -38,17 +38,12 @@ def hub(tmp_path_factory):
         yield transformers
 
 
-def little_tokenizer(uncased=False):
-    """A tokenizer of the little language."""
-    return Tokenizer.train(little_documents(50), V, uncased)
-
-
 def write_run(folder, uncased=False, **fields):
     """Write a run folder with random weights; returns its model."""
     shape = dict(vocab_size=V, seq_len=N, norm="pre") | fields
     model, _, _ = model_and_batch(**shape)
     save_checkpoint(folder, 7, model, [], 0.0, 0)
-    little_tokenizer(uncased).save(folder)
+    Tokenizer.train(little_documents(50), V, uncased).save(folder)
     return model
 
 
@@ -62,9 +57,9 @@ def exported(folder, **fields):
 def write_hub_model(folder, seq_len=24):
     """Write a random RoBERTa whose byte-level BPE has other ids than ours; returns model and tokenizer."""
     import transformers
-    learned = json.loads(little_tokenizer().model.to_str())["model"]
+    learned = json.loads(Tokenizer.train(little_documents(50), V, False).model.to_str())["model"]
     merges = [tuple(pair) for pair in learned["merges"]]
-    shuffled = sorted(token for token, i in learned["vocab"].items() if i >= NUM_SPECIAL)
+    shuffled = sorted(set(learned["vocab"]) - set(SPECIALS))
     names = ["<s>", "<pad>", "</s>", "<unk>", *shuffled, "madeupword0000", "<mask>"]
     ids = {name: i for i, name in enumerate(names)}
     tokenizer = transformers.RobertaTokenizer(vocab=ids, merges=merges, model_max_length=seq_len)
@@ -217,18 +212,17 @@ def test_an_export_overwrites_nothing(tmp_path, capsys):
 
 def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    error = fails(lambda: convert.main(["export", "run", str(tmp_path / "hub")]), capsys)
-    assert "pip install -U transformers" in error
+    export = ["export", "run", str(tmp_path / "hub")]
+    assert "pip install -U transformers" in fails(lambda: convert.main(export), capsys)
     monkeypatch.undo()
     monkeypatch.setattr("importlib.metadata.version", lambda name: "4.54.1")
-    assert "4.55 or later" in fails(lambda: convert.main(["export", "run", str(tmp_path / "hub")]), capsys)
+    assert "4.55 or later" in fails(lambda: convert.main(export), capsys)
 
 
 # ---- Import ---------------------------------------------------------------------------------------------------------
 def test_an_imported_model_computes_the_same(hub, tmp_path):
     theirs, their_tokenizer = write_hub_model(tmp_path / "hub", seq_len=N)
     convert.main(["import", f"hf:{tmp_path / 'hub'}", str(tmp_path / "run")])
-    assert run_settings(tmp_path / "run")["init"] == f"hf:{tmp_path / 'hub'}"
     model, tokenizer = load_model(tmp_path / "run")
     _, order = convert.read_tokenizer("hub", their_tokenizer, model.config.vocab_size)
     for text in ODD_TEXTS:
