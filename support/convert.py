@@ -82,10 +82,8 @@ OUTSIDE = {  # our modules and theirs outside the layers; {} is roberta or mpnet
     "encoder.norm": "{}.embeddings.LayerNorm",
     "encoder.stack.relative_bias.table": "{}.encoder.relative_attention_bias",
     "head": "lm_head",
-    "head.transform.0": "lm_head.dense",
-    "head.transform.2": "lm_head.layer_norm",
-    "classifier.1": "classifier.dense",
-    "classifier.4": "classifier.out_proj",
+    "head.transform.0": "lm_head.dense", "head.transform.2": "lm_head.layer_norm",
+    "classifier.1": "classifier.dense", "classifier.4": "classifier.out_proj",
     "qa_outputs": "qa_outputs",
 }
 LAYER = {  # our modules in a layer, RoBERTa's and MPNet's; the one for keys and values is two of theirs
