@@ -1,17 +1,17 @@
 """To Hugging Face and back.
 
-    python -m support.convert export out/toy DIR [--format auto|mpnet|roberta|maelm]  # a folder for transformers
-    python -m support.convert import hf:roberta-base out/roberta                      # a run folder, for --init
+    python -m support.convert export out/toy DIR [--format auto|maelm]  # a folder for transformers
+    python -m support.convert import hf:roberta-base out/roberta        # a run folder, for --init
 
 A post-LN encoder is a RoBERTa, or with 32 buckets up to distance 128 an MPNet; with others go modeling_maelm.py and
-maelm.py. `import` reads a RoBERTa or MPNet with a byte-level BPE.
+maelm.py. `import` reads a RoBERTa with a byte-level BPE.
 """
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from pickle import UnpicklingError
 
 import tokenizers
 import torch
@@ -20,11 +20,12 @@ from torch import nn
 from maelm import CLS, MAELM, PAD, SEP, Config
 from support.checkpoints import config_of, load_model, read_tensors, save_checkpoint
 from support.cli import Parser, UserError, clear_errors, root_cause
-from support.run_folder import read_json, refuse_other_files, write_json
+from support.run_folder import atomic, refuse_other_files, write_json, write_texts
 from support.tokenizer import Tokenizer
 
 OFFSET = 2  # RoBERTa and MPNet count positions from after their padding id, 1
 EPS = nn.LayerNorm(1).eps  # of all our LayerNorms
+SEGMENT = "roberta.embeddings.token_type_embeddings.weight"
 CLASSES = {"roberta": "Roberta", "mpnet": "MPNet", "maelm": "MAELM"}
 
 
@@ -41,64 +42,74 @@ def transformers_library():
     return transformers
 
 
-@contextmanager
-def hub_errors(name: str) -> Iterator[None]:
-    """While entered, what transformers cannot load is a UserError that names the cause."""
+def from_hub(auto: str, name: str, **options):
+    """What a class of transformers reads from hf:NAME or a folder, whose code never runs. UserError if it cannot."""
+    auto_class = getattr(transformers_library(), auto)
     from huggingface_hub.errors import HTTPError
+    from safetensors import SafetensorError
+    name = name.removeprefix("hf:")
     try:
-        yield
-    except (OSError, ValueError, HTTPError) as error:
+        return auto_class.from_pretrained(name, trust_remote_code=False, **options)
+    except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError, HTTPError, SafetensorError) as error:
         raise UserError(f"hf:{name}: transformers cannot load it ({root_cause(error)})") from error
 
 
+def model_from_hub(auto: str, name: str) -> tuple[nn.Module, bool]:
+    """A model in fp32, in evaluation mode; whether its head is new. UserError if weights of its encoder are missing."""
+    model, loading = from_hub(auto, name, output_loading_info=True)
+    missing = [key for key in loading["missing_keys"] if not key.startswith(("pooler.", "lm_head."))]
+    if missing:
+        raise UserError(f"{name}: it lacks weights of the encoder, such as {min(missing)}")
+    return model.float().eval(), bool(loading["missing_keys"])
+
+
 def open_hub(name: str) -> tuple[nn.Module, object, int]:
-    """The encoder hf:NAME of the Hub or a folder, its tokenizer, its longest input in tokens. UserError without one."""
-    transformers = transformers_library()
-    name = name.removeprefix("hf:")
-    with hub_errors(name):
-        model = transformers.AutoModel.from_pretrained(name)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    """An encoder of the Hub or a folder, its tokenizer, its longest input in tokens. UserError if there is none."""
+    model, _ = model_from_hub("AutoModel", name)
+    tokenizer = from_hub("AutoTokenizer", name)
     if model.config.is_encoder_decoder:
         model = model.get_encoder()
     if tokenizer.mask_token_id is None:
-        raise UserError(f"hf:{name}: it has no mask token; use an encoder trained with MLM")
+        raise UserError(f"{name}: it has no mask token; use an encoder trained with MLM")
     # RoBERTa and its like count positions from after their padding id: of 514 they have 512.
     longest = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", 514) - 2)
-    return model.float().eval(), tokenizer, longest
+    return model, tokenizer, longest
 
 
-ROBERTA_NAMES = {  # applied one after the other
-    "encoder.token_embedding": "embeddings.word_embeddings",
-    "encoder.position_embedding": "embeddings.position_embeddings",
-    "encoder.norm": "embeddings.LayerNorm",
-    "encoder.stack.blocks": "encoder.layer",
-    "self_attention.output": "attention.output.dense", "self_attention": "attention.self",
-    "self_residual.norm": "attention.output.LayerNorm",
-    "ffn.0": "intermediate.dense", "ffn.2": "output.dense", "ffn_residual.norm": "output.LayerNorm",
-    "head.transform.0": "lm_head.dense", "head.transform.2": "lm_head.layer_norm", "head.bias": "lm_head.bias",
+OUTSIDE = {  # our modules and theirs outside the layers; {} is roberta or mpnet
+    "encoder.token_embedding": "{}.embeddings.word_embeddings",
+    "encoder.position_embedding": "{}.embeddings.position_embeddings",
+    "encoder.norm": "{}.embeddings.LayerNorm",
+    "encoder.stack.relative_bias.table": "{}.encoder.relative_attention_bias",
+    "head": "lm_head",
+    "head.transform.0": "lm_head.dense", "head.transform.2": "lm_head.layer_norm",
     "classifier.1": "classifier.dense", "classifier.4": "classifier.out_proj",
+    "qa_outputs": "qa_outputs",
 }
-MPNET_NAMES = ROBERTA_NAMES | {
-    "encoder.stack.relative_bias.table": "encoder.relative_attention_bias",
-    "self.query": "attn.q", "self.key": "attn.k", "self.value": "attn.v",
-    "attention.output.dense": "attention.attn.o", "attention.output.LayerNorm": "attention.LayerNorm",
+LAYER = {  # our modules in a layer, RoBERTa's and MPNet's; the one for keys and values is two of theirs
+    "self_attention.query": ("attention.self.query", "attention.attn.q"),
+    "self_attention.key_value": ("attention.self.key attention.self.value", "attention.attn.k attention.attn.v"),
+    "self_attention.output": ("attention.output.dense", "attention.attn.o"),
+    "self_residual.norm": ("attention.output.LayerNorm", "attention.LayerNorm"),
+    "ffn.0": ("intermediate.dense", "intermediate.dense"),
+    "ffn.2": ("output.dense", "output.dense"),
+    "ffn_residual.norm": ("output.LayerNorm", "output.LayerNorm"),
 }
-NAMES = {"roberta": ROBERTA_NAMES, "mpnet": MPNET_NAMES}
 
 
 def their_names(ours: str, kind: str) -> list[str]:
-    """What a model of this kind calls our weight `ours`: one name, or two for the matrix of keys and values."""
-    found = []
-    for part in ("key", "value") if "key_value" in ours else ("",):
-        name = ours.replace("key_value", part)
-        for old, new in NAMES[kind].items():
-            name = name.replace(old, new)
-        found.append(f"{kind}.{name}" if ours.startswith("encoder.") else name)
-    return found
+    """What a RoBERTa or MPNet calls our weight `ours`: one name, or two for keys and values."""
+    module, parameter = ours.rsplit(".", 1)
+    if not module.startswith("encoder.stack.blocks."):
+        return [f"{OUTSIDE[module].format(kind)}.{parameter}"]
+    layer, module = module.removeprefix("encoder.stack.blocks.").split(".", 1)
+    roberta, mpnet = LAYER[module]
+    theirs = roberta if kind == "roberta" else mpnet
+    return [f"{kind}.encoder.layer.{layer}.{name}.{parameter}" for name in theirs.split()]
 
 
 def to_theirs(weights, kind: str):
-    """Our weights under the names of a kind."""
+    """Our weights under the names of a RoBERTa or MPNet."""
     found = {}
     for ours, weight in weights.items():
         names = their_names(ours, kind)
@@ -106,39 +117,25 @@ def to_theirs(weights, kind: str):
     positions = f"{kind}.embeddings.position_embeddings.weight"
     found[positions] = nn.functional.pad(found[positions], (0, 0, OFFSET, 0))  # rows of zeros before the first one
     if kind == "roberta":
-        found["roberta.embeddings.token_type_embeddings.weight"] = torch.zeros(1, found[positions].shape[1])
+        found[SEGMENT] = torch.zeros(1, found[positions].shape[1])
     return found
 
 
-def to_ours(weights, kind: str, names: list[str], order):
-    """The weights of a kind under our `names`, with the rows of its vocabulary in the order (V,) int64."""
+def to_ours(weights, names: Iterable[str], order):
+    """The weights of a RoBERTa under our `names`, with the rows of its vocabulary in the order (V,) int64."""
     found = {}
     for name in names:
-        found[name] = torch.cat([weights[part] for part in their_names(name, kind)])
+        found[name] = torch.cat([weights[part] for part in their_names(name, "roberta")])
     positions = found["encoder.position_embedding.weight"][OFFSET:]
-    if kind == "roberta":  # all tokens are in its one segment
-        positions = positions + weights["roberta.embeddings.token_type_embeddings.weight"]
-    found["encoder.position_embedding.weight"] = positions
+    found["encoder.position_embedding.weight"] = positions + weights[SEGMENT]  # all tokens are in its one segment
     for name in ("encoder.token_embedding.weight", "head.bias"):
         found[name] = found[name][order]
     return found
 
 
 # ---- 2. Export ----------------------------------------------------------------------------------------------
-def choose_format(config: Config, wanted: str) -> str:
-    """The format for an encoder of this configuration. UserError if the `wanted` one computes something else."""
-    exact = "maelm"
-    if config.norm == "post" and config.rel_pos_buckets == 0:
-        exact = "roberta"
-    elif config.norm == "post" and (config.rel_pos_buckets, config.rel_pos_max_distance) == (32, 128):
-        exact = "mpnet"
-    if wanted not in ("auto", "maelm", exact):
-        raise UserError(f"--format {wanted}: computes something else than this encoder; use --format {exact}")
-    return exact if wanted == "auto" else wanted
-
-
 def read_tuned(file: Path):
-    """finetune.py's encoder.pt -> configuration, weights, how the name of their class ends, labels."""
+    """What `read_source` returns, of finetune.py's encoder.pt."""
     state = read_tensors(file, "config", "model", "task", "labels", "scale")
     head, module, labels = "ForSequenceClassification", "classifier", state["labels"] or ["number"]
     if state["task"] == "squad2":
@@ -148,7 +145,25 @@ def read_tuned(file: Path):
         if name.startswith("head.4."):  # the last layer gives a number in its own unit
             weight = state["scale"] * weight
         weights[re.sub("^head", module, name)] = weight
-    return config_of(state, file), weights, head, labels
+    return config_of(state, file), weights, Tokenizer.load(file.parent), head, labels
+
+
+def read_source(source: Path):
+    """What is exported -> configuration, weights, tokenizer, the end of the name of their class, labels."""
+    file = source / "encoder.pt" if source.is_dir() else source
+    if file.name == "encoder.pt" and file.is_file():
+        return read_tuned(file)
+    model, tokenizer = load_model(source)
+    return model.config, model.state_dict(), tokenizer, "ForMaskedLM", []
+
+
+def exact_format(config: Config) -> str:
+    """The format that computes what an encoder of this configuration does, without our code if one does."""
+    if config.norm == "post" and config.rel_pos_buckets == 0:
+        return "roberta"
+    if config.norm == "post" and (config.rel_pos_buckets, config.rel_pos_max_distance) == (32, 128):
+        return "mpnet"
+    return "maelm"
 
 
 def hub_config(config: Config, kind: str, head: str, labels: list[str]) -> dict:
@@ -194,15 +209,8 @@ language: en
 ---
 # {name}
 
-A text encoder pre-trained by [MAE-LM](https://arxiv.org/abs/2302.02060) or a variant of it, for `{auto}`.
-Any other class of model would have a random head.
-{tuned}
-```python
-from transformers import {auto}, AutoTokenizer
-name = "."  # this folder, or its name on the Hub
-tokenizer = AutoTokenizer.from_pretrained(name{trust})
-model = {auto}.from_pretrained(name{trust})
-```
+A text encoder pre-trained by [MAE-LM](https://arxiv.org/abs/2302.02060) or a variant of it:
+`transformers.{auto}.from_pretrained(NAME, trust_remote_code=True)`. Any other class would have a random head.
 """
 
 
@@ -210,17 +218,8 @@ def export(source: Path, out: Path, wanted: str):
     """Write a run folder, a checkpoint or what finetune.py keeps as a folder for transformers."""
     transformers_library()
     refuse_other_files(out)
-    file, tuned = source / "encoder.pt" if source.is_dir() else source, ""
-    if file.name == "encoder.pt" and file.is_file():
-        config, weights, head, labels = read_tuned(file)
-        tokenizer, result = Tokenizer.load(file.parent), file.parent / "result.json"
-        if result.is_file():
-            tuned = ("Fine-tuned on `{task}`: {metric} {median:.2f} on its dev split, the median of its runs. "
-                     "`transformers.pipeline` takes model and tokenizer.\n").format_map(read_json(result))
-    else:
-        model, tokenizer = load_model(source)
-        config, weights, head, labels = model.config, model.state_dict(), "ForMaskedLM", []
-    kind = choose_format(config, wanted)
+    config, weights, tokenizer, head, labels = read_source(source)
+    kind = exact_format(config) if wanted == "auto" else wanted
     # A format without decoder cannot predict [MASK], nor can a model that reads more than a text with [MASK].
     no_decoder = kind != "maelm" and config.decoder_layers > 0
     if head == "ForMaskedLM" and (no_decoder or config.decoder != "bi" or config.encoder_fill == "random"):
@@ -228,35 +227,33 @@ def export(source: Path, out: Path, wanted: str):
         weights = {name: weight for name, weight in weights.items() if name.startswith("encoder.")}
     if kind != "maelm":
         weights = to_theirs(weights, kind)
-
+    import safetensors.torch  # comes with transformers; its save_file makes a file that only the owner can read
+    with atomic(out / "model.safetensors") as temporary:
+        temporary.write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
     write_json(out / "config.json", hub_config(config, kind, head, labels))
     save_tokenizer(tokenizer, config.seq_len, out)
-    import safetensors.torch  # comes with transformers; its save_file makes a file that only the owner can read
-    (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
     if kind == "maelm":
         for file in ("support/modeling_maelm.py", "maelm.py"):
             shutil.copy(Path(__file__).parents[1] / file, out)
-    tuned += f"Labels: {', '.join(labels)}.\n" if labels else ""
-    card = CARD.format(name=out.resolve().name, auto="AutoModel" + head, tuned=tuned,
-                       trust=", trust_remote_code=True" if kind == "maelm" else "")
-    (out / "README.md").write_text(card, encoding="utf-8")
+    write_texts(out, {"README.md": CARD.format(name=out.resolve().name, auto="AutoModel" + head)})
     print(f"{out}: {kind}, for AutoModel{head}; any other class of model would have a random head")
 
 
 # ---- 3. Import ----------------------------------------------------------------------------------------------
 def read_config(name: str, theirs) -> Config:
-    """The configuration of a RoBERTa or MPNet as one of ours. UserError names what ours cannot express."""
+    """The configuration of a RoBERTa as one of ours. UserError names what ours cannot express."""
+    if theirs.model_type != "roberta":
+        raise UserError(f"{name}: has model_type={theirs.model_type!r}; import takes roberta")
     wanted = {"hidden_act": "gelu", "layer_norm_eps": EPS, "intermediate_size": 4 * theirs.hidden_size,
-              "pad_token_id": PAD, "type_vocab_size": 1, "relative_attention_num_buckets": 32,
-              "position_embedding_type": "absolute", "tie_word_embeddings": True}
+              "pad_token_id": PAD, "type_vocab_size": 1, "position_embedding_type": "absolute",
+              "tie_word_embeddings": True}
     for field, value in wanted.items():
         if getattr(theirs, field, value) != value:
             raise UserError(f"{name}: has {field}={getattr(theirs, field)!r}, and maelm can only do {value!r}")
     return Config(vocab_size=theirs.vocab_size, seq_len=theirs.max_position_embeddings - OFFSET,
                   encoder_layers=theirs.num_hidden_layers, encoder_dim=theirs.hidden_size,
                   encoder_heads=theirs.num_attention_heads, dropout=theirs.hidden_dropout_prob,
-                  init_std=theirs.initializer_range, rel_pos_buckets=32 if theirs.model_type == "mpnet" else 0,
-                  mask_in_encoder=1.0, decoder_layers=0)  # a standard MLM
+                  rel_pos_buckets=0, mask_in_encoder=1.0, decoder_layers=0)  # a standard MLM
 
 
 def read_tokenizer(name: str, theirs, size: int):
@@ -274,26 +271,17 @@ def read_tokenizer(name: str, theirs, size: int):
 
 
 def import_model(name: str, out: Path):
-    """Write a RoBERTa or MPNet of transformers as a run folder at step 0. UserError if maelm cannot compute it."""
-    transformers = transformers_library()
+    """Write a RoBERTa of transformers as a run folder at step 0. UserError if maelm cannot compute it."""
     refuse_other_files(out)
-    path = name.removeprefix("hf:")
-    with hub_errors(path):
-        kind = transformers.PretrainedConfig.get_config_dict(path)[0].get("model_type")
-        if kind not in NAMES:
-            raise UserError(f"{name}: model_type={kind!r} in its config.json; import takes {' or '.join(NAMES)}")
-        config = read_config(name, transformers.AutoConfig.from_pretrained(path))
-        tokenizer, order = read_tokenizer(name, transformers.AutoTokenizer.from_pretrained(path), config.vocab_size)
-        theirs, loading = transformers.AutoModelForMaskedLM.from_pretrained(path, output_loading_info=True)
-    missing = [key for key in loading["missing_keys"] if not key.startswith("lm_head")]
-    if missing:
-        raise UserError(f"{name}: it lacks weights of the encoder, such as {missing[0]}")
+    config = read_config(name, from_hub("AutoConfig", name))
+    tokenizer, order = read_tokenizer(name, from_hub("AutoTokenizer", name), config.vocab_size)
+    theirs, new_head = model_from_hub("AutoModelForMaskedLM", name)
     model = MAELM(config)
-    model.load_state_dict(to_ours(theirs.float().state_dict(), kind, list(model.state_dict()), order))
+    model.load_state_dict(to_ours(theirs.state_dict(), model.state_dict(), order))
     tokenizer.save(out)
     write_json(out / "config.json", asdict(config) | {"init": name})
     save_checkpoint(out, 0, model, [], 0.0, 0)
-    print(f"{out}: {name}" + (", with a new head for [MASK]" if loading["missing_keys"] else ""))
+    print(f"{out}: {name}" + (", with a new head for [MASK]" if new_head else ""))
 
 
 # ---- 4. Command line ----------------------------------------------------------------------------------------
@@ -304,7 +292,7 @@ def main(argv=None):
     add("command", choices=["export", "import"])
     add("source", help="export: a run folder, a checkpoint or an encoder.pt; import: hf:NAME or a folder")
     add("out", type=Path, help="the folder to write")
-    add("--format", default="auto", choices=["auto", *CLASSES], help="of an export [auto: RoBERTa or MPNet if exact]")
+    add("--format", default="auto", choices=["auto", "maelm"], help="of an export [auto: RoBERTa or MPNet if exact]")
     options = parser.parse_args(argv)
     with clear_errors("support.convert"):
         if options.command == "export":

@@ -41,8 +41,7 @@ class MAELMModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module):
         """Initial values of what the folder does not hold: new heads, and a buffer that is in no file."""
         super()._init_weights(module)
-        if isinstance(module, RelativeBias):
-            # transformers makes models without memory before it loads them, which loses what this holds.
+        if isinstance(module, RelativeBias):  # transformers makes models without memory, which loses what this holds
             module.bucket.copy_(RelativeBias(self.shape, 1).bucket)
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -62,8 +61,8 @@ class MAELMModel(PreTrainedModel):
         """input_ids (B, n) int64, attention_mask (B, n), 0 = padding, position_ids (B, n) int64; others are ignored."""
         n = input_ids.shape[1]
         if n > self.shape.seq_len:
-            raise ValueError(f"{n} tokens, but this model reads at most {self.shape.seq_len}: give the tokenizer "
-                             "truncation=True")
+            limit = self.shape.seq_len
+            raise ValueError(f"{n} tokens, but this model reads at most {limit}; give the tokenizer truncation=True")
         real, positions = read(input_ids, attention_mask, position_ids)
         states = self.encoder(input_ids, positions, ~real, all_layers=True)  # H^0 ... H^L, (B, n, d) each
         if output_hidden_states is None:
