@@ -4,14 +4,13 @@
 
 Eq. (3), the bound of Theorem 2.2 and its epsilon are in both_sides.
 """
-import numpy as np
 import torch
 from torch import nn
 
 from maelm import NUM_SPECIAL, draw_masks
 from rank import MASK_RATE, RankConfig, Subject, effective_rank, subject_of_run
 from support.cli import Parser, clear_errors
-from support.rows import seed_of
+from support.rows import evenly, seed_of
 
 TOKENS = 16_384  # of the validation text, that are looked at
 
@@ -63,67 +62,58 @@ def both_sides(real, masks, qk, vo) -> dict[str, float]:
     return {"left": norm(left), "right": 4 * epsilon * norm(R) ** 3, "spread": spread, "eq3": eq3}
 
 
-def attention_only(h, qk, vo):
-    """One single-head attention layer H -> A H W^VO, (n, d) float64."""
-    return (h @ qk @ h.T).softmax(1) @ h @ vo
-
-
 def lemma_2_1(subject: Subject, states, masked) -> list[str]:
     """Ranks of P, E, H_M^0 and H_M^L of a model: printable lines."""
     P = subject.encoder.position_embedding.weight.cpu().double()
     E = subject.encoder.token_embedding.weight.cpu().double()
     matrices = {"P": P, "E": E, "H_M^0": states[0][masked], "H_M^L": states[-1][masked]}
-    lines = []
+    lines = [f"  the proof has rank(P) <= d - rank(E), d = {subject.dim}"]
     for name, matrix in matrices.items():
         numerical = int(torch.linalg.matrix_rank(matrix))
         lines.append(f"  {name:<6} rank_0.9 {effective_rank(matrix):>5}   numerical rank {numerical:>5}")
-    return [*lines, f"  the proof has rank(P) <= d - rank(E), d = {subject.dim}"]
+    return lines
 
 
 def theorem_2_2(subject: Subject, states, masked) -> list[str]:
     """By layer the residual of the real tokens of masked text, and for one row both sides of the bound, as lines."""
     lines = ["  layer  1h^T residual  pure attention  ||R'||_1,inf        bound     spread  Eq.(3) error"]
-    at = masked[0]
+    blocks, at = subject.encoder.stack.blocks, masked[0]
     pure = states[0][0][~at]  # the embeddings of one row's real tokens, through the attention weights only
     for layer, state in enumerate(states):
         line = f"  {layer:>5}  {residual(state[~masked]):13.3f}  {residual(pure):14.2e}"
-        if layer < len(subject.encoder.stack.blocks):
-            qk, vo = single_head(subject.encoder.stack.blocks[layer].self_attention)
+        if layer < len(blocks):
+            qk, vo = single_head(blocks[layer].self_attention)
             sides = both_sides(state[0][~at], state[0][at], qk, vo)
-            line += f"  {sides['left']:12.3e} {sides['right']:12.3e} {sides['spread']:10.2f}  {sides['eq3']:12.3f}"
-            pure = attention_only(pure, qk, vo)
+            line += "  {left:12.3e} {right:12.3e} {spread:10.2f}  {eq3:12.3f}".format(**sides)
+            pure = (pure @ qk @ pure.T).softmax(1) @ pure @ vo
         lines.append(line)
     return lines
 
 
 ASSUMPTIONS = """\
-  Residuals are shares of ||H_R||: the distance of real tokens of the masked text to equal rows, the best 1 h^T;
-  pure attention: one row through the model's attention weights only, as App. A assumes (no skip connection, FFN,
-  LayerNorm, bias or relative position, one head), also in ||R'|| and bound. A bound far above ||R'|| says nothing; a
-  spread above 1.256 breaks the proof's exp(x) <= 1 + 2x; an error in Eq. (3): H_M is not in the row space of H_R."""
+  residual: the distance of the real tokens of masked text to equal rows, the best 1 h^T, over ||H_R||. pure attention:
+  one row through the attention weights only, as one head, as App. A assumes; so are ||R'|| and bound. A bound far above
+  ||R'|| says nothing; a spread above 1.256 breaks exp(x) <= 1 + 2x; Eq.(3) error: H_M is not in H_R's row space."""
 
 
 @torch.no_grad()
 def theory(name: str) -> str:
     """What Lemma 2.1 and Theorem 2.2 say about a run of train.py: printable lines."""
     subject = subject_of_run(name, RankConfig(), torch.device("cpu"))
-    count = min(len(subject.rows), TOKENS // subject.seq_len)
-    tokens = torch.from_numpy(subject.rows[np.arange(count)])  # (B, n)
-    maskable = tokens >= NUM_SPECIAL
-    chosen = draw_masks(maskable, round(MASK_RATE * tokens.shape[1]), torch.Generator().manual_seed(seed_of(0)))
-    masked = torch.zeros_like(maskable).scatter(1, chosen, True)
+    tokens = evenly(subject.rows, TOKENS // subject.seq_len)  # (B, n)
+    k = round(MASK_RATE * tokens.shape[1])
+    chosen = draw_masks(tokens >= NUM_SPECIAL, k, torch.Generator().manual_seed(seed_of(0)))
+    masked = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, chosen, True)
     states = [h.double() for h in subject.encode(tokens.masked_fill(masked, subject.mask))]
     title = f"Lemma 2.1 and Theorem 2.2 for {name}, d = {subject.dim}"
-    lines = lemma_2_1(subject, states, masked) + theorem_2_2(subject, states, masked)
-    return "\n".join([title, *lines, ASSUMPTIONS])
+    return "\n".join([title, *lemma_2_1(subject, states, masked), *theorem_2_2(subject, states, masked), ASSUMPTIONS])
 
 
 def main(argv=None):
     parser = Parser("course.theory", __doc__)
     parser.add_argument("run", help="a run folder or checkpoint of train.py")
-    options = parser.parse_args(argv)
     with clear_errors("course.theory"):
-        print(theory(options.run))
+        print(theory(parser.parse_args(argv).run))
 
 
 if __name__ == "__main__":
