@@ -85,7 +85,8 @@ def theorem_2_2(subject: Subject, states, masked) -> list[str]:
             qk, vo = single_head(blocks[layer].self_attention)
             sides = both_sides(state[0][~at], state[0][at], qk, vo)
             line += "  {left:12.3e} {right:12.3e} {spread:10.2f}  {eq3:12.3f}".format(**sides)
-            pure = (pure @ qk @ pure.T).softmax(1) @ pure @ vo
+            weights = (pure @ qk @ pure.T).softmax(1)
+            pure = weights @ pure @ vo
         lines.append(line)
     return lines
 
@@ -105,8 +106,10 @@ def theory(name: str) -> str:
     chosen = draw_masks(tokens >= NUM_SPECIAL, k, torch.Generator().manual_seed(seed_of(0)))
     masked = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, chosen, True)
     states = [h.double() for h in subject.encode(tokens.masked_fill(masked, subject.mask))]
-    title = f"Lemma 2.1 and Theorem 2.2 for {name}, d = {subject.dim}"
-    return "\n".join([title, *lemma_2_1(subject, states, masked), *theorem_2_2(subject, states, masked), ASSUMPTIONS])
+    lines = [f"Lemma 2.1 and Theorem 2.2 for {name}, d = {subject.dim}"]
+    lines += lemma_2_1(subject, states, masked)
+    lines += theorem_2_2(subject, states, masked)
+    return "\n".join([*lines, ASSUMPTIONS])
 
 
 def main(argv=None):
