@@ -32,7 +32,7 @@ def at_positions(x, at):
 
 
 # ---- Section 3: removing the masked positions -----------------------------------------------------------------------
-@task("corrupt")
+@task("draw_masks")
 def test_every_row_has_exactly_k_masks():
     for rate, k in ((0.25, 6), (0.15, 4)):  # of 24 tokens, rounded to the nearest
         masked, kept, inputs = maelm.corrupt(random_tokens(50), tiny(mask_rate=rate), generator(0))
@@ -41,7 +41,7 @@ def test_every_row_has_exactly_k_masks():
     assert maelm.Config().masks_per_row(512) == 77  # App. C
 
 
-@task("corrupt")
+@task("draw_masks")
 def test_only_real_or_given_positions_are_masked():
     tokens = random_tokens(50)
     tokens[:, 3:6] = torch.tensor([maelm.PAD, maelm.SEP, maelm.MASK])
@@ -50,7 +50,7 @@ def test_only_real_or_given_positions_are_masked():
     exact(maelm.draw_masks(given, 6, generator(0)).sort(1).values, torch.arange(6).expand(50, -1))
 
 
-@task("corrupt")
+@task("remove_masks")
 def test_kept_positions_are_the_rest_in_order():
     tokens = random_tokens()
     masked, kept, inputs = maelm.corrupt(tokens, tiny(), generator(0))
@@ -59,7 +59,7 @@ def test_kept_positions_are_the_rest_in_order():
     exact(inputs, tokens.gather(1, kept))
 
 
-@task("corrupt")
+@task("draw_masks")
 def test_masks_are_uniform_over_real_tokens():
     """Any two positions are masked together equally often, and equally often shown to the encoder together."""
     masked, kept, _ = maelm.corrupt(random_tokens(4000), tiny(mask_in_encoder=0.5), generator(0))
@@ -71,7 +71,7 @@ def test_masks_are_uniform_over_real_tokens():
         assert deviations.max() < 5
 
 
-@task("corrupt")
+@task("draw_masks")
 def test_corrupt_is_a_pure_function():
     tokens, config = random_tokens(), tiny(mask_in_encoder=0.5)
     before, state = tokens.clone(), torch.get_rng_state()
@@ -82,7 +82,7 @@ def test_corrupt_is_a_pure_function():
     assert first.masked.tolist() != other.masked.tolist()
 
 
-@task("corrupt")
+@task("remove_masks")
 def test_delta_is_the_share_of_masks_read():
     tokens = random_tokens()
     for delta, shown in ((0, 0), (0.25, 2), (0.5, 3), (0.75, 4), (1, 6)):  # of 6; round half to even
@@ -92,7 +92,7 @@ def test_delta_is_the_share_of_masks_read():
         exact(inputs, tokens.gather(1, kept).masked_fill(read, maelm.MASK))
 
 
-@task("corrupt")
+@task("remove_masks")
 def test_a_random_fill_is_any_real_token():
     tokens = random_tokens(4000)
     masked, _, inputs = maelm.corrupt(tokens, tiny(mask_in_encoder=1.0, encoder_fill="random"), generator(0))
@@ -100,7 +100,7 @@ def test_a_random_fill_is_any_real_token():
     exact(inputs[~masked], tokens[~masked])
 
 
-@task("corrupt")
+@task("draw_masks")
 def test_too_few_tokens_or_no_mask_are_refused():
     tokens = random_tokens()
     tokens[2] = maelm.SEP
@@ -118,7 +118,7 @@ def test_rows_with_unlike_numbers_of_masks_are_refused():
         maelm.remove_masks(random_tokens(), chosen, tiny(), generator(0))
 
 
-@task("corrupt")
+@task("remove_masks")
 def test_masked_tokens_do_not_leak():
     for name in ("mae-lm", "mlm", "enc-mask", "random-replace"):
         config, tokens = tiny(**maelm.ABLATIONS[name]), random_tokens()

@@ -12,8 +12,6 @@ from rank import MASK_RATE, RankConfig, Subject, effective_rank, subject_of_run
 from support.cli import Parser, clear_errors
 from support.rows import evenly, seed_of
 
-TOKENS = 16_384  # of the validation text, that are looked at
-
 
 def norm(x) -> float:
     """||X||_{1,inf} = sqrt(||X||_1 ||X||_inf), the largest column and row sums of |X|; section 2.2."""
@@ -101,7 +99,7 @@ ASSUMPTIONS = """\
 def theory(name: str) -> str:
     """What Lemma 2.1 and Theorem 2.2 say about a run of train.py: printable lines."""
     subject = subject_of_run(name, RankConfig(), torch.device("cpu"))
-    tokens = evenly(subject.rows, TOKENS // subject.seq_len)  # (B, n)
+    tokens = evenly(subject.rows, 16_384 // subject.seq_len)  # (B, n), some of its validation text
     k = round(MASK_RATE * tokens.shape[1])
     chosen = draw_masks(tokens >= NUM_SPECIAL, k, torch.Generator().manual_seed(seed_of(0)))
     masked = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, chosen, True)
