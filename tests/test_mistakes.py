@@ -8,6 +8,7 @@ import torch
 
 import conftest
 import test_maelm
+from course.assign import find
 from tests import test_homework, test_rank, test_table_2, test_train
 from tests.common import ROOT
 
@@ -63,12 +64,10 @@ MISTAKES = [  # claim, without test_; module.function or module.Class.method; a 
      "0.0, True)"),
     ("relative_bias_is_of_key_minus_query", "maelm.RelativeBias.forward",
      "positions[:, None, :] - positions[:, :, None]", "positions[:, :, None] - positions[:, None, :]"),
-    ("relative_bias_is_of_key_minus_query", "maelm.RelativeBias.forward", "len(values) // 2",
-     "len(values) // 2 + 1"),
+    ("relative_bias_is_of_key_minus_query", "maelm.RelativeBias.forward", "len(values) // 2", "len(values) // 2 + 1"),
     ("each_row_has_positions_of_its_own", "maelm.RelativeBias.forward", "positions[:, None, :]",
      "positions[:1, None, :]"),
-    ("each_row_has_positions_of_its_own", "maelm.RelativeBias.forward",
-     "positions[:, None, :] - positions[:, :, None]",
+    ("each_row_has_positions_of_its_own", "maelm.RelativeBias.forward", "positions[:, None, :] - positions[:, :, None]",
      "torch.arange(3) + 0 * positions[:, None] - torch.arange(3)[:, None]"),
     ("the_fast_bias_is_the_plain_lookup_and_hides_padding", "maelm.gather_bias", "values.t()", "values.flip(1).t()"),
     ("the_fast_bias_is_the_plain_lookup_and_hides_padding", "maelm.attention_bias", "hidden[:, None, None, :]",
@@ -93,8 +92,7 @@ MISTAKES = [  # claim, without test_; module.function or module.Class.method; a 
     ("all_layers_are_listed_and_normalised", "maelm.Encoder.forward", "self.norm(h)", "h"),
     ("all_layers_are_listed_and_normalised", "maelm.Encoder.forward", "return states if", "return states[1:] if"),
     ("padding_changes_nothing", "maelm.Encoder.forward", "positions, padding, at", "positions, None, at"),
-    ("padding_changes_nothing", "maelm.Stack.forward", "bias, at)",
-     "None, at)"),
+    ("padding_changes_nothing", "maelm.Stack.forward", "bias, at)", "None, at)"),
     ("the_last_layer_at_some_positions_is_the_same", "maelm.Encoder.forward", "padding, at)", "padding)"),
     ("a_prediction_does_not_depend_on_others", "maelm.MAELM.logits", "positions, at=at)",
      "positions, at=at.sort(1).values)"),
@@ -148,10 +146,7 @@ def module_with(place, piece, mistake):
     length = 2 if parts[0] == "support" else 1
     path = ROOT.joinpath(*parts[:length]).with_suffix(".py")
     text = path.read_text(encoding="utf-8")
-    node = ast.parse(text)
-    for name in parts[length:]:
-        node = next(inner for inner in node.body if getattr(inner, "name", "") == name)
-    function = ast.get_source_segment(text, node)
+    function = ast.get_source_segment(text, find(text, ".".join(parts[length:])))
     count = function.count(piece)
     assert count == 1, f"{piece!r} is {count} times in {place}, not once: change its row in MISTAKES"
     assert text.count(function) == 1
