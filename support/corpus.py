@@ -7,7 +7,7 @@ streams of tokens, uint16 or uint32: `[SEP]` follows each document, whose hash d
 import glob
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -28,7 +28,6 @@ from support.tokenizer import Tokenizer, split_long
 LAYOUT = 2  # version of the files of a prepared corpus: one of another version is not found
 SPLITS = ("train", "val")
 VAL_SHARE = 0.01  # of the documents, held out for validation
-BLOCK = 1 << 20  # characters that a thread tokenizes at a time
 LONGEST = 1 << 22  # characters; a longer document, longer than any book, is cut
 SAMPLE = 200 * 10 ** 6  # characters that the tokenizer learns from, at most
 NGRAM = 13  # words in a row that make two documents near-duplicates
@@ -57,33 +56,26 @@ def sources(data: str, column: str = "text", cache: str = CACHE) -> list[Source]
             found.append(Source(name, "docs", tuple(str(path) for _, path in docs_files()), cache=cache))
         elif name.startswith("hf:") and name != "hf:":
             found.append(Source(name, "hub", column=column))
-        else:
-            by_loader = {}
-            for path in files_in(name) if name else []:
-                by_loader.setdefault(loader_of(path), []).append(str(path))
-            by_loader.pop(None, None)
-            if not by_loader:
-                raise UserError(f"--data {data}: {name!r} is not docs, hf:NAME, or a file or folder with "
-                                f"{', '.join(FORMATS)}, also packed")
+        elif name and (by_loader := files_in(name)):
             for loader, files in by_loader.items():
                 found.append(Source(name, loader, tuple(files), "text" if loader == "text" else column))
+        else:
+            raise UserError(f"--data {data}: {name!r} is not docs, hf:NAME, or a file or folder with "
+                            f"{', '.join(FORMATS)}, also packed")
     return found
 
 
-def files_in(name: str) -> list[Path]:
-    """The files that a path or a pattern such as texts/*.txt names, and all in its folders but hidden ones."""
+def files_in(name: str) -> dict[str, list[str]]:
+    """Loader -> the files that a path or a pattern such as texts/*.txt names, and all in its folders but hidden ones."""
     given = Path(name).expanduser()
-    found = []
+    found = {}
     for path in [given] if given.exists() else sorted(map(Path, glob.glob(str(given)))):
         inside = glob.glob("**", root_dir=path, recursive=True)  # skips what is hidden
-        found += sorted(path / file for file in inside) if path.is_dir() else [path]
-    return [path for path in found if path.is_file()]
-
-
-def loader_of(path: Path) -> str | None:
-    """The loader of `datasets` for a file, by its suffix without those of packing; None if there is none."""
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in PACKED]
-    return FORMATS.get(suffixes[-1]) if suffixes else None
+        for file in sorted(path / name for name in inside) or [path]:
+            suffixes = [suffix.lower() for suffix in file.suffixes if suffix.lower() not in PACKED]
+            if file.is_file() and suffixes and suffixes[-1] in FORMATS:
+                found.setdefault(FORMATS[suffixes[-1]], []).append(str(file))
+    return found
 
 
 def texts_of(source: Source) -> Iterator[str]:
@@ -141,25 +133,11 @@ def sample(read: list[Source], val_share: float) -> Iterator[str]:
 
 
 # ---- 3. Documents as tokens ---------------------------------------------------------------------------------
-def blocks(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts, in order, in lists of at least BLOCK characters; the last one may have fewer."""
-    block, size = [], 0
-    for text in texts:
-        block.append(text)
-        size += len(text)
-        if size >= BLOCK:
-            yield block
-            block, size = [], 0
-    if block:
-        yield block
-
-
-def in_threads(function: Callable, items: Iterable) -> Iterator:
-    """`function` of each item, in order, in threads; only a few items are held at a time."""
-    items = iter(items)
+def in_threads(function: Callable[[list[str]], dict], texts: Iterator[str]) -> Iterator[dict]:
+    """`function` of lists of texts, in order, in threads; only a few hundred texts are held at a time."""
     with ThreadPoolExecutor() as pool:
-        while group := list(itertools.islice(items, 64)):
-            yield from pool.map(function, group)
+        while group := list(itertools.islice(texts, 512)):
+            yield from pool.map(function, [group[i:i + 32] for i in range(0, len(group), 32)])
 
 
 def encode_block(texts: list[str], tokenizer: Tokenizer, val_share: float, known: set[str]) -> dict[str, np.ndarray]:
@@ -197,7 +175,6 @@ def prepare(wanted: CorpusConfig, folder: Path):
     read = sources(wanted.data, wanted.column, wanted.cache)
     tokenizer = wanted.tokenizer
     if tokenizer is None:
-        # One pass over a sample for the tokenizer, and one over all for the tokens.
         texts = tqdm(sample(read, wanted.val_share), "tokenizer's sample", unit=" texts", leave=False, disable=None)
         # A list: learning does not hear Ctrl-C.
         tokenizer = Tokenizer.train(list(texts), wanted.vocab_size, wanted.uncased)
@@ -206,14 +183,14 @@ def prepare(wanted: CorpusConfig, folder: Path):
     tokenizer.save(folder)
     encode = partial(encode_block, tokenizer=tokenizer, val_share=wanted.val_share,
                      known=validation_ngrams(read, wanted.val_share))
-    texts = tqdm(documents(read), "tokenizing", unit=" texts", mininterval=10, delay=10)
+    texts = iter(tqdm(documents(read), "tokenizing", unit=" texts", mininterval=10, delay=10))
     dtype = "uint16" if wanted.vocab_size <= 1 << 16 else "uint32"
     files, tokens = {}, dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack:
         for split in SPLITS:
             temporary = stack.enter_context(atomic(folder / f"{split}.bin"))
             files[split] = stack.enter_context(open(temporary, "wb"))
-        for streams in in_threads(encode, blocks(texts)):
+        for streams in in_threads(encode, texts):
             for split, stream in streams.items():
                 files[split].write(stream.astype(dtype).tobytes())
                 tokens[split] += len(stream)
@@ -225,11 +202,10 @@ def read_meta(folder: Path) -> dict:
     """meta.json of a prepared corpus. UserError if a file is missing, cut or of another corpus."""
     try:
         meta = read_json(folder / "meta.json")
+        sizes = [meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize for split in SPLITS]
         whole = meta["tokenizer"] == short_hash((folder / "tokenizer.json").read_bytes())
-        for split in SPLITS:
-            size = meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize
-            whole = whole and (folder / f"{split}.bin").stat().st_size == size
-    except (FileNotFoundError, UserError, KeyError):
+        whole = whole and sizes == [(folder / f"{split}.bin").stat().st_size for split in SPLITS]
+    except (FileNotFoundError, UserError, KeyError, TypeError):
         whole = False
     if not whole:
         raise UserError(f"{folder}: this prepared corpus is damaged or incomplete; delete it, and it is made again")

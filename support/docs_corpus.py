@@ -39,11 +39,8 @@ def docs_files() -> list[tuple[str, Path]]:
 
 def file_states(files: Iterable[Path | str]) -> str:
     """Names, sizes and times of files, by which it shows that they have changed."""
-    states = []
-    for file in files:
-        state = os.stat(file)
-        states.append((str(file), state.st_size, state.st_mtime_ns))
-    return json.dumps(states)
+    stats = [(str(file), os.stat(file)) for file in files]
+    return json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
 
 @functools.cache

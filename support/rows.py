@@ -29,7 +29,6 @@ class Rows:
         """Rows (B, seq_len) int64 at indices (B,)."""
         return np.insert(np.asarray(self.pieces[indices], np.int64), 0, CLS, axis=1)
 
-
     def fewest_real_tokens(self) -> int:
         """The fewest tokens in a row that are not special. It reads the whole text."""
         parts = np.array_split(np.arange(len(self)), 1 + len(self) // 10_000)

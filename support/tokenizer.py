@@ -41,8 +41,7 @@ class Tokenizer:
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, uncased: bool) -> "Tokenizer":
         """Learn merges until `vocab_size` ids are used, special tokens and bytes included, or no pair is left."""
-        learner = tokenizers.Tokenizer(tokenizers.models.BPE())
-        set_splitting(learner, uncased)
+        learner = cls.of_merges([], uncased).model
         trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - NUM_SPECIAL, show_progress=False,
                                                  initial_alphabet=list(byte_letters().values()))
         # tokenizers needs a hundred times the memory of each text.
@@ -59,7 +58,11 @@ class Tokenizer:
         distinct = dict.fromkeys(tokens)  # two merges can make the same token
         vocabulary = {token: i for i, token in enumerate(distinct)}
         model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
-        set_splitting(model, uncased, pieces)
+        model.normalizer = tokenizers.normalizers.Lowercase() if uncased else None
+        model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(pieces), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        model.decoder = tokenizers.decoders.ByteLevel()
         model.add_special_tokens(SPECIALS)
         return cls(model)
 
@@ -119,28 +122,13 @@ class Tokenizer:
 
     def encode(self, text: str):
         """Token ids (length,) uint32. `[MASK]` and its like are plain text."""
-        if self.uncased:
-            text = lower(text)
+        if self.uncased:  # as `tokenizers`, letter by letter: Python writes a sigma at the end of a word in another way
+            text = text.replace("\N{GREEK CAPITAL LETTER SIGMA}", "\N{GREEK SMALL LETTER SIGMA}").lower()
         return self.tiktoken.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids. Bytes that are not UTF-8 become U+FFFD, unused ids nothing."""
         return self.tiktoken.decode([int(i) for i in ids if i < len(self)])
-
-
-def lower(text: str) -> str:
-    """Lower case letter by letter, as in `tokenizers`: Python writes a sigma at the end of a word in another way."""
-    return text.replace("\N{GREEK CAPITAL LETTER SIGMA}", "\N{GREEK SMALL LETTER SIGMA}").lower()
-
-
-def set_splitting(model: tokenizers.Tokenizer, uncased: bool, pieces: str = PIECES):
-    """Give a `tokenizers` model the lower-casing and the splitting that `Tokenizer.encode` has."""
-    if uncased:
-        model.normalizer = tokenizers.normalizers.Lowercase()
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
-        tokenizers.pre_tokenizers.Split(tokenizers.Regex(pieces), "isolated"),
-        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    model.decoder = tokenizers.decoders.ByteLevel()
 
 
 def split_long(texts: Iterable[str], longest: int) -> Iterator[str]:

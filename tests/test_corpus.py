@@ -237,7 +237,6 @@ def test_a_killed_preparation_is_never_half_used(function, call, text, folder, t
         return original(*arguments, **options)
 
     calls, original = [], getattr(corpus, function)
-    monkeypatch.setattr(corpus, "BLOCK", 500)  # the same tokens in small blocks
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(corpus, function, killed)
         prepared(text, tmp_path)
