@@ -1,8 +1,7 @@
 """From --data to a prepared corpus: documents, which of them are validation, and their tokens.
 
-A prepared corpus is a folder in --cache, named by a hash of what was read and how. `train.bin` and `val.bin` are
-streams of tokens, uint16 or uint32: `[SEP]` follows each document, whose hash decides whether it is validation.
-`tokenizer.json` made the tokens; `meta.json`, written last, tells whether all is there.
+A prepared corpus is a folder in --cache, named by a hash of what was read and how. `train.bin` and `val.bin` hold
+tokens, uint16 or uint32, with `[SEP]` after each document. `meta.json`, written last, tells whether all is there.
 """
 import glob
 import hashlib
@@ -10,7 +9,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +47,7 @@ class Source(NamedTuple):
 
 def sources(data: str, column: str = "text", cache: str = CACHE) -> list[Source]:
     """The sources of --data, in a fixed order. UserError if a name in it has no text."""
-    names = [data] if data and Path(data).expanduser().exists() else data.split("+")
+    names = [data] if Path(data).expanduser().exists() else data.split("+")
     found = []
     for name in names:
         if name == "docs":
@@ -66,12 +64,12 @@ def sources(data: str, column: str = "text", cache: str = CACHE) -> list[Source]
 
 
 def files_in(name: str) -> dict[str, list[str]]:
-    """Loader -> the files that a path or a pattern such as texts/*.txt names, and all in its folders but hidden ones."""
+    """Loader -> files that a path or a pattern such as texts/*.txt names, and all in its folders but hidden ones."""
     given = Path(name).expanduser()
     found = {}
     for path in [given] if given.exists() else sorted(map(Path, glob.glob(str(given)))):
         inside = glob.glob("**", root_dir=path, recursive=True)  # skips what is hidden
-        for file in sorted(path / name for name in inside) or [path]:
+        for file in sorted(path / part for part in inside) or [path]:
             suffixes = [suffix.lower() for suffix in file.suffixes if suffix.lower() not in PACKED]
             if file.is_file() and suffixes and suffixes[-1] in FORMATS:
                 found.setdefault(FORMATS[suffixes[-1]], []).append(str(file))
@@ -95,29 +93,19 @@ def texts_of(source: Source) -> Iterator[str]:
 def documents(read: list[Source]) -> Iterator[str]:
     """The documents of sources; those beyond LONGEST are cut, and empty ones left out."""
     for source in read:
-        for text in split_long(texts_of(source), LONGEST):
-            if text.strip():
-                yield text.strip()
+        yield from filter(None, map(str.strip, split_long(texts_of(source), LONGEST)))
 
 
 # ---- 2. Validation, near-duplicates, the tokenizer's sample -------------------------------------------------
 def in_validation(text: str, share: float) -> bool:
     """Whether a document belongs to the validation split: those with the lowest hashes do."""
-    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
-    return int.from_bytes(digest) / 2 ** 32 < share
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) / 2 ** 32 < share
 
 
 def ngrams(text: str) -> set[str]:
     """All NGRAM words in a row, in lower case and split at white space."""
     words = text.lower().split()
     return {" ".join(words[i:i + NGRAM]) for i in range(len(words) - NGRAM + 1)}
-
-
-def validation_ngrams(read: list[Source], val_share: float) -> set[str]:
-    """The ngrams of all validation documents; none if no source is docs, whose texts repeat a lot."""
-    if not any(source.loader == "docs" for source in read):
-        return set()
-    return set().union(*[ngrams(text) for text in documents(read) if in_validation(text, val_share)])
 
 
 def sample(read: list[Source], val_share: float) -> Iterator[str]:
@@ -133,22 +121,21 @@ def sample(read: list[Source], val_share: float) -> Iterator[str]:
 
 
 # ---- 3. Documents as tokens ---------------------------------------------------------------------------------
-def in_threads(function: Callable[[list[str]], dict], texts: Iterator[str]) -> Iterator[dict]:
+def in_threads(function: Callable[[list[str]], list], texts: Iterator[str]) -> Iterator[list]:
     """`function` of lists of texts, in order, in threads; only a few hundred texts are held at a time."""
     with ThreadPoolExecutor() as pool:
         while group := list(itertools.islice(texts, 512)):
             yield from pool.map(function, [group[i:i + 32] for i in range(0, len(group), 32)])
 
 
-def encode_block(texts: list[str], tokenizer: Tokenizer, val_share: float, known: set[str]) -> dict[str, np.ndarray]:
-    """Split -> tokens (length,) uint32 of its documents, each followed by `[SEP]`. Training documents that have one of
-    the `known` ngrams are left out."""
-    pieces = {split: [np.empty(0, np.uint32)] for split in SPLITS}
+def encode_block(texts: list[str], tokenizer: Tokenizer, val_share: float, known: set[str]) -> list[tuple]:
+    """Split and tokens (length,) uint32 of each text, with `[SEP]`; not of training texts that have `known` ngrams."""
+    found = []
     for text in texts:
         split = "val" if in_validation(text, val_share) else "train"
         if split == "val" or not known or known.isdisjoint(ngrams(text)):
-            pieces[split] += [tokenizer.encode(text), np.array([SEP], np.uint32)]
-    return {split: np.concatenate(found) for split, found in pieces.items()}
+            found.append((split, np.append(tokenizer.encode(text), np.uint32(SEP))))
+    return found
 
 
 # ---- 4. A prepared corpus -----------------------------------------------------------------------------------
@@ -181,8 +168,9 @@ def prepare(wanted: CorpusConfig, folder: Path):
     for stale in folder.glob(".*.tmp"):  # of a process that was killed
         stale.unlink()
     tokenizer.save(folder)
-    encode = partial(encode_block, tokenizer=tokenizer, val_share=wanted.val_share,
-                     known=validation_ngrams(read, wanted.val_share))
+    known = set()
+    if any(source.loader == "docs" for source in read):  # whose texts repeat a lot
+        known = known.union(*[ngrams(text) for text in documents(read) if in_validation(text, wanted.val_share)])
     texts = iter(tqdm(documents(read), "tokenizing", unit=" texts", mininterval=10, delay=10))
     dtype = "uint16" if wanted.vocab_size <= 1 << 16 else "uint32"
     files, tokens = {}, dict.fromkeys(SPLITS, 0)
@@ -190,8 +178,8 @@ def prepare(wanted: CorpusConfig, folder: Path):
         for split in SPLITS:
             temporary = stack.enter_context(atomic(folder / f"{split}.bin"))
             files[split] = stack.enter_context(open(temporary, "wb"))
-        for streams in in_threads(encode, texts):
-            for split, stream in streams.items():
+        for block in in_threads(lambda part: encode_block(part, tokenizer, wanted.val_share, known), texts):
+            for split, stream in block:
                 files[split].write(stream.astype(dtype).tobytes())
                 tokens[split] += len(stream)
     write_json(folder / "meta.json", {"data": wanted.data, "dtype": dtype, "tokens": tokens,
@@ -222,8 +210,7 @@ def corpus_folder(wanted: CorpusConfig) -> Path:
 
 
 def prepared_corpus(wanted: CorpusConfig) -> Path:
-    """The folder of a prepared corpus. If it is not there, one process prepares it, and the others wait. UserError if
-    it is damaged, or for text that is missing or bad."""
+    """The folder of a corpus, which one process prepares if it is not there. UserError for damage or bad text."""
     folder = corpus_folder(wanted)
     meta = folder / "meta.json"
     if not meta.is_file():  # otherwise nothing is written: the disk may be read-only
