@@ -8,7 +8,6 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +16,10 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from maelm import SEP, Config
-from support.cli import UserError
+from support.cli import UserError, root_cause
 from support.docs_corpus import CACHE, docs_files, file_states, read_docs
 from support.records import read_records
-from support.run_folder import atomic, read_json, short_hash, write_json
+from support.run_folder import read_json, short_hash, write_json
 from support.tokenizer import Tokenizer, split_long
 
 LAYOUT = 2  # version of the files of a prepared corpus: one of another version is not found
@@ -28,6 +27,7 @@ SPLITS = ("train", "val")
 VAL_SHARE = 0.01  # of the documents, held out for validation
 LONGEST = 1 << 22  # characters; a longer document, longer than any book, is cut
 SAMPLE = 200 * 10 ** 6  # characters that the tokenizer learns from, at most
+LARGEST = 1 << 20  # vocabulary, more than any in use; far beyond it `tokenizers` ends the program
 NGRAM = 13  # words in a row that make two documents near-duplicates
 
 
@@ -77,16 +77,19 @@ def files_in(name: str) -> dict[str, list[str]]:
 
 
 def texts_of(source: Source) -> Iterator[str]:
-    """The texts of a source as they are, "" for null. UserError for a record without its column."""
+    """The texts of a source as they are, "" for null. UserError for a record without text in its column."""
     if source.loader == "docs":
         yield from [text for _, text in read_docs(source.cache)]
         return
     options = {"sample_by": "paragraph"} if source.loader == "text" else {}
     for record in read_records(source.loader, source.files, source.name, **options):
-        text = record.get(source.column, 0)
-        if not isinstance(text, str | None):
+        if source.column not in record:
             raise UserError(f"{source.name}: its records need a field `{source.column}`; "
                             f"--column can be {', '.join(record)}")
+        text = record[source.column]
+        if not isinstance(text, str | None):
+            kind = "number" if isinstance(text, int | float) else type(text).__name__
+            raise UserError(f"{source.name}: field `{source.column}` of its records holds a {kind}, not text")
         yield text or ""
 
 
@@ -151,7 +154,9 @@ class CorpusConfig(NamedTuple):
 
 
 def corpus_settings(config: Config, settings: dict, tokenizer: Tokenizer | None) -> CorpusConfig:
-    """The corpus of a run, from its config.json. The tokenizer counts if it was given, not learned."""
+    """The corpus of a run, from its config.json, with a given tokenizer. UserError for a vocabulary that cannot be."""
+    if config.vocab_size > LARGEST:
+        raise UserError(f"vocab_size={config.vocab_size}: use at most {LARGEST:,}")
     given = settings.get("init") or settings.get("tokenizer")
     return CorpusConfig(settings["data"], settings["cache"], config.vocab_size, settings["uncased"],
                         settings["val_share"], settings.get("column", "text"), tokenizer if given else None)
@@ -165,19 +170,15 @@ def prepare(wanted: CorpusConfig, folder: Path):
         texts = tqdm(sample(read, wanted.val_share), "tokenizer's sample", unit=" texts", leave=False, disable=None)
         # A list: learning does not hear Ctrl-C.
         tokenizer = Tokenizer.train(list(texts), wanted.vocab_size, wanted.uncased)
-    for stale in folder.glob(".*.tmp"):  # of a process that was killed
-        stale.unlink()
     tokenizer.save(folder)
     known = set()
     if any(source.loader == "docs" for source in read):  # whose texts repeat a lot
         known = known.union(*[ngrams(text) for text in documents(read) if in_validation(text, wanted.val_share)])
     texts = iter(tqdm(documents(read), "tokenizing", unit=" texts", mininterval=10, delay=10))
     dtype = "uint16" if wanted.vocab_size <= 1 << 16 else "uint32"
-    files, tokens = {}, dict.fromkeys(SPLITS, 0)
-    with ExitStack() as stack:
-        for split in SPLITS:
-            temporary = stack.enter_context(atomic(folder / f"{split}.bin"))
-            files[split] = stack.enter_context(open(temporary, "wb"))
+    tokens = dict.fromkeys(SPLITS, 0)
+    with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
+        files = {"train": train, "val": val}
         for block in in_threads(lambda part: encode_block(part, tokenizer, wanted.val_share, known), texts):
             for split, stream in block:
                 files[split].write(stream.astype(dtype).tobytes())
@@ -216,7 +217,10 @@ def prepared_corpus(wanted: CorpusConfig) -> Path:
     if not meta.is_file():  # otherwise nothing is written: the disk may be read-only
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
-            if not meta.is_file():
-                prepare(wanted, folder)
+            try:
+                if not meta.is_file():
+                    prepare(wanted, folder)
+            except (MemoryError, OSError) as error:
+                raise UserError(f"{folder}: not prepared ({root_cause(error)}); is memory or disk full?") from error
     read_meta(folder)
     return folder

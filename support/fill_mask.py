@@ -21,9 +21,17 @@ def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, masked) -> list[str]
     best = logits[0].float().softmax(-1).topk(3)
     lines = []
     for ids, probabilities in zip(best.indices.tolist(), best.values.tolist()):
-        texts = [tokenizer.decode([i]) for i in ids]
-        lines.append("  ".join(f"{text.strip() or repr(text)} {p:.2f}" for text, p in zip(texts, probabilities)))
+        words = []
+        for i, p in zip(ids, probabilities):
+            text = printable(tokenizer.decode([i]))
+            words.append(f"{text.strip() or repr(text)} {p:.2f}")
+        lines.append("  ".join(words))
     return lines
+
+
+def printable(text: str) -> str:
+    """A text whose control characters, which a terminal would obey, are written as in Python."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def fill_mask(model: MAELM, tokenizer: Tokenizer, text: str) -> str:
@@ -49,13 +57,12 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
     for row in evenly(rows, 20 * SHOWN):  # not all have such a word
         if len(lines) > 2 * SHOWN:
             break
-        texts = [tokenizer.decode([i]) for i in row]
+        texts = [printable(tokenizer.decode([i]).replace("\n", " ")) for i in row]
         for at in range(len(row) // 2, len(row) - 1):
             if re.fullmatch(" [^\\W\\d_]+" * 2, texts[at] + texts[at + 1]):  # two words, each in one token
                 masked = torch.arange(len(row))[None] == at
                 guess, = best_tokens(model, tokenizer, row[None], masked)
-                before = "".join(texts[at - 7:at]).replace("\n", " ")
-                after = "".join(texts[at + 1:at + 8]).replace("\n", " ")
+                before, after = "".join(texts[at - 7:at]), "".join(texts[at + 1:at + 8])
                 lines.append(f"  ...{before} [{texts[at].strip()}]{after} ...")
                 lines.append(f"      {guess}")
                 break

@@ -29,10 +29,12 @@ class Tokenizer:
         model.encode_special_tokens = True  # `[MASK]` and its like in a text are plain text
         self.uncased = model.normalizer is not None
         byte = {letter: b for b, letter in enumerate(byte_letters())}
+        tokens = [model.id_to_token(i) for i in range(model.get_vocab_size())]
+        if None in tokens or tokens[:NUM_SPECIAL] != SPECIALS or not byte.keys() <= set(tokens):
+            raise ValueError("other ids than those of special tokens, 256 bytes and merges")
         ranks = {}  # the bytes of each token -> its id, which is also the order of the merges
-        for token, i in model.get_vocab().items():
-            if token not in SPECIALS:
-                ranks[bytes(byte[letter] for letter in token)] = i
+        for i, token in enumerate(tokens[NUM_SPECIAL:], start=NUM_SPECIAL):
+            ranks[bytes(byte[letter] for letter in token)] = i
         splitter = json.loads(model.to_str())["pre_tokenizer"]["pretokenizers"][0]
         self.tiktoken = tiktoken.Encoding("maelm", pat_str=splitter["pattern"]["Regex"], mergeable_ranks=ranks,
                                           special_tokens={name: i for i, name in enumerate(SPECIALS)})

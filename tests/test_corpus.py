@@ -1,5 +1,6 @@
 """Claims about tokenizer, documentation, corpora and rows: their files in support/."""
 import gzip
+import itertools
 import json
 import lzma
 import os
@@ -102,10 +103,19 @@ def test_a_given_bpe_gives_its_ids_after_ours(layers, tmp_path):
 
 def test_a_tokenizer_of_another_kind_is_refused(tmp_path):
     write_tokenizer(tmp_path / "t.json", tokenizers.models.WordPiece({"a": 0}))
-    with pytest.raises(UserError, match="not a byte-level BPE"):
-        Tokenizer.read(str(tmp_path / "t.json"))
-    with pytest.raises(UserError, match="cannot be read"):
-        Tokenizer.read(str(tmp_path / "none.json"))
+    for name, message in (("t.json", "not a byte-level BPE"), ("none.json", "cannot be read")):
+        with pytest.raises(UserError, match=message):
+            Tokenizer.read(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("old, new", [('"b":', '"no byte":'), ('"b": 102', '"b": 103'), ("[CLS]", "[XYZ]"), ("{", "")])
+def test_a_damaged_tokenizer_is_refused_in_one_line(old, new, folder, tmp_path, capfd):
+    text = json.dumps(json.loads((folder / "tokenizer.json").read_text()))
+    assert old in text
+    (tmp_path / "tokenizer.json").write_text(text.replace(old, new))
+    with pytest.raises(UserError, match="tokenizer.json: damaged"):
+        Tokenizer.load(tmp_path)
+    assert capfd.readouterr().err == ""  # Rust prints before it panics
 
 
 # ---- Documents ------------------------------------------------------------------------------------------------------
@@ -115,32 +125,24 @@ def test_every_format_gives_the_same_documents(tmp_path):
     expected = little_documents(40)
     plain = "\n\n".join(expected).encode()
     lines = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in [*expected, None]).encode()
-    inside = tmp_path / "inside" / "deep"
-    inside.mkdir(parents=True)
-    (tmp_path / "a.txt").write_bytes(plain)
-    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(plain))
-    (tmp_path / "a.jsonl").write_bytes(lines)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    files = {"a.txt": plain, "a.txt.xz": lzma.compress(plain), "a.jsonl": lines, "a.jsonl.gz": gzip.compress(lines),
+             "inside/deep/A.JSONL": lines, "inside/deep/.a.txt": b"hidden", "inside/deep/a.csv": b"of another format"}
+    (tmp_path / "inside/deep").mkdir(parents=True)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
     pyarrow.parquet.write_table(pyarrow.table({"text": [*expected, None]}), tmp_path / "a.parquet")
-    (inside / "A.JSONL").write_bytes(lines)
-    (inside / ".hidden.txt").write_text("hidden")
-    (inside / "table.csv").write_text("of another format")
-    for name in ("a.txt", "a.txt.xz", "a.jsonl", "a.jsonl.gz", "a.parquet", "inside", "inside/*/*.JSONL"):
+    for name in (*list(files)[:4], "a.parquet", "inside", "inside/*/*.JSONL"):
         assert documents(tmp_path / name) == expected, name
-
-
-def test_a_folder_is_not_read_in_place_of_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "user/texts").mkdir(parents=True)
-    with pytest.raises(UserError, match="the folder user/texts would be read in its place"):
-        documents("hf:user/texts")
 
 
 def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c++").mkdir()
+    (tmp_path / "here").mkdir()
     write_corpus(tmp_path / "c++" / "a.txt", 3)
     assert documents("c++") == little_documents(3)
+    with pytest.raises(UserError, match="the folder here would be read in its place"):  # of the Hub
+        documents("hf:here")
     write_corpus(tmp_path / "b.txt", 2)
     assert documents("b.txt+b.txt") == 2 * little_documents(2)
     assert [source.loader for source in corpus.sources("docs+hf:a/b:c+b.txt")] == ["docs", "hub", "text"]
@@ -148,6 +150,7 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name, content, message", [
     ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl: its records need a field `text`; --column can be content, id"),
+    ("a.jsonl", b'{"text": 3}', "a.jsonl: field `text` of its records holds a number, not text"),
     ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "a.jsonl: cannot be read .JSON parse error"),
     ("a.txt", b"good text\n\ncaf\xe9", "a.txt: cannot be read .'utf-8' codec"),
     ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),
@@ -228,21 +231,20 @@ def test_a_corpus_is_found_again_until_its_text_changes(tmp_path, monkeypatch):
     assert prepared(text, tmp_path) == others[-1]
 
 
-@pytest.mark.parametrize("function, call", [("encode_block", 3), ("write_json", 1)])
-def test_a_killed_preparation_is_never_half_used(function, call, text, folder, tmp_path, monkeypatch):
-    def killed(*arguments, **options):
-        calls.append(arguments)
-        if len(calls) == call:
-            raise KeyboardInterrupt
-        return original(*arguments, **options)
+@pytest.mark.parametrize("function, call, error, seen", [
+    ("encode_block", 3, KeyboardInterrupt, KeyboardInterrupt), ("write_json", 1, KeyboardInterrupt, KeyboardInterrupt),
+    ("encode_block", 3, MemoryError, UserError), ("in_threads", 1, OSError("No space left"), UserError)])
+def test_a_preparation_that_ends_early_is_never_used(function, call, error, seen, text, folder, tmp_path, monkeypatch):
+    def killed(*arguments):
+        if next(calls) == call:
+            raise error
+        return original(*arguments)
 
-    calls, original = [], getattr(corpus, function)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    calls, original = itertools.count(1), getattr(corpus, function)
+    with monkeypatch.context() as patch, pytest.raises(seen):
         patch.setattr(corpus, function, killed)
         prepared(text, tmp_path)
-    (tmp_path / folder.name / ".val.bin.123.tmp").touch()  # of a process that could not clean up
-    again = prepared(text, tmp_path)
-    assert contents(again) == contents(folder) and not list(again.glob(".*.tmp"))
+    assert contents(prepared(text, tmp_path)) == contents(folder)
 
 
 @pytest.mark.parametrize("name, content", [("val.bin", b"cut"), ("train.bin", None), ("tokenizer.json", b"{}"),
@@ -255,6 +257,21 @@ def test_a_damaged_corpus_is_refused(name, content, text, folder, tmp_path, caps
     flags = f"--data {text} --cache {tmp_path} --out {tmp_path / 'out'} --vocab-size 320 --val-share 0.1".split()
     for more in ([], ["--prepare"], ["--estimate"]):
         assert f"{there}: this prepared corpus is damaged" in fails(lambda: train.main([*flags, *more]), capsys)
+
+
+@pytest.mark.parametrize("token", [PAD, 65_535])
+def test_ids_that_no_text_has_are_refused(token, folder, tmp_path):
+    there = shutil.copytree(folder, tmp_path / folder.name)
+    tokens = np.fromfile(there / "train.bin", np.uint16)
+    tokens[30] = token
+    tokens.tofile(there / "train.bin")
+    with pytest.raises(UserError, match="train.bin: damaged; delete its folder"):
+        Rows(there, "train", 24)[np.arange(9)]
+
+
+def test_a_vocabulary_beyond_any_in_use_is_refused(tmp_path, capsys):
+    flags = ["--vocab-size", "1000000000", "--cache", str(tmp_path), "--out", str(tmp_path)]
+    assert "vocab_size=1000000000: use at most 1,048,576" in fails(lambda: train.main(flags), capsys)
 
 
 def test_a_column_is_read_by_its_name(text, folder, tmp_path):
