@@ -31,9 +31,8 @@ def docs_files() -> list[tuple[str, Path]]:
             roots += [(name, Path(folder)) for folder in spec.submodule_search_locations or []]
     found = []
     for library, root in roots:
-        for path in sorted(root.rglob("*.py")):
-            if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts):
-                found.append((library, path))
+        paths = sorted(root.rglob("*.py"))
+        found += [(library, path) for path in paths if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts)]
     return found
 
 
@@ -63,8 +62,7 @@ def read_docs(cache: str = CACHE) -> list[tuple[str, str]]:
 def docstrings(path: Path) -> list[str]:
     """All documentation strings of a Python file: docstrings, `add_docstr(f, "...")` and help topics."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):  # templates and files of other Python versions
         return []
