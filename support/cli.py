@@ -18,9 +18,8 @@ class UserError(Exception):
 
 
 def printable(text: str) -> str:
-    """A text in one line, in which control characters, which could steer a terminal, are escaped."""
-    return "".join(letter if letter.isprintable() else " " if letter.isspace() else ascii(letter)[1:-1]
-                   for letter in text)
+    """A text whose control characters, which a terminal would obey, are written as in Python."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def root_cause(error: BaseException) -> str:
@@ -46,7 +45,8 @@ def clear_errors(program: str) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (UserError, OSError) as error:
-        print(f"{program}: {printable(str(error))}", file=sys.stderr)
+        line = str(error).replace("\n", " ")
+        print(f"{program}: {printable(line)}", file=sys.stderr)
         sys.exit(2)
     finally:
         signal.signal(signal.SIGTERM, before)

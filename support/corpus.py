@@ -1,16 +1,14 @@
 """From --data to a prepared corpus: documents, which of them are validation, and their tokens.
 
-A prepared corpus is a folder in --cache, named by a hash of what was read and how. `train.bin` and `val.bin` are
-streams of tokens, uint16 or uint32: `[SEP]` follows each document, whose hash decides whether it is validation.
-`tokenizer.json` made the tokens; `meta.json`, written last, tells whether all is there.
+A prepared corpus is a folder in --cache, named by a hash of what was read and how. `train.bin` and `val.bin` hold
+tokens, uint16 or uint32, with `[SEP]` after each document. `meta.json`, written last, tells whether all is there.
 """
 import glob
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,18 +17,18 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from maelm import SEP, Config
-from support.cli import UserError
+from support.cli import UserError, root_cause
 from support.docs_corpus import CACHE, docs_files, file_states, read_docs
 from support.records import read_records
-from support.run_folder import atomic, read_json, short_hash, write_json
+from support.run_folder import read_json, short_hash, write_json
 from support.tokenizer import Tokenizer, split_long
 
 LAYOUT = 2  # version of the files of a prepared corpus: one of another version is not found
 SPLITS = ("train", "val")
 VAL_SHARE = 0.01  # of the documents, held out for validation
-BLOCK = 1 << 20  # characters that a thread tokenizes at a time
 LONGEST = 1 << 22  # characters; a longer document, longer than any book, is cut
 SAMPLE = 200 * 10 ** 6  # characters that the tokenizer learns from, at most
+LARGEST = 1 << 20  # vocabulary, more than any in use; far beyond it `tokenizers` ends the program
 NGRAM = 13  # words in a row that make two documents near-duplicates
 
 
@@ -50,82 +48,68 @@ class Source(NamedTuple):
 
 def sources(data: str, column: str = "text", cache: str = CACHE) -> list[Source]:
     """The sources of --data, in a fixed order. UserError if a name in it has no text."""
-    names = [data] if data and Path(data).expanduser().exists() else data.split("+")
+    names = [data] if Path(data).expanduser().exists() else data.split("+")
     found = []
     for name in names:
         if name == "docs":
             found.append(Source(name, "docs", tuple(str(path) for _, path in docs_files()), cache=cache))
         elif name.startswith("hf:") and name != "hf:":
             found.append(Source(name, "hub", column=column))
-        else:
-            by_loader = {}
-            for path in files_in(name) if name else []:
-                by_loader.setdefault(loader_of(path), []).append(str(path))
-            by_loader.pop(None, None)
-            if not by_loader:
-                raise UserError(f"--data {data}: {name!r} is not docs, hf:NAME, or a file or folder with "
-                                f"{', '.join(FORMATS)}, also packed")
+        elif name and (by_loader := files_in(name)):
             for loader, files in by_loader.items():
                 found.append(Source(name, loader, tuple(files), "text" if loader == "text" else column))
+        else:
+            raise UserError(f"--data {data}: {name!r} is not docs, hf:NAME, or a file or folder with "
+                            f"{', '.join(FORMATS)}, also packed")
     return found
 
 
-def files_in(name: str) -> list[Path]:
-    """The files that a path or a pattern such as texts/*.txt names, and all in its folders but hidden ones."""
+def files_in(name: str) -> dict[str, list[str]]:
+    """Loader -> files that a path or a pattern such as texts/*.txt names, and all in its folders but hidden ones."""
     given = Path(name).expanduser()
-    found = []
+    found = {}
     for path in [given] if given.exists() else sorted(map(Path, glob.glob(str(given)))):
         inside = glob.glob("**", root_dir=path, recursive=True)  # skips what is hidden
-        found += sorted(path / file for file in inside) if path.is_dir() else [path]
-    return [path for path in found if path.is_file()]
-
-
-def loader_of(path: Path) -> str | None:
-    """The loader of `datasets` for a file, by its suffix without those of packing; None if there is none."""
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in PACKED]
-    return FORMATS.get(suffixes[-1]) if suffixes else None
+        for file in sorted(path / part for part in inside) or [path]:
+            suffixes = [suffix.lower() for suffix in file.suffixes if suffix.lower() not in PACKED]
+            if file.is_file() and suffixes and suffixes[-1] in FORMATS:
+                found.setdefault(FORMATS[suffixes[-1]], []).append(str(file))
+    return found
 
 
 def texts_of(source: Source) -> Iterator[str]:
-    """The texts of a source as they are, "" for null. UserError for a record without its column."""
+    """The texts of a source as they are, "" for null. UserError for a record without text in its column."""
     if source.loader == "docs":
         yield from [text for _, text in read_docs(source.cache)]
         return
     options = {"sample_by": "paragraph"} if source.loader == "text" else {}
     for record in read_records(source.loader, source.files, source.name, **options):
-        text = record.get(source.column, 0)
-        if not isinstance(text, str | None):
+        if source.column not in record:
             raise UserError(f"{source.name}: its records need a field `{source.column}`; "
                             f"--column can be {', '.join(record)}")
+        text = record[source.column]
+        if not isinstance(text, str | None):
+            kind = "number" if isinstance(text, int | float) else type(text).__name__
+            raise UserError(f"{source.name}: field `{source.column}` of its records holds a {kind}, not text")
         yield text or ""
 
 
 def documents(read: list[Source]) -> Iterator[str]:
     """The documents of sources; those beyond LONGEST are cut, and empty ones left out."""
     for source in read:
-        for text in split_long(texts_of(source), LONGEST):
-            if text.strip():
-                yield text.strip()
+        yield from filter(None, map(str.strip, split_long(texts_of(source), LONGEST)))
 
 
 # ---- 2. Validation, near-duplicates, the tokenizer's sample -------------------------------------------------
 def in_validation(text: str, share: float) -> bool:
     """Whether a document belongs to the validation split: those with the lowest hashes do."""
-    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
-    return int.from_bytes(digest) / 2 ** 32 < share
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) / 2 ** 32 < share
 
 
 def ngrams(text: str) -> set[str]:
     """All NGRAM words in a row, in lower case and split at white space."""
     words = text.lower().split()
     return {" ".join(words[i:i + NGRAM]) for i in range(len(words) - NGRAM + 1)}
-
-
-def validation_ngrams(read: list[Source], val_share: float) -> set[str]:
-    """The ngrams of all validation documents; none if no source is docs, whose texts repeat a lot."""
-    if not any(source.loader == "docs" for source in read):
-        return set()
-    return set().union(*[ngrams(text) for text in documents(read) if in_validation(text, val_share)])
 
 
 def sample(read: list[Source], val_share: float) -> Iterator[str]:
@@ -141,36 +125,21 @@ def sample(read: list[Source], val_share: float) -> Iterator[str]:
 
 
 # ---- 3. Documents as tokens ---------------------------------------------------------------------------------
-def blocks(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts, in order, in lists of at least BLOCK characters; the last one may have fewer."""
-    block, size = [], 0
-    for text in texts:
-        block.append(text)
-        size += len(text)
-        if size >= BLOCK:
-            yield block
-            block, size = [], 0
-    if block:
-        yield block
-
-
-def in_threads(function: Callable, items: Iterable) -> Iterator:
-    """`function` of each item, in order, in threads; only a few items are held at a time."""
-    items = iter(items)
+def in_threads(function: Callable[[list[str]], list], texts: Iterator[str]) -> Iterator[list]:
+    """`function` of lists of texts, in order, in threads; only a few hundred texts are held at a time."""
     with ThreadPoolExecutor() as pool:
-        while group := list(itertools.islice(items, 64)):
-            yield from pool.map(function, group)
+        while group := list(itertools.islice(texts, 256)):
+            yield from pool.map(function, [group[i:i + 16] for i in range(0, len(group), 16)])
 
 
-def encode_block(texts: list[str], tokenizer: Tokenizer, val_share: float, known: set[str]) -> dict[str, np.ndarray]:
-    """Split -> tokens (length,) uint32 of its documents, each followed by `[SEP]`. Training documents that have one of
-    the `known` ngrams are left out."""
-    pieces = {split: [np.empty(0, np.uint32)] for split in SPLITS}
+def encode_block(texts: list[str], tokenizer: Tokenizer, val_share: float, known: set[str]) -> list[tuple]:
+    """Split and tokens (length,) uint32 of each text, with `[SEP]`; not of training texts that have `known` ngrams."""
+    found = []
     for text in texts:
         split = "val" if in_validation(text, val_share) else "train"
         if split == "val" or not known or known.isdisjoint(ngrams(text)):
-            pieces[split] += [tokenizer.encode(text), np.array([SEP], np.uint32)]
-    return {split: np.concatenate(found) for split, found in pieces.items()}
+            found.append((split, np.append(tokenizer.encode(text), np.uint32(SEP))))
+    return found
 
 
 # ---- 4. A prepared corpus -----------------------------------------------------------------------------------
@@ -186,7 +155,9 @@ class CorpusConfig(NamedTuple):
 
 
 def corpus_settings(config: Config, settings: dict, tokenizer: Tokenizer | None) -> CorpusConfig:
-    """The corpus of a run, from its config.json. The tokenizer counts if it was given, not learned."""
+    """The corpus of a run, from its config.json, with a given tokenizer. UserError for a vocabulary that cannot be."""
+    if config.vocab_size > LARGEST:
+        raise UserError(f"vocab_size={config.vocab_size}: use at most {LARGEST:,}")
     given = settings.get("init") or settings.get("tokenizer")
     return CorpusConfig(settings["data"], settings["cache"], config.vocab_size, settings["uncased"],
                         settings["val_share"], settings.get("column", "text"), tokenizer if given else None)
@@ -197,26 +168,25 @@ def prepare(wanted: CorpusConfig, folder: Path):
     read = sources(wanted.data, wanted.column, wanted.cache)
     tokenizer = wanted.tokenizer
     if tokenizer is None:
-        # One pass over a sample for the tokenizer, and one over all for the tokens.
         texts = tqdm(sample(read, wanted.val_share), "tokenizer's sample", unit=" texts", leave=False, disable=None)
         # A list: learning does not hear Ctrl-C.
         tokenizer = Tokenizer.train(list(texts), wanted.vocab_size, wanted.uncased)
-    for stale in folder.glob(".*.tmp"):  # of a process that was killed
-        stale.unlink()
     tokenizer.save(folder)
-    encode = partial(encode_block, tokenizer=tokenizer, val_share=wanted.val_share,
-                     known=validation_ngrams(read, wanted.val_share))
-    texts = tqdm(documents(read), "tokenizing", unit=" texts", mininterval=10, delay=10)
+    known = set()
+    if any(source.loader == "docs" for source in read):  # whose texts repeat a lot
+        known = known.union(*[ngrams(text) for text in documents(read) if in_validation(text, wanted.val_share)])
+    texts = iter(tqdm(documents(read), "tokenizing", unit=" texts", mininterval=10, delay=10))
     dtype = "uint16" if wanted.vocab_size <= 1 << 16 else "uint32"
-    files, tokens = {}, dict.fromkeys(SPLITS, 0)
-    with ExitStack() as stack:
-        for split in SPLITS:
-            temporary = stack.enter_context(atomic(folder / f"{split}.bin"))
-            files[split] = stack.enter_context(open(temporary, "wb"))
-        for streams in in_threads(encode, blocks(texts)):
-            for split, stream in streams.items():
+    tokens = dict.fromkeys(SPLITS, 0)
+    with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
+        files = {"train": train, "val": val}
+        for block in in_threads(lambda part: encode_block(part, tokenizer, wanted.val_share, known), texts):
+            for split, stream in block:
                 files[split].write(stream.astype(dtype).tobytes())
                 tokens[split] += len(stream)
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut could leave meta.json without them
     write_json(folder / "meta.json", {"data": wanted.data, "dtype": dtype, "tokens": tokens,
                                       "tokenizer": short_hash((folder / "tokenizer.json").read_bytes())})
 
@@ -225,11 +195,10 @@ def read_meta(folder: Path) -> dict:
     """meta.json of a prepared corpus. UserError if a file is missing, cut or of another corpus."""
     try:
         meta = read_json(folder / "meta.json")
+        sizes = [meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize for split in SPLITS]
         whole = meta["tokenizer"] == short_hash((folder / "tokenizer.json").read_bytes())
-        for split in SPLITS:
-            size = meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize
-            whole = whole and (folder / f"{split}.bin").stat().st_size == size
-    except (FileNotFoundError, UserError, KeyError):
+        whole = whole and sizes == [(folder / f"{split}.bin").stat().st_size for split in SPLITS]
+    except (FileNotFoundError, UserError, KeyError, TypeError):
         whole = False
     if not whole:
         raise UserError(f"{folder}: this prepared corpus is damaged or incomplete; delete it, and it is made again")
@@ -246,14 +215,16 @@ def corpus_folder(wanted: CorpusConfig) -> Path:
 
 
 def prepared_corpus(wanted: CorpusConfig) -> Path:
-    """The folder of a prepared corpus. If it is not there, one process prepares it, and the others wait. UserError if
-    it is damaged, or for text that is missing or bad."""
+    """The folder of a corpus, which one process prepares if it is not there. UserError for damage or bad text."""
     folder = corpus_folder(wanted)
     meta = folder / "meta.json"
     if not meta.is_file():  # otherwise nothing is written: the disk may be read-only
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
-            if not meta.is_file():
-                prepare(wanted, folder)
+            try:
+                if not meta.is_file():
+                    prepare(wanted, folder)
+            except (MemoryError, OSError) as error:
+                raise UserError(f"{folder}: not prepared ({root_cause(error)}); is memory or disk full?") from error
     read_meta(folder)
     return folder

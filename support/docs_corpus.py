@@ -31,19 +31,15 @@ def docs_files() -> list[tuple[str, Path]]:
             roots += [(name, Path(folder)) for folder in spec.submodule_search_locations or []]
     found = []
     for library, root in roots:
-        for path in sorted(root.rglob("*.py")):
-            if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts):
-                found.append((library, path))
+        paths = sorted(root.rglob("*.py"))
+        found += [(library, path) for path in paths if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts)]
     return found
 
 
 def file_states(files: Iterable[Path | str]) -> str:
     """Names, sizes and times of files, by which it shows that they have changed."""
-    states = []
-    for file in files:
-        state = os.stat(file)
-        states.append((str(file), state.st_size, state.st_mtime_ns))
-    return json.dumps(states)
+    stats = [(str(file), os.stat(file)) for file in files]
+    return json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
 
 @functools.cache
@@ -66,8 +62,7 @@ def read_docs(cache: str = CACHE) -> list[tuple[str, str]]:
 def docstrings(path: Path) -> list[str]:
     """All documentation strings of a Python file: docstrings, `add_docstr(f, "...")` and help topics."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):  # templates and files of other Python versions
         return []

@@ -4,7 +4,7 @@ import re
 import torch
 
 from maelm import CLS, MAELM, MASK, SEP, Corruption, remove_masks
-from support.cli import UserError
+from support.cli import UserError, printable
 from support.rows import Rows, evenly
 from support.tokenizer import Tokenizer
 
@@ -12,14 +12,21 @@ SHOWN = 6  # examples at the end of a run
 
 
 @torch.no_grad()
-def best_tokens(model: MAELM, tokens, masked, top: int = 3):
-    """Mask positions masked (1, n) bool of tokens (1, n) -> the best tokens there and their probabilities, (k, top)."""
+def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, masked) -> list[str]:
+    """For each position of masked (1, n) bool in tokens (1, n), the best three such as `the 0.61  a 0.20  its 0.03`."""
     at = masked.nonzero()[:, 1][None]  # (1, k)
     corruption = remove_masks(tokens, at, model.config, torch.Generator().manual_seed(0))
     at, *fields = [x.to(model.head.bias.device) for x in (at, *corruption)]
     logits = model.logits(Corruption(*fields), at)  # (1, k, V)
-    best = logits[0].float().softmax(-1).topk(top)
-    return best.indices.cpu(), best.values.cpu()
+    best = logits[0].float().softmax(-1).topk(3)
+    lines = []
+    for ids, probabilities in zip(best.indices.tolist(), best.values.tolist()):
+        words = []
+        for i, p in zip(ids, probabilities):
+            text = printable(tokenizer.decode([i]))
+            words.append(f"{text.strip() or repr(text)} {p:.2f}")
+        lines.append("  ".join(words))
+    return lines
 
 
 def fill_mask(model: MAELM, tokenizer: Tokenizer, text: str) -> str:
@@ -34,16 +41,8 @@ def fill_mask(model: MAELM, tokenizer: Tokenizer, text: str) -> str:
     count, longest = ids.count(MASK), model.config.seq_len - 2
     if count == 0 or len(ids) > longest:
         raise UserError(f"--fill-mask: needs [MASK] and at most {longest} tokens; got {count} masks, {len(ids)} tokens")
-    lines = []
-    for number, guess in enumerate(zip(*best_tokens(model, tokens, tokens == MASK)), start=1):
-        lines.append(f"[MASK] {number}: {describe(tokenizer, *guess)}")
-    return "\n".join(lines)
-
-
-def describe(tokenizer: Tokenizer, ids, probabilities) -> str:
-    """Words with probabilities, such as `the 0.61  a 0.20  its 0.03`."""
-    texts = [tokenizer.decode([i]) for i in ids]
-    return "  ".join(f"{text.strip() or repr(text)} {p:.2f}" for text, p in zip(texts, probabilities))
+    guesses = best_tokens(model, tokenizer, tokens, tokens == MASK)
+    return "\n".join(f"[MASK] {number}: {guess}" for number, guess in enumerate(guesses, start=1))
 
 
 def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
@@ -53,14 +52,13 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
     for row in evenly(rows, 20 * SHOWN):  # not all have such a word
         if len(lines) > 2 * SHOWN:
             break
-        texts = [tokenizer.decode([i]) for i in row]
+        texts = [printable(tokenizer.decode([i]).replace("\n", " ")) for i in row]
         for at in range(len(row) // 2, len(row) - 1):
             if re.fullmatch(" [^\\W\\d_]+" * 2, texts[at] + texts[at + 1]):  # two words, each in one token
                 masked = torch.arange(len(row))[None] == at
-                ids, probabilities = best_tokens(model, row[None], masked)
-                before = "".join(texts[at - 7:at]).replace("\n", " ")
-                after = "".join(texts[at + 1:at + 8]).replace("\n", " ")
+                guess, = best_tokens(model, tokenizer, row[None], masked)
+                before, after = "".join(texts[at - 7:at]), "".join(texts[at + 1:at + 8])
                 lines.append(f"  ...{before} [{texts[at].strip()}]{after} ...")
-                lines.append(f"      {describe(tokenizer, ids[0], probabilities[0])}")
+                lines.append(f"      {guess}")
                 break
     return "\n".join(lines)

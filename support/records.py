@@ -1,13 +1,10 @@
 """Records of data files (.txt, .csv, .jsonl, .parquet) and of data sets on the Hub."""
 import lzma
-import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from support.cli import UserError, root_cause
-
-BROKEN = (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError)  # raised for files that cannot be read
 
 
 def read_records(loader: str, files: Iterable[str], name: str, **options) -> Iterator[dict]:
@@ -15,8 +12,7 @@ def read_records(loader: str, files: Iterable[str], name: str, **options) -> Ite
     import datasets  # here: it takes a second
     from huggingface_hub.errors import HTTPError
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log what we say
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
+    datasets.disable_progress_bars()
     try:
         if loader == "hub":
             path, _, config = name.removeprefix("hf:").partition(":")
@@ -28,5 +24,6 @@ def read_records(loader: str, files: Iterable[str], name: str, **options) -> Ite
         else:
             found = datasets.load_dataset(loader, data_files=list(files), split="train", streaming=True, **options)
         yield from found
-    except (*BROKEN, RuntimeError, datasets.exceptions.DatasetsError, HTTPError) as error:  # RuntimeError: a script
+    except (OSError, ValueError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, HTTPError,
+            datasets.exceptions.DatasetsError) as error:
         raise UserError(f"{name}: cannot be read ({root_cause(error)})") from error

@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from maelm import CLS, NUM_SPECIAL
+from maelm import CLS, NUM_SPECIAL, SEP
 from support.cli import UserError
 from support.corpus import read_meta
+from support.run_folder import read_json
 
 
 class Rows:
@@ -21,19 +22,21 @@ class Rows:
             raise UserError(f"--data {meta['data']}: its {split} split has {tokens} tokens, too few for a row of "
                             f"seq_len={seq_len}; use more text, a smaller --seq-len, or another --val-share")
         self.pieces = np.memmap(folder / f"{split}.bin", meta["dtype"], "r", shape=(count, seq_len - 1))
+        self.vocabulary = len(read_json(folder / "tokenizer.json")["model"]["vocab"])
 
     def __len__(self) -> int:
         return len(self.pieces)
 
     def __getitem__(self, indices):
-        """Rows (B, seq_len) int64 at indices (B,)."""
-        return np.insert(np.asarray(self.pieces[indices], np.int64), 0, CLS, axis=1)
-
+        """Rows (B, seq_len) int64 at indices (B,). UserError for ids that the text of a corpus cannot have."""
+        found = np.asarray(self.pieces[indices], np.int64)
+        if found.min() < SEP or found.max() >= self.vocabulary:
+            raise UserError(f"{self.pieces.filename}: damaged; delete its folder, and it is made again")
+        return np.insert(found, 0, CLS, axis=1)
 
     def fewest_real_tokens(self) -> int:
         """The fewest tokens in a row that are not special. It reads the whole text."""
-        parts = np.array_split(np.arange(len(self)), 1 + len(self) // 10_000)
-        return min(int((self[part] >= NUM_SPECIAL).sum(1).min()) for part in parts)
+        return int(np.count_nonzero(self.pieces >= NUM_SPECIAL, axis=1).min())
 
 
 def evenly(rows: Rows | np.ndarray, most: int):
@@ -62,4 +65,7 @@ def permutation(seed: int, epoch: int, total: int):
 def rows_of_step(seed: int, step: int, batch_size: int, total: int):
     """Row numbers (batch_size,) int64 of a step: every epoch is a new permutation of all `total` rows."""
     epochs, places = np.divmod(step * batch_size + np.arange(batch_size), total)
-    return np.array([permutation(seed, int(epoch), total)[place] for epoch, place in zip(epochs, places)])
+    rows = []
+    for epoch, place in zip(epochs.tolist(), places):
+        rows.append(permutation(seed, epoch, total)[place])
+    return np.array(rows)

@@ -16,11 +16,10 @@ GPT2_PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 TEXTS = ["The cat's 12,345 naïve cafés sat;\n\n  don't they?  ", "ΟΔΟΣ 漢字 🙂\tİı ﬁ½ (x_1 != 3.14e-5)", ""]
 
 
-def byte_letters() -> dict[int, str]:
+def byte_letters() -> list[str]:
     """The byte-level alphabet of GPT-2 (Radford et al., 2019): a printable letter for each of the 256 bytes."""
     others = [b for b in range(256) if chr(b) == " " or not chr(b).isprintable()]
-    printable = {b: chr(b) for b in range(256) if b not in others}
-    return printable | {b: chr(256 + i) for i, b in enumerate(others)}
+    return [chr(256 + others.index(b)) if b in others else chr(b) for b in range(256)]
 
 
 class Tokenizer:
@@ -29,11 +28,13 @@ class Tokenizer:
         self.model = model
         model.encode_special_tokens = True  # `[MASK]` and its like in a text are plain text
         self.uncased = model.normalizer is not None
-        byte = {letter: b for b, letter in byte_letters().items()}
+        byte = {letter: b for b, letter in enumerate(byte_letters())}
+        tokens = [model.id_to_token(i) for i in range(model.get_vocab_size())]
+        if None in tokens or tokens[:NUM_SPECIAL] != SPECIALS or not byte.keys() <= set(tokens):
+            raise ValueError("its ids are not those of special tokens, bytes and merges")  # tiktoken would panic
         ranks = {}  # the bytes of each token -> its id, which is also the order of the merges
-        for token, i in model.get_vocab().items():
-            if token not in SPECIALS:
-                ranks[bytes(byte[letter] for letter in token)] = i
+        for i, token in enumerate(tokens[NUM_SPECIAL:], start=NUM_SPECIAL):
+            ranks[bytes(byte[letter] for letter in token)] = i
         splitter = json.loads(model.to_str())["pre_tokenizer"]["pretokenizers"][0]
         self.tiktoken = tiktoken.Encoding("maelm", pat_str=splitter["pattern"]["Regex"], mergeable_ranks=ranks,
                                           special_tokens={name: i for i, name in enumerate(SPECIALS)})
@@ -41,10 +42,9 @@ class Tokenizer:
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, uncased: bool) -> "Tokenizer":
         """Learn merges until `vocab_size` ids are used, special tokens and bytes included, or no pair is left."""
-        learner = tokenizers.Tokenizer(tokenizers.models.BPE())
-        set_splitting(learner, uncased)
+        learner = cls.of_merges([], uncased).model
         trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - NUM_SPECIAL, show_progress=False,
-                                                 initial_alphabet=list(byte_letters().values()))
+                                                 initial_alphabet=byte_letters())
         # tokenizers needs a hundred times the memory of each text.
         learner.train_from_iterator(split_long(texts, 1 << 16), trainer)
         merges = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
@@ -54,12 +54,15 @@ class Tokenizer:
     def of_merges(cls, merges: list[tuple[str, str]], uncased: bool, pieces: str = PIECES,
                   letters: list[str] | None = None) -> "Tokenizer":
         """The tokenizer with these merges, in the letters of `byte_letters`. The bytes have the order of `letters`."""
-        letters = letters or [byte_letters()[b] for b in range(256)]
-        tokens = SPECIALS + letters + [a + b for a, b in merges]
+        tokens = SPECIALS + (letters or byte_letters()) + [a + b for a, b in merges]
         distinct = dict.fromkeys(tokens)  # two merges can make the same token
         vocabulary = {token: i for i, token in enumerate(distinct)}
         model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
-        set_splitting(model, uncased, pieces)
+        model.normalizer = tokenizers.normalizers.Lowercase() if uncased else None
+        model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(pieces), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        model.decoder = tokenizers.decoders.ByteLevel()
         model.add_special_tokens(SPECIALS)
         return cls(model)
 
@@ -68,15 +71,14 @@ class Tokenizer:
         """A byte-level BPE from the JSON of `tokenizers`. UserError if it reads text in a way that ours cannot."""
         found = json.loads(text)
         vocabulary, splitter = found["model"].get("vocab", {}), found["pre_tokenizer"]
-        letters = list(byte_letters().values())
-        is_bpe = found["model"].get("type") == "BPE" and set(letters) <= set(vocabulary)
+        is_bpe = found["model"].get("type") == "BPE" and vocabulary.keys() >= set(byte_letters())
         if not is_bpe or "ByteLevel" not in str(splitter):
             raise UserError(f"{name}: not a byte-level BPE as GPT-2's is; WordPiece and SentencePiece do not fit")
         first = splitter.get("pretokenizers", [{}])[0]  # a splitting of its own comes before ByteLevel
         pieces = first.get("pattern", {}).get("Regex", GPT2_PIECES)
         merges = [tuple(pair) for pair in found["model"]["merges"]]
         uncased = found["normalizer"] == {"type": "Lowercase"}
-        ours = cls.of_merges(merges, uncased, pieces, sorted(letters, key=vocabulary.get))
+        ours = cls.of_merges(merges, uncased, pieces, sorted(byte_letters(), key=vocabulary.get))
         # What else a tokenizer may do, such as to put a space before the text, shows in what it reads.
         theirs = tokenizers.Tokenizer.from_str(text)
         for example in TEXTS:
@@ -102,12 +104,10 @@ class Tokenizer:
     def load(cls, folder: Path) -> "Tokenizer":
         """Read `folder`/tokenizer.json. UserError if there is none."""
         path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise UserError(f"{path}: no such file; every run folder has one")
         try:
-            return cls(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # it raises nothing more specific
-            raise UserError(f"{path}: damaged ({str(error)[:200]}); restore it from a copy") from error
+            raise UserError(f"{path}: damaged or missing ({str(error)[:200]}); restore it from a copy") from error
 
     def save(self, folder: Path):
         """Write `folder`/tokenizer.json, atomically."""
@@ -119,28 +119,13 @@ class Tokenizer:
 
     def encode(self, text: str):
         """Token ids (length,) uint32. `[MASK]` and its like are plain text."""
-        if self.uncased:
-            text = lower(text)
+        if self.uncased:  # as `tokenizers`, letter by letter: Python writes a sigma at the end of a word in another way
+            text = text.replace("\N{GREEK CAPITAL LETTER SIGMA}", "\N{GREEK SMALL LETTER SIGMA}").lower()
         return self.tiktoken.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids. Bytes that are not UTF-8 become U+FFFD, unused ids nothing."""
         return self.tiktoken.decode([int(i) for i in ids if i < len(self)])
-
-
-def lower(text: str) -> str:
-    """Lower case letter by letter, as in `tokenizers`: Python writes a sigma at the end of a word in another way."""
-    return text.replace("\N{GREEK CAPITAL LETTER SIGMA}", "\N{GREEK SMALL LETTER SIGMA}").lower()
-
-
-def set_splitting(model: tokenizers.Tokenizer, uncased: bool, pieces: str = PIECES):
-    """Give a `tokenizers` model the lower-casing and the splitting that `Tokenizer.encode` has."""
-    if uncased:
-        model.normalizer = tokenizers.normalizers.Lowercase()
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
-        tokenizers.pre_tokenizers.Split(tokenizers.Regex(pieces), "isolated"),
-        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    model.decoder = tokenizers.decoders.ByteLevel()
 
 
 def split_long(texts: Iterable[str], longest: int) -> Iterator[str]:

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import unicodedata
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -81,31 +82,34 @@ BYTES = tokenizers.pre_tokenizers.ByteLevel
 SPLIT = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r" ?\w+|\s|[^\w\s]+"), "isolated")
 
 
-def write_tokenizer(path, model, *layers):
-    """Write a tokenizer.json with these layers before the model; returns what `tokenizers` has."""
-    made = tokenizers.Tokenizer(model)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(list(layers))
-    made.save(str(path))
-    return made
-
-
 @pytest.mark.parametrize("layers", [[BYTES(False)], [SPLIT, BYTES(False, use_regex=False)]], ids=["gpt2", "split"])
 def test_a_given_bpe_gives_its_ids_after_ours(layers, tmp_path):
     learned = json.loads(Tokenizer.train(little_documents(), 300, uncased=False).model.to_str())["model"]
-    vocabulary = {token: i for i, token in enumerate([*byte_letters().values(), *list(learned["vocab"])[260:]])}
-    model = tokenizers.models.BPE(vocab=vocabulary, merges=[tuple(pair) for pair in learned["merges"]])
-    theirs = write_tokenizer(tmp_path / "t.json", model, *layers)
+    vocabulary = {token: i for i, token in enumerate([*reversed(byte_letters()), *list(learned["vocab"])[260:]])}
+    merges = [tuple(pair) for pair in learned["merges"]]
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(layers)
+    theirs.save(str(tmp_path / "t.json"))
     ours = Tokenizer.read(str(tmp_path / "t.json"))
     for example in (*little_documents(5), *ODD):
         assert ours.encode(example).tolist() == [NUM_SPECIAL + i for i in theirs.encode(example).ids]
 
 
 def test_a_tokenizer_of_another_kind_is_refused(tmp_path):
-    write_tokenizer(tmp_path / "t.json", tokenizers.models.WordPiece({"a": 0}))
-    with pytest.raises(UserError, match="not a byte-level BPE"):
-        Tokenizer.read(str(tmp_path / "t.json"))
-    with pytest.raises(UserError, match="cannot be read"):
-        Tokenizer.read(str(tmp_path / "none.json"))
+    tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0})).save(str(tmp_path / "t.json"))
+    for name, message in (("t.json", "not a byte-level BPE"), ("none.json", "cannot be read")):
+        with pytest.raises(UserError, match=message):
+            Tokenizer.read(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("old, new", [('"b":', '"no byte":'), ('"b": 102', '"b": 103'), ("[CLS]", "[XYZ]"), ("{", "")])
+def test_a_damaged_tokenizer_is_refused_in_one_line(old, new, folder, tmp_path, capfd):
+    text = json.dumps(json.loads((folder / "tokenizer.json").read_text()))
+    assert old in text
+    (tmp_path / "tokenizer.json").write_text(text.replace(old, new))
+    with pytest.raises(UserError, match="tokenizer.json: damaged"):
+        Tokenizer.load(tmp_path)
+    assert capfd.readouterr().err == ""  # Rust prints before it panics
 
 
 # ---- Documents ------------------------------------------------------------------------------------------------------
@@ -115,32 +119,24 @@ def test_every_format_gives_the_same_documents(tmp_path):
     expected = little_documents(40)
     plain = "\n\n".join(expected).encode()
     lines = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in [*expected, None]).encode()
-    inside = tmp_path / "inside" / "deep"
-    inside.mkdir(parents=True)
-    (tmp_path / "a.txt").write_bytes(plain)
-    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(plain))
-    (tmp_path / "a.jsonl").write_bytes(lines)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    files = {"a.txt": plain, "a.txt.xz": lzma.compress(plain), "a.jsonl": lines, "a.jsonl.gz": gzip.compress(lines),
+             "inside/deep/A.JSONL": lines, "inside/deep/.a.txt": b"hidden", "inside/deep/a.csv": b"of another format"}
+    (tmp_path / "inside/deep").mkdir(parents=True)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
     pyarrow.parquet.write_table(pyarrow.table({"text": [*expected, None]}), tmp_path / "a.parquet")
-    (inside / "A.JSONL").write_bytes(lines)
-    (inside / ".hidden.txt").write_text("hidden")
-    (inside / "table.csv").write_text("of another format")
-    for name in ("a.txt", "a.txt.xz", "a.jsonl", "a.jsonl.gz", "a.parquet", "inside", "inside/*/*.JSONL"):
+    for name in (*list(files)[:4], "a.parquet", "inside", "inside/*/*.JSONL"):
         assert documents(tmp_path / name) == expected, name
-
-
-def test_a_folder_is_not_read_in_place_of_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "user/texts").mkdir(parents=True)
-    with pytest.raises(UserError, match="the folder user/texts would be read in its place"):
-        documents("hf:user/texts")
 
 
 def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c++").mkdir()
+    (tmp_path / "here").mkdir()
     write_corpus(tmp_path / "c++" / "a.txt", 3)
     assert documents("c++") == little_documents(3)
+    with pytest.raises(UserError, match="the folder here would be read in its place"):  # of the Hub
+        documents("hf:here")
     write_corpus(tmp_path / "b.txt", 2)
     assert documents("b.txt+b.txt") == 2 * little_documents(2)
     assert [source.loader for source in corpus.sources("docs+hf:a/b:c+b.txt")] == ["docs", "hub", "text"]
@@ -148,6 +144,7 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name, content, message", [
     ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl: its records need a field `text`; --column can be content, id"),
+    ("a.jsonl", b'{"text": 3}', "a.jsonl: field `text` of its records holds a number, not text"),
     ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "a.jsonl: cannot be read .JSON parse error"),
     ("a.txt", b"good text\n\ncaf\xe9", "a.txt: cannot be read .'utf-8' codec"),
     ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),
@@ -216,8 +213,10 @@ def test_rows_of_any_length_are_cls_and_documents_joined_by_sep(text, folder):
 
 
 def test_a_corpus_is_found_again_until_its_text_changes(tmp_path, monkeypatch):
-    text = write_corpus(tmp_path / "text.txt")
+    text, records = write_corpus(tmp_path / "text.txt"), tmp_path / "a.jsonl"
     first = prepared(text, tmp_path)
+    records.write_text("".join(json.dumps({"id": 1, "body": document}) + "\n" for document in little_documents()))
+    assert contents(prepared(records, tmp_path, column="body"))["train.bin"] == contents(first)["train.bin"]
     others = [prepared(text, tmp_path, uncased=False), prepared(text, tmp_path, tokenizer=Tokenizer.load(first))]
     for more in ("", "\n\nOne more document."):
         text.write_text(text.read_text() + more)
@@ -228,22 +227,18 @@ def test_a_corpus_is_found_again_until_its_text_changes(tmp_path, monkeypatch):
     assert prepared(text, tmp_path) == others[-1]
 
 
-@pytest.mark.parametrize("function, call", [("encode_block", 3), ("write_json", 1)])
-def test_a_killed_preparation_is_never_half_used(function, call, text, folder, tmp_path, monkeypatch):
-    def killed(*arguments, **options):
-        calls.append(arguments)
-        if len(calls) == call:
-            raise KeyboardInterrupt
-        return original(*arguments, **options)
+BLOCK = [("val", np.arange(4))]  # is written before the error
 
-    calls, original = [], getattr(corpus, function)
-    monkeypatch.setattr(corpus, "BLOCK", 500)  # the same tokens in small blocks
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(corpus, function, killed)
+
+@pytest.mark.parametrize("function, results, seen", [
+    ("encode_block", [BLOCK, *20 * [KeyboardInterrupt]], KeyboardInterrupt),
+    ("encode_block", [BLOCK, *20 * [MemoryError]], UserError),
+    ("write_json", KeyboardInterrupt, KeyboardInterrupt), ("write_json", OSError("No space left"), UserError)])
+def test_a_preparation_that_ends_early_is_never_used(function, results, seen, text, folder, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(seen):
+        patch.setattr(corpus, function, Mock(side_effect=results))
         prepared(text, tmp_path)
-    (tmp_path / folder.name / ".val.bin.123.tmp").touch()  # of a process that could not clean up
-    again = prepared(text, tmp_path)
-    assert contents(again) == contents(folder) and not list(again.glob(".*.tmp"))
+    assert contents(prepared(text, tmp_path)) == contents(folder)
 
 
 @pytest.mark.parametrize("name, content", [("val.bin", b"cut"), ("train.bin", None), ("tokenizer.json", b"{}"),
@@ -258,11 +253,17 @@ def test_a_damaged_corpus_is_refused(name, content, text, folder, tmp_path, caps
         assert f"{there}: this prepared corpus is damaged" in fails(lambda: train.main([*flags, *more]), capsys)
 
 
-def test_a_column_is_read_by_its_name(text, folder, tmp_path):
-    lines = [json.dumps({"id": 1, "body": document}) for document in little_documents()]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    again = prepared(tmp_path / "a.jsonl", tmp_path, column="body")
-    assert (again / "train.bin").read_bytes() == (folder / "train.bin").read_bytes()
+@pytest.mark.parametrize("token", [PAD, 65_535])
+def test_ids_that_no_text_has_are_refused(token, folder, tmp_path):
+    there = shutil.copytree(folder, tmp_path / folder.name)
+    np.memmap(there / "train.bin", np.uint16, "r+")[30] = token
+    with pytest.raises(UserError, match="train.bin: damaged; delete its folder"):
+        Rows(there, "train", 24)[np.arange(9)]
+
+
+def test_a_vocabulary_beyond_any_in_use_is_refused(tmp_path, capsys):
+    flags = ["--vocab-size", "1000000000", "--cache", str(tmp_path), "--out", str(tmp_path)]
+    assert "vocab_size=1000000000: use at most 1,048,576" in fails(lambda: train.main(flags), capsys)
 
 
 @pytest.mark.parametrize("total, batch", [(1, 3), (10, 4), (97, 10), (1000, 64)])

@@ -17,19 +17,13 @@ from support import corpus
 
 prepare, compiled = corpus.prepare, torch.nn.Module.compile
 
-def note(name):
+def note(name, result):
     with open(name, "a") as file:
         file.write(os.environ["RANK"])
+    return result
 
-def noted(*arguments, **how):
-    note("prepared-by")
-    prepare(*arguments, **how)
-
-def backend(graph, inputs):
-    note("graphs-of")
-    return graph
-
-corpus.prepare = noted
+corpus.prepare = lambda *arguments: note("prepared-by", prepare(*arguments))
+backend = lambda graph, inputs: note("graphs-of", graph)
 torch.nn.Module.compile = lambda model, dynamic, mode: compiled(model, dynamic=dynamic, backend=backend)
 train.main()
 """

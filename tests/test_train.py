@@ -13,6 +13,7 @@ from conftest import tiny
 from maelm import MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head
 from support import cost, optim, worker
 from support.checkpoints import load_model
+from support.cli import printable
 from support.rows import evenly, rows_of_step, unigram_entropy
 from support.run_folder import read_json, read_log
 from support.worker import Worker
@@ -75,6 +76,10 @@ def test_training_learns_the_little_language(ablation, text, tmp_path, capsys):
     train.main(["--fill-mask", "my friend likes [MASK] bread [MASK], number 12.", "--init", str(out)])
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("[MASK] 1: some 0.") and second.startswith("[MASK] 2: today 0.")
+
+
+def test_a_terminal_obeys_no_token():
+    assert printable("a\x1b[31m\x07 é\u202e") == r"a\x1b[31m\x07 é\u202e"
 
 
 # ---- Batches and evaluation -----------------------------------------------------------------------------------------
