@@ -31,7 +31,7 @@ from support.corpus import VAL_SHARE, corpus_settings, documents, in_validation,
 from support.figures import figure
 from support.rows import Rows, evenly, seed_of
 from support.run_folder import lock_folder, write_json
-from support.worker import make_worker
+from support.worker import explain_out_of_memory, make_worker
 
 CURVES = ("with_mask", "without_mask", "mask_only")
 CENTERINGS = {"uncentered": False, "centered": True}
@@ -130,8 +130,7 @@ def subject_of_run(name: str, config: RankConfig, device: torch.device) -> Subje
     """A model of ours on --data, else on its own validation rows, else (fine-tuned or imported) on docs."""
     path = Path(name)
     encoder, tokenizer, shape = load_encoder(path, device)
-    home = path if path.is_dir() else path.parent
-    settings = run_settings(home)
+    settings = run_settings(path if path.is_dir() else path.parent)
     text = config.data or settings.get("data", "docs")
     if config.data or "data" not in settings:
         rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config)
@@ -143,8 +142,8 @@ def subject_of_run(name: str, config: RankConfig, device: torch.device) -> Subje
         return encoder(tokens.to(device), positions, all_layers=True)
 
     reads_mask = shape.mask_in_encoder > 0 and shape.encoder_fill == "mask"
-    return Subject(name, encode, rows, text, shape.encoder_dim, shape.seq_len, MASK, list(range(NUM_SPECIAL)),
-                       encoder, reads_mask)
+    return Subject(name, encode, rows, text, shape.encoder_dim, shape.seq_len, MASK, list(range(NUM_SPECIAL)), encoder,
+                   reads_mask)
 
 
 def subject_of_hub(name: str, config: RankConfig, device: torch.device) -> Subject:
@@ -154,8 +153,7 @@ def subject_of_hub(name: str, config: RankConfig, device: torch.device) -> Subje
     model = model.to(device)
 
     def encode_text(text: str) -> list[int]:
-        text = text.replace(tokenizer.mask_token, "")
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return tokenizer(text.replace(tokenizer.mask_token, ""), add_special_tokens=False, verbose=False)["input_ids"]
 
     def encode(tokens):
         tokens = tokens.to(device)
@@ -176,20 +174,18 @@ def frame_of(tokenizer) -> Frame:
     """The frame that a tokenizer of transformers makes: of RoBERTa's, which turns "a" into `<s> a </s>`, the ids of
     `<s>`, `</s>` and `</s>`."""
     letter, framed = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
-    size = len(letter)
-    starts = [i for i in range(len(framed)) if framed[i:i + size] == letter]
+    starts = [i for i in range(len(framed)) if framed[i:i + len(letter)] == letter]
     start = starts[0] if starts else 0  # some tokenizers write it in another way there
     separator = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
     between = [] if separator is None else [separator]
-    return framed[:start], between, framed[start + size:]
+    return framed[:start], between, framed[start + len(letter):]
 
 
 def text_rows(source: str, encode: Callable[[str], np.ndarray | list[int]], frame: Frame, n: int, config: RankConfig):
     """Validation documents as rows (rows, n) int64, each in the frame."""
     before, between, after = frame
     room = n - len(before) - len(after)
-    read = documents(sources(source, config.column))
-    texts = (text for text in read if in_validation(text, config.val_share))
+    texts = (text for text in documents(sources(source, config.column)) if in_validation(text, config.val_share))
     ids = []
     for text in tqdm(texts, "tokenizing", unit="text", leave=False, disable=None):
         ids += [*np.asarray(encode(text)).tolist(), *between]
@@ -326,12 +322,13 @@ def main(argv=None):
         models = {}
         for name in names:
             open_model = subject_of_hub if name.startswith("hf:") else subject_of_run
-            models[name] = analyse(open_model(name, config, device), config)
+            with explain_out_of_memory("--batch-size"):
+                models[name] = analyse(open_model(name, config, device), config)
             print(format_table(name, models[name], config.tau), flush=True)
         write_json(config.out / "rank.json", {"tau": [config.tau], "models": models})
         draw(models, config)
-        print("with: all tokens of the text with 15 % [MASK]; without: of the same text unmasked; [MASK]: at masks")
-        print(f"{config.out}: rank.json, rank.png")
+        print("with: all tokens of the text with 15 % [MASK]; without: of the same text unmasked; [MASK]: at masks\n"
+              f"{config.out}: rank.json, rank.png")
 
 
 if __name__ == "__main__":

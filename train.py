@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -168,9 +168,12 @@ def make_recipe(preset: str | None, init: str, flags: dict) -> tuple[TrainConfig
     there = run_settings(folder)
     if "max_steps" not in there:
         return TrainConfig(**CAUTIOUS | flags), "a cautious one, as the weights come without"
-    rates = {name: round(there[name] / 5, 12) for name in ("learning_rate", "muon_learning_rate")}
-    start = {name: there[name] for name in RECIPE} | rates
-    return TrainConfig(**start | flags), f"that of {folder} with a fifth of its peak rates"
+    try:
+        rates = {name: round(there[name] / 5, 12) for name in ("learning_rate", "muon_learning_rate")}
+        start = {name: there[name] for name in RECIPE} | rates
+        return TrainConfig(**start | flags), f"that of {folder} with a fifth of its peak rates"
+    except (TypeError, KeyError) as error:
+        raise UserError(f"{folder}/config.json: damaged ({error!r}); give --preset, or restore it") from error
 
 
 @dataclass(frozen=True)
@@ -254,9 +257,6 @@ def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
     return (max_steps - step) / (max_steps - warmup_steps)
 
 
-Batch = tuple[Tensor, Corruption]  # tokens (B, n) int64, and what is masked in them
-
-
 def micro_batch(train: TrainConfig, world: int) -> int:
     """Sequences at a time on each of `world` devices. UserError if the batch is not a whole number of them."""
     size = min(train.micro_batch_size, train.batch_size // world)
@@ -266,8 +266,8 @@ def micro_batch(train: TrainConfig, world: int) -> int:
     return size
 
 
-def batch_of_step(step: int, rows: Rows, config: Config, train: TrainConfig, worker: Worker) -> list[Batch]:
-    """This process's micro-batches of a step: rows by (seed, step), masks by (seed, step, micro-batch)."""
+def batch_of_step(step: int, rows: Rows, config: Config, train: TrainConfig, worker: Worker) -> list[tuple]:
+    """This process's micro-batches (tokens, corruption): rows by (seed, step), masks by (seed, step, micro-batch)."""
     size = micro_batch(train, worker.world_size)
     chosen = rows_of_step(train.seed, step, train.batch_size, len(rows))
     batches = []
@@ -281,7 +281,7 @@ def batch_of_step(step: int, rows: Rows, config: Config, train: TrainConfig, wor
     return batches
 
 
-def train_step(model: nn.Module, optimizers: list, batches: list[Batch], step: int, train: TrainConfig, worker: Worker):
+def train_step(model: nn.Module, optimizers: list, batches: list[tuple], step: int, train: TrainConfig, worker: Worker):
     """One optimizer step -> this process's mean loss, and the norm of the gradient before clipping, scalars."""
     total = torch.zeros((), device=worker.device)
     if train.compile == "graphs":  # else a graph's output is p.grad, and the next micro-batch overwrites it
