@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         # Of torchrun's processes one speaks.
-        self.exit(2, f"{self.prog}: {message}\n" if os.environ.get("RANK", "0") == "0" else None)
+        self.exit(2, f"{self.prog}: {printable(message)}\n" if os.environ.get("RANK", "0") == "0" else None)
 
     def parse_args(self, argv=None) -> argparse.Namespace:
         options, unknown = self.parse_known_args(argv)
