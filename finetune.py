@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from maelm import PAD
 from rank import CENTERINGS, Moments, tau_rank
-from support.checkpoints import load_encoder, read_tensors, run_settings, write_tensors
+from support.checkpoints import load_encoder, load_weights, read_tensors, run_settings, write_tensors
 from support.classify import Classification, Encoded, labels_and_scale
 from support.cli import Parser, UserError, add_flags, clear_errors, given_flags, require, require_positive, value_in
 from support.corpus import VAL_SHARE
@@ -403,7 +403,7 @@ def predict_file(folder: Path, source: str, out: Path, device: torch.device):
     pretrained = Pretrained(str(folder), 0.0)
     kind = make_kind(task, pretrained, tune, TASKS[task].metric, state["labels"], state["scale"])
     model = Tuned(pretrained.new_encoder(0), kind.head()).to(device)
-    model.load_state_dict(state["model"])
+    load_weights(model, state["model"], folder / "encoder.pt")
     encoded = kind.encode(read_inputs(task, source))
     outputs, _ = outputs_of(model, kind, encoded, device)
     _, files = kind.score(outputs, encoded)  # a score needs labels
