@@ -11,7 +11,7 @@ import torch
 import train
 from conftest import tiny
 from maelm import MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head
-from support import cost, optim, worker
+from support import cost, optim
 from support.checkpoints import load_model
 from support.cli import printable
 from support.rows import evenly, rows_of_step, unigram_entropy
@@ -153,7 +153,7 @@ def test_weights_keep_the_recipe_of_their_run_at_a_fifth_of_its_rates(finished, 
 
 def test_saving_is_not_training(text, tmp_path, monkeypatch):
     clock, saved, save = time.perf_counter, [], train.save_checkpoint
-    monkeypatch.setattr(worker.time, "perf_counter", lambda: clock() + 1000 * len(saved))  # each takes 1,000 seconds
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 1000 * len(saved))  # each takes 1,000 seconds
     monkeypatch.setattr(train, "save_checkpoint", lambda *arguments: (saved.append(1), save(*arguments)))
     out = short_run(text, tmp_path / "run", "--checkpoint-interval", 1)
     assert len(saved) == 6 and read_log(out)[-1]["seconds"] < 1000
