@@ -307,20 +307,25 @@ def first_picture(record: Record, path: Path):
                  ylim=0, xlim=(0, 1.75 * last))  # room for the names
 
 
+def write_between(mark: str, text: str):
+    """Replace what stands between <!-- MARK --> and <!-- end of MARK --> in docs/results.md. UserError without them."""
+    before, start, rest = PAGE.read_text(encoding="utf-8").partition(f"<!-- {mark} -->")
+    _, end, after = rest.partition(f"<!-- end of {mark} -->")
+    if not end:
+        raise UserError(f"{PAGE}: lacks <!-- {mark} --> and <!-- end of {mark} -->, between which the table goes")
+    with atomic(PAGE) as temporary:
+        temporary.write_text(f"{before}{start}\n{text}\n{end}{after}", encoding="utf-8")
+
+
 def report(folder: Path):
-    """Write evidence.md and .png; of the project's record also docs/results.md. UserError if that lacks the marks."""
+    """Write evidence.md and .png; of the project's record also the verdicts in docs/results.md."""
     record = Record(read_json(folder / "evidence.json")["jobs"])
     text, picture = details(record), folder / "evidence.png"
     if folder != RECORD:
         text = f"{verdicts(record)}\n\n![figure](evidence.png)\n\n{text}"
     else:
         picture = PAGE.with_name("evidence.png")
-        before, start, rest = PAGE.read_text(encoding="utf-8").partition("<!-- verdicts -->")
-        _, end, after = rest.partition("<!-- end of verdicts -->")
-        if not end:
-            raise UserError(f"{PAGE}: lacks <!-- verdicts --> and <!-- end of verdicts -->, between which they go")
-        with atomic(PAGE) as temporary:
-            temporary.write_text(f"{before}{start}\n{verdicts(record)}\n{end}{after}", encoding="utf-8")
+        write_between("verdicts", verdicts(record))
         first_picture(record, PAGE.with_name("rank.png"))
     with atomic(folder / "evidence.md") as temporary:
         temporary.write_text(text, encoding="utf-8")
