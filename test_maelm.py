@@ -322,15 +322,20 @@ def copy_attention(ours, theirs):
     theirs.out_proj.load_state_dict(ours.output.state_dict())
 
 
+def copy_layer(ours, theirs):
+    """Copy the weights of our layer to PyTorch's."""
+    copy_attention(ours.self_attention, theirs.self_attn)
+    theirs.linear1.load_state_dict(ours.ffn[0].state_dict())
+    theirs.linear2.load_state_dict(ours.ffn[2].state_dict())
+
+
 @task("Attention.forward")
 def test_a_layer_equals_pytorchs_own():
     for norm in ("post", "pre"):
         torch.manual_seed(0)
         block = maelm.Block(tiny(norm=norm), 32, 4, 0.0).eval()
         theirs = torch.nn.TransformerEncoderLayer(32, 4, 128, 0.0, F.gelu, norm_first=norm == "pre", batch_first=True)
-        copy_attention(block.self_attention, theirs.self_attn)
-        theirs.linear1.load_state_dict(block.ffn[0].state_dict())
-        theirs.linear2.load_state_dict(block.ffn[2].state_dict())
+        copy_layer(block, theirs)
         x = torch.randn(2, 7, 32, generator=generator(0))
         close(block(x), theirs(x), atol=1e-5, rtol=1e-5)
 
@@ -423,17 +428,12 @@ class Positions(torch.nn.Module):
         return F.one_hot(at, x.shape[-1]).float()
 
 
-def model_of_positions(**fields):
-    """(model, tokens, corruption, the model's log p (24, V) at each position), which does not depend on the text."""
-    model, tokens, corruption = model_and_batch(**fields)
-    model.decoder = Positions()
-    logits = model.head(torch.eye(24, 32), model.encoder.token_embedding.weight)
-    return model, tokens, corruption, logits.log_softmax(-1)
-
-
 @task("MAELM.forward")
 def test_loss_is_the_mean_over_masked_positions():
-    model, tokens, corruption, log_p = model_of_positions()
+    model, tokens, corruption = model_and_batch()
+    model.decoder = Positions()
+    logits = model.head(torch.eye(24, 32), model.encoder.token_embedding.weight)
+    log_p = logits.log_softmax(-1)  # (24, V), which do not depend on the text
     by_hand = [-log_p[i, tokens[b, i]] for b, i in corruption.masked.nonzero().tolist()]
     close(model(tokens, corruption), torch.stack(by_hand).mean())
 
