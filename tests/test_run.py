@@ -83,7 +83,11 @@ def change_step(monkeypatch, changed, change):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_a_checkpoint(number, text, finished, tmp_path, monkeypatch, capsys):
-    change_step(monkeypatch, 3, lambda loss: signal.raise_signal(number) or loss)
+    def interrupt(loss):
+        signal.raise_signal(number)
+        return loss
+
+    change_step(monkeypatch, 3, interrupt)
     with pytest.raises(SystemExit) as end:
         short_run(text, tmp_path / "run")
     assert end.value.code == 128 + number
