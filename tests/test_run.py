@@ -152,18 +152,15 @@ def test_a_run_without_a_checkpoint_can_begin_anew(text, copy):
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
 def test_a_damaged_checkpoint_is_named_and_can_be_deleted(text, finished, copy, capsys):
     newest = copy / "step_0000006.pt"
-    newest.write_bytes(newest.read_bytes()[:-1000])
-    assert "step_0000006.pt: damaged, or not written" in fails(lambda: short_run(text, copy), capsys)
+    content = newest.read_bytes()
+    flipped = bytearray(content)
+    weight = last_checkpoint(copy)["model"]["head.transform.0.weight"]
+    flipped[content.index(weight.numpy().tobytes()) + 50] ^= 64
+    for damaged in (content[:-1000], flipped):
+        newest.write_bytes(damaged)
+        assert "step_0000006.pt: damaged, or not written" in fails(lambda: short_run(text, copy), capsys)
     newest.unlink()
     assert same(short_run(text, copy), finished)
-
-
-def test_one_other_bit_in_a_checkpoint_is_noticed(copy):
-    content = bytearray((copy / "step_0000006.pt").read_bytes())
-    content[content.index(last_checkpoint(copy)["model"]["head.transform.0.weight"].numpy().tobytes()) + 50] ^= 64
-    (copy / "step_0000006.pt").write_bytes(content)
-    with pytest.raises(UserError, match="step_0000006.pt: damaged, or not written"):
-        checkpoints.load_model(copy)
 
 
 @pytest.mark.parametrize("part, change, message", [
