@@ -5,7 +5,6 @@ import re
 import shlex
 
 import pytest
-import torch.distributed.run
 
 import train
 from tests.common import ROOT, arguments
@@ -34,15 +33,6 @@ def test_every_flag_of_the_pages_exists(capsys):
             pytest.raises(SystemExit, importlib.import_module(module).main, ["-h"])
             unknown = set(re.findall(FLAG, flags)) - set(re.findall(FLAG, capsys.readouterr().out))
             assert not unknown, f"{program} {flags}"
-
-
-@pytest.mark.parametrize("script", [one for one in SCRIPTS if "torchrun" in one.read_text()], ids=lambda one: one.name)
-def test_torchrun_knows_the_flags_of_the_scripts(script):
-    parser = torch.distributed.run.get_args_parser()
-    for options in re.findall(r"torchrun ((?:--.*\\?\n? *)+)", script.read_text()):
-        options = options.replace("\\\n", " ").partition(".py")[0].replace('"$@"', "")
-        known, unknown = parser.parse_known_args([*shlex.split(options), "x.py"])
-        assert not [word for word in unknown if word.startswith("-")], unknown
 
 
 def test_training_commands_of_the_readme_run(text, finished, tmp_path):

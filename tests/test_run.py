@@ -14,10 +14,8 @@ import pytest
 import torch
 
 import train
-from maelm import MAELM, Config
 from support import checkpoints, worker
 from support.cli import UserError
-from support.figures import draw_loss
 from support.run_folder import lock_folder, read_json
 from tests.common import ROOT, arguments, contents, fails, last_checkpoint, losses, same, short_run, write_corpus
 
@@ -123,14 +121,13 @@ def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path, monkeypatch, cap
     assert checkpoint_names(tmp_path / "run") == ["step_0000003.pt"]
 
 
-def test_weights_that_are_not_finite_are_not_saved(tmp_path):
-    model = MAELM(Config(vocab_size=300, seq_len=8, encoder_layers=1, encoder_dim=8, encoder_heads=2))
-    checkpoints.save_checkpoint(tmp_path, 1, model, [], 0.0, keep=1)
-    before = contents(tmp_path)
-    model.head.bias.data[7] = float("inf")
-    with pytest.raises(UserError, match="step 2: head.bias is not finite"):
-        checkpoints.save_checkpoint(tmp_path, 2, model, [], 0.0, keep=1)
-    assert contents(tmp_path) == before
+def test_weights_that_are_not_finite_are_not_saved(copy):
+    model, _ = checkpoints.load_model(copy)
+    before = contents(copy)
+    model.head.bias.data[7] = math.inf
+    with pytest.raises(UserError, match="step 7: head.bias is not finite"):
+        checkpoints.save_checkpoint(copy, 7, model, [], 0.0, keep=1)
+    assert contents(copy) == before
 
 
 def test_want_of_memory_names_the_flag(text, tmp_path, monkeypatch, capsys):
@@ -197,20 +194,13 @@ def test_only_old_checkpoints_are_removed(text, tmp_path):
     assert checkpoint_names(out) == ["step_0000005.pt", "step_0000006.pt"] and mine.exists()
 
 
-def test_a_run_continues_without_its_log(text, copy):
-    (copy / "log.jsonl").unlink()
-    (copy / "step_0000006.pt").unlink()
-    short_run(text, copy)
-    draw_loss(copy)
-    assert (copy / "loss.png").is_file()
-
-
 # ---- One folder, one run --------------------------------------------------------------------------------------------
-def test_a_second_process_in_a_folder_is_refused(text, copy, capsys):
+def test_a_folder_in_use_or_of_something_else_is_refused(text, copy, tmp_path, capsys):
     before = contents(copy)
     with lock_folder(copy):
         assert "another process is at work there" in fails(lambda: short_run(text, copy), capsys)
     assert contents(copy) == before
+    assert "not empty; choose another" in fails(lambda: short_run(text, tmp_path), capsys)
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -226,11 +216,6 @@ def test_another_run_is_refused_with_what_differs(flags, message, text, copy, tm
     line = fails(lambda: short_run(text, copy, *flags), capsys)
     assert re.search(f"{copy} was made with other settings: .*{message}; choose another --out", line)
     assert contents(copy) == before
-
-
-def test_a_folder_of_something_else_is_refused(text, tmp_path, capsys):
-    (tmp_path / "thesis.tex").touch()
-    assert "not empty; choose another" in fails(lambda: short_run(text, tmp_path), capsys)
 
 
 # ---- Command lines and machines -------------------------------------------------------------------------------------

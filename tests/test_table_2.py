@@ -8,10 +8,11 @@ import torch.nn.functional as F
 
 import maelm
 import train
-from conftest import TINY, generator, model_and_batch, random_tokens, tiny
+from conftest import generator, model_and_batch, random_tokens, tiny
 from support import cross_attention
 from support.models import make_model
 from test_maelm import close, copy_attention, copy_layer, exact
+from tests.common import SHAPE
 
 
 # ---- Cross-attention ------------------------------------------------------------------------------------------------
@@ -57,8 +58,7 @@ def test_a_field_that_is_not_possible_is_named(field, values):
 
 @pytest.mark.parametrize("ablation", maelm.ABLATIONS)
 def test_every_row_of_table_2_learns_and_uses_all_its_parameters(ablation):
-    sizes = {field: value for field, value in TINY.items() if field != "decoder_layers"}
-    config = train.make_config("small", ablation, **sizes)
+    config = train.make_config("small", ablation, **SHAPE)
     torch.manual_seed(0)
     model = make_model(replace(config, init_std=0.1, decoder_dim=config.decoder_dim // 8))  # of 512 and 1024: 64, 128
     tokens = random_tokens(4)
