@@ -15,8 +15,6 @@ from tests.common import ROOT
 MISTAKES = [  # claim, without test_; module.function or module.Class.method; a piece of it; what may not stand for it
     ("every_row_has_exactly_k_masks", "maelm.draw_masks", "number.topk(k, largest=False).indices",
      "torch.randint(1, maskable.shape[1] - 1, (len(maskable), k))"),
-    ("every_row_has_exactly_k_masks", "maelm.corrupt", "config.masks_per_row(tokens.shape[1])",
-     "int(config.mask_rate * tokens.shape[1])"),
     ("only_real_or_given_positions_are_masked", "maelm.draw_masks", "number.masked_fill(~maskable, 2.0)", "number"),
     ("kept_positions_are_the_rest_in_order", "maelm.remove_masks", ".view(len(tokens), n - k + shown)",
      ".view(len(tokens), n - k + shown).flip(1)"),

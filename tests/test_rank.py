@@ -10,7 +10,6 @@ import rank
 from conftest import generator
 from course import copying, theory
 from support.checkpoints import checkpoints, load_encoder
-from support.cli import UserError
 from support.run_folder import read_json
 from tests.common import fails, little_documents
 from tests.test_homework import TAUS
@@ -155,13 +154,6 @@ def test_a_hub_encoder_keeps_its_frame(text, tmp_path):
     (f". --seed {2 ** 63}", "seed=92233")])
 def test_a_bad_command_gets_one_line(flags, message, finished, capsys):
     assert message in fails(lambda: rank.main(flags.replace("RUN", str(finished)).split()), capsys)
-
-
-def test_rows_of_special_tokens_are_refused():
-    rows = np.full((40, 20), maelm.SEP)
-    subject = rank.Subject("made up", made_up, rows, "rows", 8, 20, maelm.MASK, [0, 1, 2, 3])
-    with pytest.raises(UserError, match="made up: rows of too few words"):
-        rank.analyse(subject, rank.RankConfig())
 
 
 def test_theorem_2_2_holds_where_u_exists():
