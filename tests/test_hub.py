@@ -54,9 +54,8 @@ def exported(folder, **fields):
     return model, folder / "hub"
 
 
-def write_hub_model(folder, seq_len=24):
-    """Write a random RoBERTa whose byte-level BPE has other ids than ours; returns model and tokenizer. It needs
-    transformers 5, whose tokenizers take `vocab` and `merges`."""
+def write_hub_model(folder, seq_len=24):  # needs transformers 5, whose tokenizers take vocab and merges
+    """Write a random RoBERTa whose byte-level BPE has other ids than ours; returns model and tokenizer."""
     import transformers
     learned = json.loads(Tokenizer.train(little_documents(50), V, False).model.to_str())["model"]
     merges = [tuple(pair) for pair in learned["merges"]]

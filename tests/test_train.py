@@ -59,8 +59,8 @@ def test_a_finished_run_is_never_overwritten(text, finished, capsys):
 
 @pytest.mark.parametrize("ablation", ["mae-lm", "mlm"])
 def test_training_learns_the_little_language(ablation, text, tmp_path, capsys):
-    flags = """--max-steps 300 --batch-size 16 --micro-batch-size 16 --encoder-dim 64 --dropout 0 --log-interval 50
-               --eval-interval 300 --checkpoint-interval 300 --muon-weight-decay 0.01""".split()
+    flags = """--max-steps 200 --batch-size 16 --micro-batch-size 16 --encoder-dim 64 --dropout 0 --log-interval 50
+               --eval-interval 200 --checkpoint-interval 200 --muon-weight-decay 0.01""".split()
     out = short_run(text, tmp_path / "run", "--ablation", ablation, *flags)
     log = read_log(out)
     assert log[-1]["val_loss"] < 0.5 * log[0]["unigram_entropy"]
