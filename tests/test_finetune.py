@@ -252,7 +252,7 @@ def test_figure_3_has_its_points_in_order(finished, tmp_path, monkeypatch):
     ("--init no/such", "no/such: not a run folder"), ("--init hf:a", "support.convert imports hf:"),
     ("--task sst3", "invalid choice: 'sst3'"), ("--epochs 0", "epochs=0.0"),
     ("--init no --predict a.txt", "no/encoder.pt: no such file"), ("--figure3 a.pt --task glue", "needs one --task"),
-    ("--task custom", "--task custom needs --data"), ("--task docs --data .", "leave --data out"),
-    ("--task rte --data no/such", "no train.tsv there or in RTE/"), ("--dropout=-inf", "--dropout: -inf is not")])
+    ("--task custom", "--task custom needs --data"), ("--learning-rate nan", "--learning-rate: nan is not possible"),
+    ("--task docs --data .", "leave --data out"), ("--task rte --data no/such", "no train.tsv there or in RTE/")])
 def test_a_bad_command_gets_one_line(flags, message, tmp_path, capsys):
     assert message in fails(lambda: finetune.main([*flags.split(), "--out", str(tmp_path)]), capsys)
