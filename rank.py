@@ -234,9 +234,8 @@ def add_rows(moments: list[Moments], states):
         layer.add(h.reshape(-1, h.shape[-1]))
 
 
-def analyse(subject: Subject, config: RankConfig) -> dict:
-    """A model's entry of rank.json: for each layer the ranks by centering, curve and tau."""
-    moments = measure(subject, config)
+def ranks_by_layer(subject: Subject, moments: dict[str, list[Moments]], config: RankConfig) -> dict:
+    """A model's entry of rank.json, from what `measure` returns: for each layer ranks by centering, curve and tau."""
     layers = []
     for layer in range(len(moments["with_mask"])):
         ranks = {centering: {} for centering in CENTERINGS}
@@ -323,7 +322,8 @@ def main(argv=None):
         for name in names:
             open_model = subject_of_hub if name.startswith("hf:") else subject_of_run
             with explain_out_of_memory("--batch-size"):
-                models[name] = analyse(open_model(name, config, device), config)
+                subject = open_model(name, config, device)
+                models[name] = ranks_by_layer(subject, measure(subject, config), config)
             print(format_table(name, models[name], config.tau), flush=True)
         write_json(config.out / "rank.json", {"tau": [config.tau], "models": models})
         draw(models, config)

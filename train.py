@@ -6,13 +6,13 @@
     torchrun --standalone --nproc_per_node 8 train.py --preset base --data hf:wikimedia/wikipedia:20231101.en
 
 Every field of both configurations is a flag; -h shows the values of --preset. The same command continues an unfinished
-run. A step's rows never depend on the number of processes; masks and dropout only if one gets
-fewer than micro_batch_size rows.
+run. A step's rows do not depend on the number of processes; masks and dropout may.
 """
 import argparse
 import math
 import shutil
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, fields
@@ -38,7 +38,7 @@ from support.optim import make_optimizers
 from support.rows import Rows, evenly, rows_of_step, seed_of, unigram_entropy
 from support.run_folder import RunLog, lock_folder, open_folder, short_hash
 from support.tokenizer import Tokenizer
-from support.worker import Interrupt, Stopwatch, Worker, compile_model, explain_out_of_memory, make_worker
+from support.worker import Interrupt, Worker, compile_model, explain_out_of_memory, make_worker
 
 
 # ---- 1. Configuration: Table 4 ------------------------------------------------------------------------------
@@ -145,9 +145,7 @@ def fields_of(kind: type, values: dict) -> dict:
 
 def make_config(preset: str = "base", ablation: str | None = None, there: Config | None = None, **flags) -> Config:
     """Default < preset, or the model `there` of --init < ablation < flag. ValueError for what is not possible."""
-    start = fields_of(Config, PRESETS[preset])
-    if there is not None:
-        start = asdict(there)
+    start = fields_of(Config, PRESETS[preset]) if there is None else asdict(there)
     if there is not None and ablation is not None:
         start |= {name: getattr(Config, name) for name in OBJECTIVE}
         # A decoder that is new is as deep as those of the presets.
@@ -335,8 +333,9 @@ class Run:
     rows: dict[str, Rows]
     model: MAELM
     optimizers: list
-    watch: Stopwatch  # seconds of training: evaluations and checkpoints are not counted
     step: int = 0
+    seconds: float = 0.0  # of training: evaluations and checkpoints are not counted
+    since: float = 0.0  # the time from which seconds are still to be counted
     log: RunLog | None = None  # of the first process
 
 
@@ -351,7 +350,7 @@ def loop(run: Run) -> int:
     bar = tqdm(total=train.last_step, initial=run.step, unit="step", disable=None if worker.is_main else True)
     recent = []  # loss and norm of the steps since the last line of the log
     stopped = False
-    run.watch.start()
+    run.since = time.perf_counter()
     # Rows and masks of the next step are drawn by a thread while this step is computed.
     with Interrupt() as interrupt, bar, ThreadPoolExecutor(1) as ahead:
         coming = ahead.submit(draw, run.step)
@@ -367,17 +366,16 @@ def loop(run: Run) -> int:
                 stopped = sum(worker.all_reduce(interrupt.signal)) > 0
             last = run.step == train.last_step or stopped
             saving = run.step % train.checkpoint_interval == 0 or last
-            if run.step % train.log_interval == 0 or saving:  # also where a run can go on: its lines stay the same
+            evaluating = run.step % train.eval_interval == 0 or (last and not stopped)
+            if run.step % train.log_interval == 0 or saving or evaluating:
                 log_steps(run, recent, bar)
                 recent = []
-            if run.step % train.eval_interval == 0 or (last and not stopped):
-                with run.watch.paused():
+                if evaluating:
                     log_validation(run, bar)
-            if saving and worker.is_main:
-                with run.watch.paused():
-                    seconds = run.watch.seconds()
-                    save_checkpoint(run.out, run.step, model, run.optimizers, seconds, train.keep_checkpoints)
+                if saving and worker.is_main:
+                    save_checkpoint(run.out, run.step, model, run.optimizers, run.seconds, train.keep_checkpoints)
                     draw_loss(run.out)
+                run.since = time.perf_counter()
     worker.wait()  # until the first process has saved
     return (interrupt.signal or 15) if stopped else 0
 
@@ -390,12 +388,14 @@ def log_steps(run: Run, recent: list[tuple], bar: tqdm):
     loss = total / run.worker.world_size / len(losses)
     if not math.isfinite(loss):
         raise UserError(f"step {run.step}: the loss is not finite; start again with a lower --learning-rate")
+    lap = time.perf_counter() - run.since  # a GPU has ended its work, as the loss is known
+    run.seconds += lap
     config, rows = run.model.config, run.step * run.train.batch_size
-    speed = len(losses) * run.train.batch_size * config.seq_len / run.watch.lap()
+    speed = len(losses) * run.train.batch_size * config.seq_len / lap
     bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
     if run.worker.is_main:
         rates = [optimizer.param_groups[0]["lr"] for optimizer in run.optimizers]
-        run.log.write(step=run.step, loss=loss, grad_norm=float(sum(norms)) / len(norms), seconds=run.watch.seconds(),
+        run.log.write(step=run.step, loss=loss, grad_norm=float(sum(norms)) / len(norms), seconds=run.seconds,
                       tokens_per_second=speed, **dict(zip(("lr", "muon_lr"), rates)), tokens=rows * config.seq_len,
                       epoch=round(rows / len(run.rows["train"]), 4), **use_of_gpu(config, run.worker, speed))
 
@@ -404,7 +404,7 @@ def log_validation(run: Run, bar: tqdm):
     """Log the validation loss, and print it with the time that is left."""
     val_loss = evaluate(run.model, run.rows["val"], run.train, run.worker)
     if run.worker.is_main:
-        step, last, seconds = run.step, run.train.last_step, run.watch.seconds()
+        step, last, seconds = run.step, run.train.last_step, run.seconds
         run.log.write(step=step, val_loss=val_loss, seconds=seconds)
         speed = step * run.train.batch_size * run.model.config.seq_len / seconds
         bar.write(f"step {step:>6,}/{last:,}  validation loss {val_loss:.3f}  {speed:,.0f} tokens/s  "
@@ -445,12 +445,12 @@ def open_run(command: Command, folder: Path, worker: Worker) -> Run:
         if worker.is_main:
             print(f"the weights of --init are copied; new: {new or 'nothing'}")
     model = model.to(worker.device)
-    run = Run(out, train, worker, rows, model, make_optimizers(model, train, worker.dtype), Stopwatch(worker.device))
+    run = Run(out, train, worker, rows, model, make_optimizers(model, train, worker.dtype))
     if state is not None:
         load_weights(model, state["model"], checkpoints(out)[-1])
         for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        run.step, run.watch = state["step"], Stopwatch(worker.device, state["seconds"])
+        run.step, run.seconds = state["step"], state["seconds"]
     if sum(worker.all_reduce(run.step)) != worker.world_size * run.step:
         raise UserError(f"{out}: not all processes see the same checkpoints; --out must be one folder for all of them")
     return run

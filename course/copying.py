@@ -2,6 +2,8 @@
 
     python -m course.copying out/toy out/toy-mlm      # run folders or checkpoints of train.py
 """
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -53,21 +55,32 @@ def does_it_copy(model: MAELM, tokens):
     """Print the loss on a text that stands twice in its row, and how much the gaps attend to its copy."""
     same, other, second = twice(tokens)
     half = same.shape[1] // 2
-    layers = []  # from each position i to i - n / 2: (B, heads, n / 2)
-
-    def record(layer: Attention, inputs: tuple, output):
-        layers.append(attention_weights(layer, *inputs).diagonal(-half, 2, 3))
-
-    reads_gaps = model.encoder if model.decoder is None else model.decoder
-    hooks = [block.self_attention.register_forward_hook(record) for block in reads_gaps.stack.blocks]
-    copied, at = losses(model, same, second, seed=1)
-    for hook in hooks:
-        hook.remove()
+    with recorded_attention(model) as layers:
+        copied, at = losses(model, same, second, seed=1)
     control, _ = losses(model, other, second, seed=1)
     print(f"  masks in the second A of A [SEP] A: {copied.mean():.2f}; of B [SEP] A: {control.mean():.2f}")
-    from_gaps = [copies.take_along_dim(at[:, None] - half, dim=2) for copies in layers]  # (B, heads, k)
-    best = [f"{weights.mean((0, 2)).max():.3f}" for weights in from_gaps]
+    best = []
+    for weights in layers:
+        to_copies = weights.diagonal(-half, 2, 3)  # from each position i to i - n / 2: (B, heads, n / 2)
+        from_gaps = to_copies.take_along_dim(at[:, None] - half, dim=2)  # (B, heads, k)
+        best.append(f"{from_gaps.mean((0, 2)).max():.3f}")
     print("  attention of a gap to its copy, best head, by layer:", ", ".join(best))
+
+
+@contextmanager
+def recorded_attention(model: MAELM) -> Iterator[list[torch.Tensor]]:
+    """While entered, collects the softmax (B, heads, n, n) of each layer that reads gaps: of an MLM's encoder, or of
+    an MAE-LM's decoder."""
+    layers = []
+    stack = model.encoder.stack if model.decoder is None else model.decoder.stack
+    hooks = []
+    for block in stack.blocks:
+        hook = block.self_attention.register_forward_hook(
+            lambda layer, inputs, output: layers.append(attention_weights(layer, *inputs)))
+        hooks.append(hook)
+    yield layers
+    for hook in hooks:
+        hook.remove()
 
 
 def attention_weights(layer: Attention, x, bias):

@@ -28,6 +28,14 @@ def residual(h) -> float:
     return float((h - h.mean(0)).norm() / h.norm())
 
 
+def share_outside(gram, text_gram, dims: int) -> float:
+    """The share of the sum of squares of vectors, with gram H^T H (d, d), outside of the first `dims` singular
+    directions of a text, with text_gram; both float64."""
+    _, directions = torch.linalg.eigh(text_gram)  # ascending
+    inside = directions[:, -dims:]  # (d, dims)
+    return 1 - float((inside.T @ gram @ inside).trace() / gram.trace())
+
+
 def single_head(attention: nn.Module):
     """W^QK = W^Q W^K^T / sqrt(d) and W^VO = W^V W^O, (d, d) float64, all heads taken as one, without biases; App. A."""
     # nn.Linear holds the transpose of the paper's W.

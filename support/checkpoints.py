@@ -141,4 +141,4 @@ def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encode
 def run_settings(folder: Path) -> dict:
     """What config.json of a run folder holds; {} if there is none."""
     path = folder / "config.json"
-    return read_json(path) if path.is_file() else {}
+    return read_json(path, "init") if path.is_file() else {}  # all that write one write that

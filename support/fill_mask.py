@@ -12,25 +12,22 @@ SHOWN = 6  # examples at the end of a run
 
 
 @torch.no_grad()
-def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, masked) -> list[str]:
-    """For each position of masked (1, n) bool in tokens (1, n), the best three such as `the 0.61  a 0.20  its 0.03`."""
+def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, masked) -> list[list[tuple[str, float]]]:
+    """For each position of masked (1, n) bool in tokens (1, n), the best three and their probabilities."""
     at = masked.nonzero()[:, 1][None]  # (1, k)
     corruption = remove_masks(tokens, at, model.config, torch.Generator().manual_seed(0))
     at, *fields = [x.to(model.head.bias.device) for x in (at, *corruption)]
     logits = model.logits(Corruption(*fields), at)  # (1, k, V)
     best = logits[0].float().softmax(-1).topk(3)
-    lines = []
+    found = []
     for ids, probabilities in zip(best.indices.tolist(), best.values.tolist()):
-        words = []
-        for i, p in zip(ids, probabilities):
-            text = printable(tokenizer.decode([i]))
-            words.append(f"{text.strip() or repr(text)} {p:.2f}")
-        lines.append("  ".join(words))
-    return lines
+        texts = [printable(tokenizer.decode([i])) for i in ids]
+        found.append([(text.strip() or repr(text), p) for text, p in zip(texts, probabilities)])
+    return found
 
 
-def fill_mask(model: MAELM, tokenizer: Tokenizer, text: str) -> str:
-    """Three words with their probabilities for each [MASK] of a text, a line each. UserError without [MASK]."""
+def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[list[tuple[str, float]]]:
+    """The best three words and their probabilities for each [MASK] of a text. UserError without [MASK]."""
     text = text.encode(errors="replace").decode()  # a terminal can send half a character
     # A word has its space before it, so [MASK] stands for both.
     ids = []
@@ -41,8 +38,18 @@ def fill_mask(model: MAELM, tokenizer: Tokenizer, text: str) -> str:
     count, longest = ids.count(MASK), model.config.seq_len - 2
     if count == 0 or len(ids) > longest:
         raise UserError(f"--fill-mask: needs [MASK] and at most {longest} tokens; got {count} masks, {len(ids)} tokens")
-    guesses = best_tokens(model, tokenizer, tokens, tokens == MASK)
-    return "\n".join(f"[MASK] {number}: {guess}" for number, guess in enumerate(guesses, start=1))
+    return best_tokens(model, tokenizer, tokens, tokens == MASK)
+
+
+def format_guess(guess: list[tuple[str, float]]) -> str:
+    """Words and probabilities such as `the 0.61  a 0.20  its 0.03`."""
+    return "  ".join(f"{word} {p:.2f}" for word, p in guess)
+
+
+def fill_mask(model: MAELM, tokenizer: Tokenizer, text: str) -> str:
+    """What guess_masks returns, a line for each [MASK]."""
+    guesses = guess_masks(model, tokenizer, text)
+    return "\n".join(f"[MASK] {number}: {format_guess(guess)}" for number, guess in enumerate(guesses, start=1))
 
 
 def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
@@ -59,6 +66,6 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
                 guess, = best_tokens(model, tokenizer, row[None], masked)
                 before, after = "".join(texts[at - 7:at]), "".join(texts[at + 1:at + 8])
                 lines.append(f"  ...{before} [{texts[at].strip()}]{after} ...")
-                lines.append(f"      {guess}")
+                lines.append(f"      {format_guess(guess)}")
                 break
     return "\n".join(lines)

@@ -3,7 +3,6 @@ import ctypes
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,37 +115,6 @@ def compile_model(model: nn.Module, how: str):
     torch._dynamo.config.suppress_errors = how == "auto"  # without a compiler, run as it is
     torch._dynamo.config.optimize_ddp = False  # it would cut the model into pieces
     model.compile(dynamic=False, mode="reduce-overhead" if how == "graphs" else None)
-
-
-class Stopwatch:
-    """Seconds of training on a device, what it still has in its queue included."""
-    def __init__(self, device: torch.device, seconds: float = 0.0):
-        self.device = device
-        self.before = self.at_lap = seconds  # until the last pause, until the last lap
-        self.running_since = None
-
-    def start(self):
-        """Count on."""
-        self.running_since = time.perf_counter()
-
-    def seconds(self) -> float:
-        """Seconds so far."""
-        if self.running_since is None:
-            return self.before
-        torch.get_device_module(self.device).synchronize()
-        return self.before + time.perf_counter() - self.running_since
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        before, self.at_lap = self.at_lap, self.seconds()
-        return self.at_lap - before
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While entered, no time passes."""
-        self.before, self.running_since = self.seconds(), None
-        yield
-        self.start()
 
 
 class Interrupt:

@@ -88,7 +88,8 @@ def measure(seed, tau=0.9):
         return made_up(tokens)
 
     subject = rank.Subject("made up", encode, rows.numpy(), "rows", 8, 20, maelm.MASK, [0, 1, 2, 3])
-    found = rank.analyse(subject, rank.RankConfig(batch_size=7, tau=tau, seed=seed))
+    config = rank.RankConfig(batch_size=7, tau=tau, seed=seed)
+    found = rank.ranks_by_layer(subject, rank.measure(subject, config), config)
     assert torch.equal(torch.cat(read[1::2]), rows)
     return rows, torch.cat(read[::2]), found
 
@@ -144,7 +145,7 @@ def test_a_hub_encoder_keeps_its_frame(text, tmp_path):
         assert row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id
     assert tokenizer.decode(tokens[:, 1:-1].flatten()).startswith(little_documents()[0] + "</s>")
     torch.testing.assert_close(subject.encode(tokens)[-1], model.base_model(tokens).last_hidden_state)
-    assert rank.analyse(subject, config)["n"]["mask_only"] == 4 * len(subject.rows)
+    assert rank.measure(subject, config)["mask_only"][0].count == 4 * len(subject.rows)
 
 
 @pytest.mark.parametrize("flags, message", [
