@@ -261,11 +261,6 @@ def test_ids_that_no_text_has_are_refused(token, folder, tmp_path):
         Rows(there, "train", 24)[np.arange(9)]
 
 
-def test_a_vocabulary_beyond_any_in_use_is_refused(tmp_path, capsys):
-    flags = ["--vocab-size", "1000000000", "--cache", str(tmp_path), "--out", str(tmp_path)]
-    assert "vocab_size=1000000000: use at most 1,048,576" in fails(lambda: train.main(flags), capsys)
-
-
 @pytest.mark.parametrize("total, batch", [(1, 3), (10, 4), (97, 10), (1000, 64)])
 def test_every_epoch_is_a_new_permutation(total, batch):
     steps = [rows_of_step(5, step, batch, total) for step in range(3 * total // batch + 1)]

@@ -26,7 +26,7 @@ def lines_of(text):
 
 
 # ---- What students get ----------------------------------------------------------------------------------------------
-def test_the_handout_has_every_test_and_no_line_of_a_solution(tmp_path):
+def test_the_handout_is_new_and_has_every_test_and_no_line_of_a_solution(tmp_path, capsys):
     hand_out(tmp_path / "homework")
     texts = {path.name: path.read_text() for path in (tmp_path / "homework").rglob("*") if path.is_file()}
     tests = texts["test_maelm.py"] + texts["test_homework.py"]
@@ -43,9 +43,6 @@ def test_the_handout_has_every_test_and_no_line_of_a_solution(tmp_path):
                                capture_output=True, text=True)
     assert f"{sum(len(claims_of(name)) for name in TASKS)} tests collected" in collected.stdout, collected.stdout
     assert "arxiv.org" in texts["assignment.md"] and "arxiv.org" in texts["README.md"]
-
-
-def test_a_handout_needs_a_new_folder(tmp_path, capsys):
     assert "name a new folder" in fails(lambda: main(["--handout", str(tmp_path)]), capsys)
 
 

@@ -15,16 +15,13 @@ from bench import evidence, speed
 from support.run_folder import read_json, write_json
 
 
-def test_intervals_are_those_of_scipy():
+def test_intervals_are_those_of_scipy_and_p_is_corrected_for_the_number_of_claims():
     values = np.random.default_rng(0).normal(1.0, 2.0, 5)
     ends = scipy.stats.t.interval(0.95, 4, loc=values.mean(), scale=scipy.stats.sem(values))
     found = evidence.interval_of(np.array([math.nan, *values]))
     assert found[1:3] == pytest.approx(ends) and found.p == pytest.approx(scipy.stats.ttest_1samp(values, 0).pvalue)
     assert evidence.interval_of(np.array([7.0])) == (7.0, -math.inf, math.inf, 1.0)
     assert evidence.interval_of(np.full(3, 1.0), ranks=2).low < 0  # three equal ranks are not certain
-
-
-def test_holm_corrects_for_the_number_of_claims():
     assert evidence.holm([0.04, 0.01, 0.03, 0.9]) == pytest.approx([0.09, 0.04, 0.09, 0.9])
 
 

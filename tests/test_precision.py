@@ -48,6 +48,7 @@ def errors(size, name, worker, compiler=None, **fields):
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_bf16_is_close_to_float64_for_post_ln(name):
     worker = Worker(0, 1, torch.device("cpu"), torch.bfloat16)
-    shape = dict(encoder_dim=96, encoder_heads=6, seq_len=21, vocab_size=300)  # two layers of base, narrower
+    shape = dict(encoder_dim=96, encoder_heads=6, seq_len=21, vocab_size=300)  # two layers of base, an eighth as wide
+    shape["decoder_dim"] = ABLATIONS[name].get("decoder_dim", 0) // 8
     for loss, gradient in errors("base", name, worker, **shape):
         assert loss < 1e-3 and gradient < 0.02

@@ -8,15 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import train
-from maelm import MAELM, Config
 from support import checkpoints, worker
 from support.cli import UserError
-from support.figures import draw_loss
 from support.run_folder import lock_folder, read_json
 from tests.common import ROOT, arguments, contents, fails, last_checkpoint, losses, same, short_run, write_corpus
 
@@ -70,15 +69,23 @@ if hasattr(os, "fork"):  # not on Windows
         assert [step for step, _ in losses(out)] == [2, 3, 4, 6]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_a_checkpoint(number, text, finished, tmp_path, monkeypatch, capsys):
+def change_step(monkeypatch, changed, change):
+    """Let `change` turn the loss of one step into another."""
     def step(model, optimizers, batches, step, *others):
-        if step == 3:
-            signal.raise_signal(number)
-        return train_step(model, optimizers, batches, step, *others)
+        loss, norm = train_step(model, optimizers, batches, step, *others)
+        return (change(loss) if step == changed else loss), norm
 
     train_step = train.train_step
     monkeypatch.setattr(train, "train_step", step)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_a_checkpoint(number, text, finished, tmp_path, monkeypatch, capsys):
+    def interrupt(loss):
+        signal.raise_signal(number)
+        return loss
+
+    change_step(monkeypatch, 3, interrupt)
     with pytest.raises(SystemExit) as end:
         short_run(text, tmp_path / "run")
     assert end.value.code == 128 + number
@@ -109,73 +116,58 @@ def test_a_full_disk_destroys_nothing(text, finished, tmp_path, monkeypatch, cap
 
 # ---- What is not finite, or too large -------------------------------------------------------------------------------
 def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path, monkeypatch, capsys):
-    def step(model, optimizers, batches, step, *others):
-        loss, norm = train_step(model, optimizers, batches, step, *others)
-        return (loss * float("nan") if step == 4 else loss), norm
-
-    train_step = train.train_step
-    monkeypatch.setattr(train, "train_step", step)
+    change_step(monkeypatch, 4, lambda loss: loss * math.nan)
     assert "step 5: the loss is not finite" in fails(lambda: short_run(text, tmp_path / "run"), capsys)
     assert checkpoint_names(tmp_path / "run") == ["step_0000003.pt"]
 
 
-def test_weights_that_are_not_finite_are_not_saved(tmp_path):
-    model = MAELM(Config(vocab_size=300, seq_len=8, encoder_layers=1, encoder_dim=8, encoder_heads=2))
-    checkpoints.save_checkpoint(tmp_path, 1, model, [], 0.0, keep=1)
-    before = contents(tmp_path)
-    model.head.bias.data[7] = float("inf")
-    with pytest.raises(UserError, match="step 2: head.bias is not finite"):
-        checkpoints.save_checkpoint(tmp_path, 2, model, [], 0.0, keep=1)
-    assert contents(tmp_path) == before
-
-
-def raises(error):
-    """A function that raises an error."""
-    def function(*arguments, **options):
-        raise error
-    return function
+def test_weights_that_are_not_finite_are_not_saved(copy):
+    model, _ = checkpoints.load_model(copy)
+    before = contents(copy)
+    model.head.bias.data[7] = math.inf
+    with pytest.raises(UserError, match="step 7: head.bias is not finite"):
+        checkpoints.save_checkpoint(copy, 7, model, [], 0.0, keep=1)
+    assert contents(copy) == before
 
 
 def test_want_of_memory_names_the_flag(text, tmp_path, monkeypatch, capsys):
     for error in (MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("CPU: can't allocate memory")):
-        monkeypatch.setattr(train, "train_step", raises(error))
+        monkeypatch.setattr(train, "train_step", Mock(side_effect=error))
         assert "use a smaller --micro-batch-size" in fails(lambda: short_run(text, tmp_path / "run"), capsys)
-    monkeypatch.setattr(train, "train_step", raises(RuntimeError("an illegal memory access")))
+    monkeypatch.setattr(train, "train_step", Mock(side_effect=RuntimeError("an illegal memory access")))
     with pytest.raises(RuntimeError, match="illegal memory access"):  # other errors keep their traceback
         short_run(text, tmp_path / "run")
 
 
-def test_a_run_without_a_checkpoint_can_begin_anew(text, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "loop", lambda run: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            short_run(text, tmp_path / "run")
-    short_run(text, tmp_path / "run", "--learning-rate", "1e-3")
-    assert read_json(tmp_path / "run" / "config.json")["learning_rate"] == 1e-3
+def test_a_run_without_a_checkpoint_can_begin_anew(text, copy):
+    for path in checkpoints.checkpoints(copy):
+        path.unlink()
+    short_run(text, copy, "--learning-rate", "1e-3")
+    assert read_json(copy / "config.json")["learning_rate"] == 1e-3
 
 
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
 def test_a_damaged_checkpoint_is_named_and_can_be_deleted(text, finished, copy, capsys):
     newest = copy / "step_0000006.pt"
-    newest.write_bytes(newest.read_bytes()[:-1000])
-    assert "step_0000006.pt: damaged, or not written" in fails(lambda: short_run(text, copy), capsys)
+    content = newest.read_bytes()
+    flipped = bytearray(content)
+    weight = last_checkpoint(copy)["model"]["head.transform.0.weight"]
+    flipped[content.index(weight.numpy().tobytes()) + 50] ^= 64
+    for damaged in (content[:-1000], flipped):
+        newest.write_bytes(damaged)
+        assert "step_0000006.pt: damaged, or not written" in fails(lambda: short_run(text, copy), capsys)
     newest.unlink()
     assert same(short_run(text, copy), finished)
 
 
-def test_one_other_bit_in_a_checkpoint_is_noticed(copy):
-    content = bytearray((copy / "step_0000006.pt").read_bytes())
-    content[content.index(last_checkpoint(copy)["model"]["head.transform.0.weight"].numpy().tobytes()) + 50] ^= 64
-    (copy / "step_0000006.pt").write_bytes(content)
-    with pytest.raises(UserError, match="step_0000006.pt: damaged, or not written"):
-        checkpoints.load_model(copy)
-
-
-@pytest.mark.parametrize("bias, message", [(torch.zeros(7), "its weights do not fit"),
-                                           (torch.full((300,), math.nan), "head.bias is not finite")])
-def test_weights_that_are_not_those_of_a_model_are_refused(bias, message, copy):
+@pytest.mark.parametrize("part, change, message", [
+    ("model", {"head.bias": torch.zeros(7)}, "its weights do not fit"),
+    ("model", {"head.bias": torch.full((300,), math.nan)}, "head.bias is not finite"),
+    ("config", {"bert_trick": False}, "written by another version of maelm, which differs in .*bert_trick"),
+])
+def test_a_checkpoint_that_is_not_of_this_model_is_refused(part, change, message, copy):
     state = last_checkpoint(copy)
-    torch.save(state | {"model": state["model"] | {"head.bias": bias}}, copy / "step_0000006.pt")
+    torch.save(state | {part: state[part] | change}, copy / "step_0000006.pt")
     with pytest.raises(UserError, match=f"step_0000006.pt: {message}"):
         checkpoints.load_model(copy)
 
@@ -186,19 +178,12 @@ class Code:
         return print, ("code was run",)
 
 
-def test_a_checkpoint_runs_no_code(text, copy, capsys):
+def test_a_checkpoint_runs_no_code(copy, capsys):
     for name in ("step_0000006.pt", "encoder.pt"):
         torch.save({"model": Code(), "config": {}}, copy / name)
         with pytest.raises(UserError, match=f"{name}: damaged, or not written by this project"):
             checkpoints.load_encoder(copy / name)
     assert "code was run" not in capsys.readouterr().out
-    assert "step_0000006.pt: damaged, or not written by this project" in fails(lambda: short_run(text, copy), capsys)
-
-
-def test_a_checkpoint_of_another_version_says_so(copy):
-    torch.save({"step": 7, "model": {}, "config": {"bert_trick": False}}, copy / "step_0000007.pt")
-    with pytest.raises(UserError, match="another version of maelm, which differs in .*bert_trick"):
-        checkpoints.load_model(copy)
 
 
 def test_only_old_checkpoints_are_removed(text, tmp_path):
@@ -209,23 +194,13 @@ def test_only_old_checkpoints_are_removed(text, tmp_path):
     assert checkpoint_names(out) == ["step_0000005.pt", "step_0000006.pt"] and mine.exists()
 
 
-def test_a_run_continues_without_its_log(text, copy):
-    (copy / "log.jsonl").unlink()
-    (copy / "step_0000006.pt").unlink()
-    short_run(text, copy)
-    draw_loss(copy)
-    assert (copy / "loss.png").is_file()
-    (copy / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="tokenizer.json: damaged"):
-        checkpoints.load_model(copy)
-
-
 # ---- One folder, one run --------------------------------------------------------------------------------------------
-def test_a_second_process_in_a_folder_is_refused(text, copy, capsys):
+def test_a_folder_in_use_or_of_something_else_is_refused(text, copy, tmp_path, capsys):
     before = contents(copy)
     with lock_folder(copy):
         assert "another process is at work there" in fails(lambda: short_run(text, copy), capsys)
     assert contents(copy) == before
+    assert "not empty; choose another" in fails(lambda: short_run(text, tmp_path), capsys)
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -243,29 +218,27 @@ def test_another_run_is_refused_with_what_differs(flags, message, text, copy, tm
     assert contents(copy) == before
 
 
-def test_a_folder_of_something_else_is_refused(text, tmp_path, capsys):
-    (tmp_path / "thesis.tex").touch()
-    assert "not empty; choose another" in fails(lambda: short_run(text, tmp_path), capsys)
-
-
 # ---- Command lines and machines -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("flags, message", [
     ("--encoder-layer 3", "unknown flag --encoder-layer; the flags are .*--encoder-layers"),
     ("--ablation bert", "invalid choice: 'bert' .*mae-lm.*dec-1024"),
     ("--max-steps many", "--max-steps: invalid int value: 'many'"),
     ("--batch-size 0", "batch_size=0: use a positive number"),
-    ("--seq-len 1", "seq_len=1: use 2 or more"),
+    ("--vocab-size 1000000000", "vocab_size=1000000000: use at most 1,048,576"),
     ("--micro-batch-size 3", "batch_size=8 is not a multiple of micro_batch_size=3 times 1"),
     ("--mask-rate 0.99", "mask_rate=0.99 masks 24 of 24 tokens in a row: use 1 to"),
     ("--resume", "--resume: .*new holds no run to continue"),
     ("--init no/run", "no/run: not a run folder"),
+    ("--init RUN --encoder-layers 1", "encoder_layers=1: the weights of --init have 2"),
+    ("--init RUN --no-uncased", "uncased=False: the given tokenizer has True"),
     ("--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
     ("--stop-at 7", "stop_at=7 is not possible: .*at most max_steps"), ("--adam-beta2 1", "adam_beta2=1.0 is not"),
     ("--decoder-reset", "decoder_reset=True has no effect here"),
 ])
-def test_a_bad_command_line_gets_one_line(flags, message, text, tmp_path, monkeypatch, capsys):
+def test_a_bad_command_line_gets_one_line(flags, message, text, finished, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert re.search(message, fails(lambda: short_run(text, tmp_path / "new", *flags.split()), capsys))
+    flags = flags.replace("RUN", str(finished)).split()
+    assert re.search(message, fails(lambda: short_run(text, tmp_path / "new", *flags), capsys))
     assert not [*tmp_path.glob("new/[!.]*")]
 
 

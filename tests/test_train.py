@@ -2,6 +2,7 @@
 import sys
 import time
 from dataclasses import asdict, replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,32 +11,24 @@ import torch
 
 import train
 from conftest import tiny
-from maelm import MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head
+from maelm import CLS, MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head
 from support import cost, optim
 from support.checkpoints import load_model
 from support.cli import printable
 from support.rows import evenly, rows_of_step, unigram_entropy
 from support.run_folder import read_json, read_log
 from support.worker import Worker
-from tests.common import arguments, contents, fails, same, short_run
+from tests.common import contents, same, short_run
 
 CPU = torch.device("cpu")
 TINY = tiny()
 
 
-class RandomRows:
-    """Rows of random tokens (total, 24) that start with [CLS]. It records which are read."""
-    def __init__(self, total):
-        self.tokens = np.random.default_rng(0).integers(NUM_SPECIAL, 300, (total, 24))
-        self.tokens[:, 0] = 0
-        self.read = []
-
-    def __len__(self):
-        return len(self.tokens)
-
-    def __getitem__(self, numbers):
-        self.read += numbers.tolist()
-        return self.tokens[numbers]
+def random_rows(total):
+    """Rows of random tokens (total, 24) int64 that start with [CLS]."""
+    rows = np.random.default_rng(0).integers(NUM_SPECIAL, 300, (total, 24))
+    rows[:, 0] = CLS
+    return rows
 
 
 # ---- Runs -----------------------------------------------------------------------------------------------------------
@@ -67,8 +60,8 @@ def test_a_finished_run_is_never_overwritten(text, finished, capsys):
 
 @pytest.mark.parametrize("ablation", ["mae-lm", "mlm"])
 def test_training_learns_the_little_language(ablation, text, tmp_path, capsys):
-    flags = """--max-steps 300 --batch-size 16 --micro-batch-size 16 --encoder-dim 64 --dropout 0 --log-interval 50
-               --eval-interval 300 --checkpoint-interval 300 --muon-weight-decay 0.01""".split()
+    flags = """--max-steps 200 --batch-size 16 --micro-batch-size 16 --encoder-dim 64 --dropout 0 --log-interval 50
+               --eval-interval 200 --checkpoint-interval 200 --muon-weight-decay 0.01""".split()
     out = short_run(text, tmp_path / "run", "--ablation", ablation, *flags)
     log = read_log(out)
     assert log[-1]["val_loss"] < 0.5 * log[0]["unigram_entropy"]
@@ -88,13 +81,13 @@ def batch(rank, world, step=7, seed=0):
     recipe = train.TrainConfig(batch_size=24, micro_batch_size=4, seed=seed)
     config = replace(TINY, mask_in_encoder=0.5, encoder_fill="random")
     worker = Worker(rank, world, CPU, torch.float32)
-    return train.batch_of_step(step, RandomRows(200), config, recipe, worker)
+    return train.batch_of_step(step, random_rows(200), config, recipe, worker)
 
 
 def test_rows_and_masks_depend_on_seed_and_step():
     whole = batch(0, 1)
     rows = torch.cat([tokens for tokens, _ in whole]).numpy()
-    assert np.array_equal(rows, RandomRows(200).tokens[rows_of_step(0, 7, 24, 200)])
+    assert np.array_equal(rows, random_rows(200)[rows_of_step(0, 7, 24, 200)])
     masks = torch.stack([corruption.masked for _, corruption in whole])
     assert len(masks.unique(dim=0)) == 6  # other masks in each micro-batch
     for world in (1, 2, 3):
@@ -108,10 +101,12 @@ def test_rows_and_masks_depend_on_seed_and_step():
 
 @pytest.mark.parametrize("total, wanted", [(1000, 37), (20, 37)])
 def test_evaluation_rows_are_spread_over_the_validation_part(total, wanted):
-    rows = RandomRows(total)
+    rows = random_rows(total)
+    rows[:, -1] = NUM_SPECIAL + np.arange(total)
     tokens = evenly(rows, wanted)
-    assert rows.read[0] == 0 and rows.read[-1] == total - 1 and len(rows.read) == min(total, wanted)
-    assert np.ptp(np.diff(rows.read)) <= 1 and np.diff(rows.read).min() > 0
+    read = (tokens[:, -1] - NUM_SPECIAL).tolist()
+    assert read[0] == 0 and read[-1] == total - 1 and len(read) == min(total, wanted)
+    assert np.ptp(np.diff(read)) <= 1 and np.diff(read).min() > 0
     _, frequency = np.unique(tokens[tokens >= NUM_SPECIAL], return_counts=True)
     assert unigram_entropy(tokens) == pytest.approx(scipy.stats.entropy(frequency))
 
@@ -135,7 +130,7 @@ def test_init_gives_an_mlm_a_new_decoder(text, tmp_path, capsys):
         torch.testing.assert_close(after.encoder.state_dict()[name], weight)
 
 
-def test_weights_keep_the_recipe_of_their_run_at_a_fifth_of_its_rates(finished, text, tmp_path, capsys):
+def test_weights_keep_the_recipe_of_their_run_at_a_fifth_of_its_rates(finished, tmp_path):
     own, flagged = [train.parse(["--init", str(finished), *flags]) for flags in ([], ["--learning-rate", "1e-3"])]
     there = read_json(finished / "config.json")
     assert (own.train.learning_rate, own.train.muon_learning_rate) == pytest.approx((6e-3 / 5, 2e-2 / 5))
@@ -147,8 +142,6 @@ def test_weights_keep_the_recipe_of_their_run_at_a_fifth_of_its_rates(finished, 
         (tmp_path / "run" / file).write_bytes((finished / file).read_bytes())
     imported = train.parse(["--init", str(tmp_path / "run")])
     assert (imported.train.optimizer, imported.train.learning_rate, imported.train.max_steps) == ("adamw", 1e-4, 10_000)
-    short_run(text, tmp_path / "next", "--init", finished)
-    assert capsys.readouterr().out.startswith(f"recipe: that of {finished} with a fifth of its peak rates; muon")
 
 
 def test_saving_is_not_training(text, tmp_path, monkeypatch):
@@ -157,15 +150,6 @@ def test_saving_is_not_training(text, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "save_checkpoint", lambda *arguments: (saved.append(1), save(*arguments)))
     out = short_run(text, tmp_path / "run", "--checkpoint-interval", 1)
     assert len(saved) == 6 and read_log(out)[-1]["seconds"] < 1000
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["--encoder-layers", "1"], "encoder_layers=1: the weights of --init have 2"),
-    (["--no-uncased"], "uncased=False: the given tokenizer has True"),
-])
-def test_init_keeps_the_shape_of_its_weights(flags, message, text, finished, tmp_path, capsys):
-    command = arguments(text, tmp_path / "run", "--init", finished, *flags)
-    assert message in fails(lambda: train.main(command), capsys)
 
 
 # ---- Optimizers -----------------------------------------------------------------------------------------------------
@@ -182,7 +166,7 @@ def steps_of_muon(make):
     return matrices
 
 
-def test_muon_in_bf16_is_pytorchs_muon():
+def test_muon_in_bf16_is_pytorchs_muon():  # needs torch 2.9 or later, which has a Muon
     theirs = steps_of_muon(lambda matrices: torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1))
     ours = steps_of_muon(lambda matrices: optim.Muon(matrices, 0.02, 0.1, torch.bfloat16))
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)  # a step moves a number by about 0.02
@@ -200,23 +184,20 @@ def test_matrices_of_layers_go_to_muon():
 
 # ---- Costs, presets, flags ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ablation, flops", [("mae-lm", 338_826_571_776), ("mlm", 289_493_876_736)])
-def test_flops_of_a_base_row_are_known(ablation, flops):
+def test_an_estimate_knows_the_flops_and_makes_no_run(ablation, flops, tmp_path, monkeypatch, capsys):
     assert cost.flops(train.make_config("base", ablation)) == flops
+    monkeypatch.chdir(tmp_path)
+    train.main(f"--preset base --ablation {ablation} --estimate".split())
+    printed = capsys.readouterr().out
+    hours = flops * 2048 * 125_000 / 8 / (0.25 * 989e12) / 3600
+    assert f"{hours:,.3g} hours on 8" in printed and "131.1 G tokens of docs" in printed
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name, peak", [("NVIDIA L40", 181e12), ("NVIDIA L4", 121e12), ("NVIDIA H100 PCIe", 756e12),
                                         ("NVIDIA H100 80GB HBM3", 989e12), ("Tesla T4", None)])
 def test_a_gpu_has_its_own_peak_in_bf16_only(name, peak):
     assert cost.peak_of(name, torch.bfloat16) == peak and cost.peak_of(name, torch.float32) is None
-
-
-def test_an_estimate_makes_no_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    train.main("--preset base --estimate".split())
-    printed = capsys.readouterr().out
-    hours = 338_826_571_776 * 2048 * 125_000 / 8 / (0.25 * 989e12) / 3600
-    assert f"{hours:,.3g} hours on 8" in printed and "131.1 G tokens of docs" in printed
-    assert not list(tmp_path.iterdir())
 
 
 def test_help_shows_the_values_of_the_preset(capsys):
@@ -239,19 +220,14 @@ def test_a_step_follows_schedule_and_clipping():
 
 
 def test_wandb_gets_every_number_of_the_log_as_one_run(text, tmp_path, monkeypatch):
-    class Wandb(list):
-        log, define_metric, finish = list.append, (lambda *a, **b: None), (lambda self: None)
-
-        def init(self, id, **others):
-            names.append(id)
-            return self
-
-    names, fake = [], Wandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    wandb = Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     for stop in (4, 0):
         out = short_run(text, tmp_path / "run", "--wandb", "project", "--stop-at", stop)
-    assert len(set(names)) == 1
-    assert fake == read_log(out)
+    first, second = wandb.init.call_args_list
+    assert first.kwargs["id"] == second.kwargs["id"]
+    logged = wandb.init.return_value.log.call_args_list
+    assert [call.args[0] for call in logged] == read_log(out)
 
 
 TABLE_4 = {  # base, base++, large++
