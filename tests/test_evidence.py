@@ -82,7 +82,7 @@ if hasattr(os, "fork"):  # not on Windows
         assert script.returncode and " ".join(jobs) == "train-mae-lm-3 rank-mae-lm-3 docs-mae-lm-3 train-mlm-3"
         for model, step in (("mae-lm", 6), ("mlm", 3)):
             assert jobs[f"train-{model}-3"] == f"--preset toy --data docs --ablation {model} --seed 3".split()
-            write_json(tmp_path / f"train-{model}-3" / "config.json", {"max_steps": 6})
+            write_json(tmp_path / f"train-{model}-3" / "config.json", {"init": "", "max_steps": 6})
             (tmp_path / f"train-{model}-3" / "log.jsonl").write_text(json.dumps({"step": step, "val_loss": 3.0}))
         evidence.collect(tmp_path)
         (name, job), = read_json(tmp_path / "evidence.json")["jobs"].items()
