@@ -47,12 +47,12 @@ from train import learning_rate_factor
 class TuneConfig:
     """How an encoder is fine-tuned; a task has defaults of its own. ValueError names a field that is wrong."""
     epochs: float = 3.0
-    learning_rate: float = 0.0  # peak; 0 = 3e-5 * (768 / d)^2, inside Table 5 for base and large
+    learning_rate: float = 0.0  # peak, 0 or more; 0 = 3e-5 * (768 / d)^2, inside Table 5 for base and large
     batch_size: int = 32  # examples per optimizer step
-    warmup_share: float = 0.06  # of all steps, below 1: linear warm-up, then linear decay to 0
-    seq_len: int = 512  # longest input in tokens, or the encoder's own limit
-    dropout: float = 0.1  # in encoder and head, below 1
-    weight_decay: float = 0.01  # of all parameters
+    warmup_share: float = 0.06  # of all steps, 0 or more, below 1: linear warm-up, then linear decay to 0
+    seq_len: int = 512  # longest input in tokens, 8 or more, or the encoder's own limit
+    dropout: float = 0.1  # in encoder and head, 0 or more, below 1
+    weight_decay: float = 0.01  # of all parameters, 0 or more
     precision: str = "auto"  # auto | fp32 | bf16: of training; evaluation is in fp32
     max_query: int = 64  # SQuAD: longest question in tokens, at most half of seq_len
     doc_stride: int = 128  # SQuAD: tokens between the starts of windows, at most half a window
@@ -60,7 +60,12 @@ class TuneConfig:
 
     def __post_init__(self):
         require_positive(self, "epochs", "batch_size", "max_query", "doc_stride", "max_answer")
-        require(self, dropout=0 <= self.dropout < 1, precision=self.precision in ("auto", "fp32", "bf16"))
+        require(
+            self,
+            learning_rate=self.learning_rate >= 0, weight_decay=self.weight_decay >= 0,
+            warmup_share=0 <= self.warmup_share < 1, seq_len=self.seq_len >= 8,
+            dropout=0 <= self.dropout < 1, precision=self.precision in ("auto", "fp32", "bf16"),
+        )
 
 
 class Command(NamedTuple):

@@ -109,7 +109,7 @@ class RankConfig:
 
     def __post_init__(self):
         require_positive(self, "tokens", "seq_len", "batch_size")
-        require(self, tau=0 < self.tau < 1, seed=0 <= self.seed < 2 ** 63)
+        require(self, tau=0 < self.tau < 1, seed=0 <= self.seed < 2 ** 63, val_share=0 < self.val_share <= 1)
 
 
 class Subject(NamedTuple):

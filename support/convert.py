@@ -48,7 +48,8 @@ def from_hub(auto: str, name: str, **options):
     try:
         return auto_class.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # a damaged file can make it raise anything
-        raise UserError(f"hf:{name}: transformers cannot load it ({root_cause(error)})") from error
+        why = f"{type(error).__name__}: {root_cause(error)}"
+        raise UserError(f"hf:{name}: transformers cannot load it ({why})") from error
 
 
 def model_from_hub(auto: str, name: str) -> tuple[nn.Module, bool]:

@@ -251,6 +251,7 @@ def test_figure_3_has_its_points_in_order(finished, tmp_path, monkeypatch):
 @pytest.mark.parametrize("flags, message", [
     ("--init no/such", "no/such: not a run folder"), ("--init hf:a", "support.convert imports hf:"),
     ("--task sst3", "invalid choice: 'sst3'"), ("--epochs 0", "epochs=0.0"),
+    ("--learning-rate -1", "learning_rate=-1.0 is not possible"), ("--warmup-share 2", "warmup_share=2.0 is not"),
     ("--init no --predict a.txt", "no/encoder.pt: no such file"), ("--figure3 a.pt --task glue", "needs one --task"),
     ("--task custom", "--task custom needs --data"), ("--learning-rate nan", "--learning-rate: nan is not possible"),
     ("--task docs --data .", "leave --data out"), ("--task rte --data no/such", "no train.tsv there or in RTE/")])
