@@ -10,9 +10,9 @@ SHADES = {"": "white", "[MASK]": "#f6b26b", "e_[MASK]": "#fce5cd"}  # of cells b
 
 def readings(words: list[str], corruption: Corruption) -> tuple[list[str], list[str]]:
     """What encoder and decoder read at the n positions of one row, as in Figure 2; "" where a token is removed."""
-    _, kept, read = corruption
-    encoder, decoder = [""] * len(words), ["e_[MASK]"] * len(words)
-    for i, token in zip(kept[0].tolist(), read[0].tolist()):
+    encoder = [""] * len(words)
+    decoder = ["e_[MASK]"] * len(words)
+    for i, token in zip(corruption.kept[0].tolist(), corruption.read[0].tolist()):
         encoder[i] = "[MASK]" if token == MASK else words[i]
         decoder[i] = f"h_{i}"
     return encoder, decoder
@@ -21,28 +21,40 @@ def readings(words: list[str], corruption: Corruption) -> tuple[list[str], list[
 def draw_cells(rows: dict[str, list[str]], weights: dict[str, list[float]] | None = None) -> Figure:
     """A picture with a row of cells for each name; with weights in [0, 1] a cell is as dark as its weight."""
     columns = max(map(len, rows.values()))
-    figure = Figure(figsize=(min(13, 2.5 + columns), 0.5 * len(rows) + 0.2), layout="constrained")
+    size = (min(13, 2.5 + columns), 0.5 * len(rows) + 0.2)
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     for y, (name, texts) in enumerate(rows.items()):
         for x, text in enumerate(texts):
-            shade = SHADES.get(text, "#cfe2f3") if weights is None else (0.0, 0.3, 0.8, weights[name][x])
-            axes.add_patch(Rectangle((x + 0.03, y + 0.05), 0.94, 0.9, facecolor=shade))
+            shade = SHADES.get(text, "#cfe2f3")
+            if weights is not None:
+                shade = (0.0, 0.3, 0.8, weights[name][x])
+            cell = Rectangle((x + 0.03, y + 0.05), 0.94, 0.9, facecolor=shade)
+            axes.add_patch(cell)
             axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize="small")
-    axes.set(xlim=(0, columns), ylim=(len(rows), 0), xticks=[], yticks=[y + 0.5 for y in range(len(rows))],
-             yticklabels=rows)
+    axes.set(xlim=(0, columns), ylim=(len(rows), 0), xticks=[])
+    axes.set_yticks([y + 0.5 for y in range(len(rows))], rows)
     axes.spines[:].set_visible(False)
     return figure
 
 
 def repeated_word(rows, tokenizer: Tokenizer, number: int = 0):
-    """The row (1, n) int64 of rows (N, n) that is the number-th to hold a long word twice, and the two positions."""
+    """Of rows (N, n) int64 the number-th in which a long word stands twice, (1, n), and the two positions."""
+    found = 0
     for row in rows:
-        for i, token in enumerate(row.tolist()):
-            places = (row == token).nonzero().flatten().tolist()
-            word = tokenizer.decode([token]) if token >= NUM_SPECIAL else ""
-            if len(places) == 2 and places[0] == i and len(word) > 5 and word.strip().isalpha():
-                if number == 0:
-                    return row[None], places
-                number -= 1
-                break
-    raise ValueError("no row holds a long word twice")
+        places = places_of_word(row, tokenizer)
+        if places and found == number:
+            return row[None], places
+        if places:
+            found += 1
+    raise ValueError(f"only {found} rows hold a long word twice")
+
+
+def places_of_word(row, tokenizer: Tokenizer) -> list[int]:
+    """Where the first long word that stands twice in a row (n,) stands; [] if there is none."""
+    for token in row[row >= NUM_SPECIAL].tolist():
+        places = (row == token).nonzero().flatten().tolist()
+        word = tokenizer.decode([token])
+        if len(places) == 2 and len(word) > 5 and word.strip().isalpha():
+            return places
+    return []

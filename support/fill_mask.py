@@ -21,8 +21,11 @@ def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, masked) -> list[list
     best = logits[0].float().softmax(-1).topk(3)
     found = []
     for ids, probabilities in zip(best.indices.tolist(), best.values.tolist()):
-        texts = [printable(tokenizer.decode([i])) for i in ids]
-        found.append([(text.strip() or repr(text), p) for text, p in zip(texts, probabilities)])
+        guess = []
+        for i, p in zip(ids, probabilities):
+            text = printable(tokenizer.decode([i]))
+            guess.append((text.strip() or repr(text), p))
+        found.append(guess)
     return found
 
 
@@ -48,8 +51,10 @@ def format_guess(guess: list[tuple[str, float]]) -> str:
 
 def fill_mask(model: MAELM, tokenizer: Tokenizer, text: str) -> str:
     """What guess_masks returns, a line for each [MASK]."""
-    guesses = guess_masks(model, tokenizer, text)
-    return "\n".join(f"[MASK] {number}: {format_guess(guess)}" for number, guess in enumerate(guesses, start=1))
+    lines = []
+    for number, guess in enumerate(guess_masks(model, tokenizer, text), start=1):
+        lines.append(f"[MASK] {number}: {format_guess(guess)}")
+    return "\n".join(lines)
 
 
 def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
