@@ -71,11 +71,6 @@ def both_sides(real, masks, qk, vo) -> dict[str, float]:
     return {"left": norm(left), "right": 4 * epsilon * norm(R) ** 3, "spread": spread, "eq3": eq3}
 
 
-def attention_only(h, qk, vo):
-    """One single-head attention layer H -> A H W^VO, (n, d) float64."""
-    return (h @ qk @ h.T).softmax(1) @ h @ vo
-
-
 def lemma_2_1(subject: Subject, states, masked) -> list[str]:
     """Ranks of P, E, H_M^0 and H_M^L of a model: printable lines."""
     P = subject.encoder.position_embedding.weight.cpu().double()
@@ -99,7 +94,7 @@ def theorem_2_2(subject: Subject, states, masked) -> list[str]:
             qk, vo = single_head(subject.encoder.stack.blocks[layer].self_attention)
             sides = both_sides(state[0][~at], state[0][at], qk, vo)
             line += f"  {sides['left']:12.3e} {sides['right']:12.3e} {sides['spread']:10.2f}  {sides['eq3']:12.3f}"
-            pure = attention_only(pure, qk, vo)
+            pure = (pure @ qk @ pure.T).softmax(1) @ pure @ vo  # one single-head attention layer, H -> A H W^VO
         lines.append(line)
     return lines
 

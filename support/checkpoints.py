@@ -19,11 +19,6 @@ def checkpoints(out: Path) -> list[Path]:
     return sorted(out.glob(f"step_{7 * '[0-9]'}.pt"))
 
 
-def checkpoint_path(out: Path, step: int) -> Path:
-    """The checkpoint of a run after `step` steps."""
-    return out / f"step_{step:07d}.pt"
-
-
 def write_tensors(path: Path, state: dict):
     """Write tensors and numbers atomically. No objects of ours: so reading them back runs no code."""
     with atomic(path) as temporary, open(temporary, "wb") as file:
@@ -57,7 +52,7 @@ def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, second
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
             raise UserError(f"step {step}: {name} is not finite; start again with a lower --learning-rate")
-    write_tensors(checkpoint_path(out, step), {
+    write_tensors(out / f"step_{step:07d}.pt", {
         "step": step,
         "seconds": seconds,  # of training, evaluations not counted
         "config": asdict(model.config),

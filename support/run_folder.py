@@ -127,7 +127,7 @@ class RunLog:
         self.path = out / "log.jsonl"
         kept = [line for line in read_log(out) if line["step"] <= step and step > 0]
         with atomic(self.path) as temporary:
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            temporary.write_text(json_lines(kept))
         self.wandb = open_wandb(project, out, settings) if project else None
 
     def write(self, **line):
