@@ -26,12 +26,13 @@ def draw_cells(rows: dict[str, list[str]], weights: dict[str, list[float]] | Non
     axes = figure.subplots()
     for y, (name, texts) in enumerate(rows.items()):
         for x, text in enumerate(texts):
-            shade = SHADES.get(text, "#cfe2f3")
+            shade, color = SHADES.get(text, "#cfe2f3"), "black"
             if weights is not None:
                 shade = (0.0, 0.3, 0.8, weights[name][x])
+                color = "white" if weights[name][x] > 0.5 else "black"
             cell = Rectangle((x + 0.03, y + 0.05), 0.94, 0.9, facecolor=shade)
             axes.add_patch(cell)
-            axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize="small")
+            axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=color)
     axes.set(xlim=(0, columns), ylim=(len(rows), 0), xticks=[])
     axes.set_yticks([y + 0.5 for y in range(len(rows))], rows)
     axes.spines[:].set_visible(False)
