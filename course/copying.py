@@ -78,9 +78,11 @@ def recorded_attention(model: MAELM) -> Iterator[list[torch.Tensor]]:
         hook = block.self_attention.register_forward_hook(
             lambda layer, inputs, output: layers.append(attention_weights(layer, *inputs)))
         hooks.append(hook)
-    yield layers
-    for hook in hooks:
-        hook.remove()
+    try:
+        yield layers
+    finally:  # also after an error, or the model would record on
+        for hook in hooks:
+            hook.remove()
 
 
 def attention_weights(layer: Attention, x, bias):
