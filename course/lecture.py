@@ -1,4 +1,6 @@
 """What lecture.ipynb shows that no other file computes or draws."""
+from collections.abc import Iterator
+
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -39,23 +41,12 @@ def draw_cells(rows: dict[str, list[str]], weights: dict[str, list[float]] | Non
     return figure
 
 
-def repeated_word(rows, tokenizer: Tokenizer, number: int = 0):
-    """Of rows (N, n) int64 the number-th in which a long word stands twice, (1, n), and the two positions."""
-    found = 0
+def repeated_words(rows, tokenizer: Tokenizer) -> Iterator[tuple]:
+    """Of rows (N, n) int64 those in which a long word stands twice: each as (1, n), and the two positions."""
     for row in rows:
-        places = places_of_word(row, tokenizer)
-        if places and found == number:
-            return row[None], places
-        if places:
-            found += 1
-    raise ValueError(f"only {found} rows hold a long word twice")
-
-
-def places_of_word(row, tokenizer: Tokenizer) -> list[int]:
-    """Where the first long word that stands twice in a row (n,) stands; [] if there is none."""
-    for token in row[row >= NUM_SPECIAL].tolist():
-        places = (row == token).nonzero().flatten().tolist()
-        word = tokenizer.decode([token])
-        if len(places) == 2 and len(word) > 5 and word.strip().isalpha():
-            return places
-    return []
+        for token in row[row >= NUM_SPECIAL].tolist():
+            places = (row == token).nonzero().flatten().tolist()
+            word = tokenizer.decode([token])
+            if len(places) == 2 and len(word) > 5 and word.strip().isalpha():
+                yield row[None], places
+                break  # one word of each row
