@@ -3,7 +3,6 @@
     python finetune.py --init out/toy --task docs               # which library does this documentation belong to?
     python finetune.py --init out/base --task rte --sweep       # Table 5's grid, then the median of five seeds
     python finetune.py --init out/base --task glue --data DIR   # all eight tasks and their average, from local files
-    python finetune.py --figure3 out/base/step_*.pt --task mnli # Figure 3: metric against pre-training time
     python finetune.py --init out/rte-base --predict test.tsv   # what a fine-tuned model predicts for new texts
 
 --task custom reads train and dev files (.csv, .jsonl, .parquet) with columns text[,text2],label from --data. We
@@ -11,7 +10,6 @@ evaluate on dev each half epoch, at most 20 times, and choose the best checkpoin
 are slightly optimistic. The same command again does the runs that are missing; torchrun's processes share them.
 """
 import argparse
-import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -31,7 +29,6 @@ from support.checkpoints import load_encoder, load_weights, read_tensors, run_se
 from support.classify import Classification, Encoded, labels_and_scale
 from support.cli import Parser, UserError, add_flags, clear_errors, given_flags, require, require_positive, value_in
 from support.corpus import VAL_SHARE
-from support.figures import figure
 from support.models import make_model
 from support.rows import rows_of_step, seed_of
 from support.run_folder import lock_folder, open_folder, read_json, short_hash, write_json, write_texts
@@ -280,9 +277,9 @@ def make_kind(task: str, pretrained: Pretrained, tune: TuneConfig, *labels) -> C
     return Spans(*shape, tune) if task == "squad2" else Classification(*shape, tune.dropout, *labels)
 
 
-def make_setup(task: str, init: str, command: Command, worker: Worker) -> Setup:
+def make_setup(task: str, command: Command, worker: Worker) -> Setup:
     """Read encoder and data, and encode. UserError if the folder holds runs of another setup."""
-    tune = command.tasks[task]
+    tune, init = command.tasks[task], command.options.init
     pretrained = Pretrained(init, tune.dropout)
     rate = tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2
     tune = replace(tune, learning_rate=rate)
@@ -292,7 +289,7 @@ def make_setup(task: str, init: str, command: Command, worker: Worker) -> Setup:
     for split, encoded in splits.items():
         remarks += [f"{split}: {remark}" for remark in encoded.remarks]
     out = command.out
-    if command.options.figure3 or len(command.tasks) > 1:  # one of several
+    if len(command.tasks) > 1:
         out = out / f"{task}-{name_of(init)}"
     if worker.is_main:
         weights = [tensor.numpy().tobytes() for tensor in pretrained.new_encoder(0).state_dict().values()]
@@ -304,10 +301,10 @@ def make_setup(task: str, init: str, command: Command, worker: Worker) -> Setup:
     return Setup(task, pretrained, kind, splits, tune, worker, out, remarks)
 
 
-def run_task(task: str, init: str, command: Command, worker: Worker) -> dict:
+def run_task(task: str, command: Command, worker: Worker) -> dict:
     """Fine-tune one encoder on one task: the grid with --sweep, then seeds 1, 2, ... Writes and returns result.json:
     values of all seeds and their medians, the settings, and the ranks of Table 3."""
-    setup = make_setup(task, init, command, worker)
+    setup = make_setup(task, command, worker)
     kind, dev = setup.kind, setup.splits["dev"]
     if worker.is_main:
         title = f"{setup.out}: {len(setup.splits['train'].ids):,} training inputs"
@@ -328,7 +325,7 @@ def run_task(task: str, init: str, command: Command, worker: Worker) -> dict:
     values = [line["value"] for line in finals]
     names = dict.fromkeys(name for line in finals for name in line["metrics"])  # a run that diverged has none
     result = {
-        "task": task, "init": init, "metric": kind.metric, "median": median(values), "values": values,
+        "task": task, "init": command.options.init, "metric": kind.metric, "median": median(values), "values": values,
         "metrics": {name: median([line["metrics"].get(name) for line in finals]) for name in names},
         "last": median([line["last"] for line in finals]),
         "setting": setting, "tune": asdict(setup.tune) | setting, "remarks": setup.remarks,
@@ -372,25 +369,7 @@ def report(result: dict) -> str:
             f"effective rank on the dev split, before -> after, of {ranks['d']}: {', '.join(changes)}")
 
 
-# ---- 4. Figure 3, the average of Table 1, and predictions for new texts -------------------------------------
-def figure3(hours: dict[str, float], results: list[dict], out: Path):
-    """Write figure3.json and draw figure3.png: the metric against hours of pre-training, a line for each run."""
-    points = []
-    for path, result in zip(hours, results):
-        points.append({"run": str(Path(path).parent), "checkpoint": path, "hours": hours[path],
-                       "median": result["median"], "values": result["values"]})
-    points.sort(key=lambda point: point["hours"])
-    write_json(out / "figure3.json", {"points": points})
-    with figure(out / "figure3.png") as (_, axes):
-        for run in dict.fromkeys(point["run"] for point in points):
-            line = [point for point in points if point["run"] == run]
-            axes.plot([point["hours"] for point in line], [point["median"] for point in line], marker="o", label=run)
-        axes.set(xlabel="hours of pre-training", ylabel=f"{results[0]['metric']} (%), median of the seeds",
-                 title=f"{results[0]['task']}, fine-tuned from checkpoints")
-        axes.legend()
-    print(f"{out}: figure3.json, figure3.png")
-
-
+# ---- 4. The average of Table 1, and predictions for new texts -----------------------------------------------
 def table1(results: list[dict], out: Path):
     """Print the medians of GLUE's tasks and their average, a row of Table 1, and write them to result.json."""
     medians = {result["task"]: result["median"] for result in results}
@@ -432,7 +411,6 @@ def parse(argv) -> Command:
     add("--seeds", type=int, default=5, help="runs whose median is the result [%(default)s]")
     add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
     add("--sweep", action="store_true", help="first try the grid of Table 5 or 6; flags replace its values")
-    add("--figure3", nargs="+", metavar="CHECKPOINT", default=[], help="fine-tune each, draw metric against time")
     add("--predict", metavar="FILE", default="", help="predict, with the fine-tuned model in --init: lines (.txt), "
         "columns text[,text2] (.csv, .jsonl, .parquet), a test file of GLUE, the Hub or SQuAD, or hf:[SPLIT]")
     task = value_in(argv, "--task", "docs")
@@ -441,8 +419,6 @@ def parse(argv) -> Command:
     given = given_flags(options, TuneConfig)
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: use a positive number")
-    if options.figure3 and options.task == "glue":
-        parser.error("--figure3: needs one --task")
     if options.task == "docs" and options.data:
         parser.error(f"--data {options.data}: --task docs reads only this machine's documentation; leave --data out")
     if options.task == "custom" and not options.data and not options.predict:
@@ -452,7 +428,7 @@ def parse(argv) -> Command:
         tasks = {task: TuneConfig(**DEFAULTS[TASKS[task].group] | given) for task in names}
     except ValueError as error:
         parser.error(str(error))
-    out = Path("out") / f"{options.task}-{'figure3' if options.figure3 else name_of(options.init)}"
+    out = Path("out") / f"{options.task}-{name_of(options.init)}"
     if options.predict:
         out = Path(options.init) / f"predict-{Path(options.predict.removeprefix('hf:') or 'test').stem}"
     return Command(tasks, options.out or out, given, options)
@@ -468,12 +444,8 @@ def main(argv=None):
             return predict_file(Path(options.init), options.predict, command.out, worker.device)
         for task in command.tasks if options.data else ():  # what is missing is found before the first run
             find_files(task, options.data)
-        hours = {path: read_tensors(Path(path), "seconds")["seconds"] / 3600 for path in options.figure3}
         with lock_folder(command.out) if worker.is_main else nullcontext():
-            pairs = itertools.product(command.tasks, options.figure3 or [options.init])
-            results = [run_task(task, init, command, worker) for task, init in pairs]
-            if options.figure3 and worker.is_main:
-                figure3(hours, results, command.out)
+            results = [run_task(task, command, worker) for task in command.tasks]
             if len(command.tasks) > 1 and worker.is_main:
                 table1(results, command.out)
 

@@ -10,7 +10,7 @@ import finetune
 from maelm import CLS, SEP
 from rank import RankConfig, subject_of_run
 from support import task_files, tasks
-from support.checkpoints import checkpoints, load_encoder
+from support.checkpoints import load_encoder
 from support.classify import Classification, Encoded, labels_and_scale
 from support.run_folder import read_json, write_json
 from support.squad import Spans, answer_tokens, spans_of
@@ -238,21 +238,11 @@ def test_glue_is_the_average_of_eight(finished, tmp_path, monkeypatch):
     assert tune(finished, "glue", tmp_path)["average"] == 3.5
 
 
-def test_figure_3_has_its_points_in_order(finished, tmp_path, monkeypatch):
-    fake_runs(monkeypatch, lambda setup, run: 50.0)
-    first, last = map(str, checkpoints(finished))
-    command = ["--task", "rte", "--data", str(write_glue(tmp_path / "glue")), "--out", str(tmp_path / "out")]
-    finetune.main([*command, "--figure3", last, first])
-    points = read_json(tmp_path / "out" / "figure3.json")["points"]
-    assert [point["checkpoint"] for point in points] == [first, last] and points[0]["hours"] < points[1]["hours"]
-    assert (tmp_path / "out" / "figure3.png").is_file()
-
-
 @pytest.mark.parametrize("flags, message", [
     ("--init no/such", "no/such: not a run folder"), ("--init hf:a", "support.convert imports hf:"),
     ("--task sst3", "invalid choice: 'sst3'"), ("--epochs 0", "epochs=0.0"),
     ("--learning-rate -1", "learning_rate=-1.0 is not possible"), ("--warmup-share 2", "warmup_share=2.0 is not"),
-    ("--init no --predict a.txt", "no/encoder.pt: no such file"), ("--figure3 a.pt --task glue", "needs one --task"),
+    ("--init no --predict a.txt", "no/encoder.pt: no such file"),
     ("--task custom", "--task custom needs --data"), ("--learning-rate nan", "--learning-rate: nan is not possible"),
     ("--task docs --data .", "leave --data out"), ("--task rte --data no/such", "no train.tsv there or in RTE/")])
 def test_a_bad_command_gets_one_line(flags, message, tmp_path, capsys):
