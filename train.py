@@ -28,8 +28,8 @@ from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
 from support.checkpoints import (checkpoint_of, checkpoints, copy_weights, load_checkpoint, load_model, load_weights,
                                  run_settings, save_checkpoint)
 from support.cli import Parser, UserError, add_flags, clear_errors, given_flags, require, require_positive, value_in
-from support.corpus import SPLITS, VAL_SHARE, corpus_folder, corpus_settings, prepared_corpus
-from support.cost import describe_epochs, estimate, use_of_gpu
+from support.corpus import SPLITS, VAL_SHARE, corpus_settings, prepared_corpus
+from support.cost import use_of_gpu
 from support.docs_corpus import CACHE
 from support.figures import draw_loss
 from support.fill_mask import examples, fill_mask
@@ -195,7 +195,6 @@ def parse(argv) -> Command:
     add("--out", type=Path, help="run folder [out/PRESET, or out/PRESET-ABLATION; with --init, its name for PRESET]")
     add("--resume", action="store_true", help="fail if there is no run to continue")
     add("--prepare", action="store_true", help="only tokenize --data, into --cache")
-    add("--estimate", action="store_true", help="only print parameters, FLOPs and time")
     add("--fill-mask", metavar="TEXT", help="only predict each [MASK] of TEXT with the model of --init")
     shown = PRESETS.get(value_in(argv, "--preset", "toy"), {})
     add_flags(parser, Config, shown)
@@ -471,9 +470,12 @@ def pretrain(run: Run) -> int:
     entropy = unigram_entropy(evenly(run.rows["val"], train.eval_rows))
     if worker.is_main:
         parameters = sum(p.numel() for p in run.model.parameters())
+        read, there = train.batch_size * train.last_step, len(run.rows["train"])
+        million = config.seq_len / 1e6  # tokens of a row
         print(f"{out}: {parameters:,} parameters, encoder {config.encoder_layers} x {config.encoder_dim}, "
               f"decoder {config.decoder_layers} x {config.decoder_width}\n"
-              f"{describe_epochs(train, config, len(run.rows['train']))}\n"
+              f"{read * million:,.1f} M tokens of {train.data}, which has {there * million:,.1f} M: "
+              f"{read / there:.2f} epochs\n"
               f"{worker.world_size} x {worker.device.type} in {str(worker.dtype).removeprefix('torch.')}, "
               f"{'continuing at' if run.step else 'from'} step {run.step}\n"
               f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context", flush=True)
@@ -503,11 +505,6 @@ def main(argv=None):
             print(fill_mask(model, tokenizer, command.options.fill_mask))
             return
         source = corpus_settings(config, asdict(train), command.tokenizer)
-        if command.options.estimate:
-            folder = corpus_folder(source)
-            there = (folder / "meta.json").is_file()
-            print(estimate(config, train, len(Rows(folder, "train", config.seq_len)) if there else None))
-            return
         worker = make_worker(train.precision, train.device, small=config.encoder_dim < 256)
         micro_batch(train, worker.world_size)
         if worker.is_main and command.start is not None:

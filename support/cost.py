@@ -1,4 +1,4 @@
-"""What a run will take: train.py --estimate."""
+"""What a step costs, and how well it uses a GPU."""
 import functools
 
 import torch
@@ -43,35 +43,3 @@ def use_of_gpu(config: Config, worker: Worker, speed: float) -> dict[str, float]
     if peak is not None:
         found["mfu"] = speed / config.seq_len * flops(config) / (peak * worker.world_size)
     return found
-
-
-def describe_epochs(train, config: Config, rows: int | None) -> str:
-    """What a run by a TrainConfig reads of a corpus of so many rows; None: it is not prepared."""
-    read = train.batch_size * train.last_step
-    tokens = short_count(read * config.seq_len)
-    if rows is None:
-        return f"{tokens} tokens of {train.data}, which is not prepared yet: see --prepare"
-    return f"{tokens} tokens of {train.data}, which has {short_count(rows * config.seq_len)}: {read / rows:.2f} epochs"
-
-
-def short_count(count: int) -> str:
-    """A large number of tokens, such as 7.8 M."""
-    return f"{count / 1e9:,.1f} G" if count >= 1e9 else f"{count / 1e6:.1f} M"
-
-
-def estimate(config: Config, train, rows: int | None) -> str:
-    """What a run by a TrainConfig takes, on H100s; rows of the corpus, None if not prepared."""
-    with torch.device("meta"):
-        model = make_model(config)
-    parameters, encoder = (sum(p.numel() for p in part.parameters()) for part in (model, model.encoder))
-    row, batch = flops(config), train.batch_size
-    share = 0.25 if config.encoder_dim >= 768 else 0.12  # as measured for base and small: bench/results/speed.md
-    hours = row * batch * train.last_step / (share * PEAKS["H100"]) / 3600
-    lines = {
-        "parameters": f"{parameters:,}, of which {encoder:,} are the encoder's",
-        "FLOPs per token": f"{row / config.seq_len / 1e9:.3g} G",
-        "step": f"{batch * config.seq_len:,} tokens, {row * batch / 1e15:.3g} PFLOP",
-        "run": describe_epochs(train, config, rows),
-        "time": f"{hours:,.3g} hours on 1, {hours / 8:,.3g} hours on 8 H100s at {share:.0%} of their peak",
-    }
-    return "\n".join(f"{name:<20}{text}" for name, text in lines.items())

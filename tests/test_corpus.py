@@ -249,7 +249,7 @@ def test_a_damaged_corpus_is_refused(name, content, text, folder, tmp_path, caps
     if content is not None:
         (there / name).write_bytes(content)
     flags = f"--data {text} --cache {tmp_path} --out {tmp_path / 'out'} --vocab-size 320 --val-share 0.1".split()
-    for more in ([], ["--prepare"], ["--estimate"]):
+    for more in ([], ["--prepare"]):
         assert f"{there}: this prepared corpus is damaged" in fails(lambda: train.main([*flags, *more]), capsys)
 
 

@@ -184,14 +184,8 @@ def test_matrices_of_layers_go_to_muon():
 
 # ---- Costs, presets, flags ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ablation, flops", [("mae-lm", 338_826_571_776), ("mlm", 289_493_876_736)])
-def test_an_estimate_knows_the_flops_and_makes_no_run(ablation, flops, tmp_path, monkeypatch, capsys):
+def test_a_step_of_base_has_as_many_flops(ablation, flops):
     assert cost.flops(train.make_config("base", ablation)) == flops
-    monkeypatch.chdir(tmp_path)
-    train.main(f"--preset base --ablation {ablation} --estimate".split())
-    printed = capsys.readouterr().out
-    hours = flops * 2048 * 125_000 / 8 / (0.25 * 989e12) / 3600
-    assert f"{hours:,.3g} hours on 8" in printed and "131.1 G tokens of docs" in printed
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name, peak", [("NVIDIA L40", 181e12), ("NVIDIA L4", 121e12), ("NVIDIA H100 PCIe", 756e12),
