@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 from maelm import PAD
 from rank import CENTERINGS, Moments, tau_rank
-from support.checkpoints import load_encoder, load_weights, read_tensors, run_settings, write_tensors
+from support.checkpoints import load_encoder, load_weights, read_tensors, write_tensors
 from support.classify import Classification, Encoded, labels_and_scale
-from support.cli import Parser, UserError, add_flags, clear_errors, given_flags, require, require_positive, value_in
+from support.cli import Parser, UserError, add_flags, clear_errors, fields_of, require, require_positive, value_in
 from support.corpus import VAL_SHARE
 from support.models import make_model
 from support.rows import rows_of_step, seed_of
@@ -85,9 +85,8 @@ class Pretrained:
     def __init__(self, name: str, dropout: float):
         self.random = name.startswith("random:")
         path = Path(name.removeprefix("random:"))
-        encoder, self.tokenizer, config = load_encoder(path)
+        encoder, self.tokenizer, config, settings = load_encoder(path)
         self.weights, self.config = encoder.state_dict(), replace(config, dropout=dropout)
-        settings = run_settings(path.parent if path.is_file() else path)
         self.val_share = settings.get("val_share", VAL_SHARE)
         self.position_init = settings.get("position_init", "normal")  # of random weights
 
@@ -383,7 +382,7 @@ def predict_file(folder: Path, source: str, out: Path, device: torch.device):
     """Write predictions for the texts of a file by the model that this program left in a folder. UserError if none."""
     state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale")
     settings, task = read_json(folder / "config.json", *asdict(TuneConfig())), state["task"]
-    tune = TuneConfig(**{field.name: settings[field.name] for field in fields(TuneConfig)})
+    tune = TuneConfig(**fields_of(TuneConfig, settings))
     pretrained = Pretrained(str(folder), 0.0)
     kind = make_kind(task, pretrained, tune, TASKS[task].metric, state["labels"], state["scale"])
     model = Tuned(pretrained.new_encoder(0), kind.head()).to(device)
@@ -416,7 +415,7 @@ def parse(argv) -> Command:
     task = value_in(argv, "--task", "docs")
     add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
     options = parser.parse_args(argv)
-    given = given_flags(options, TuneConfig)
+    given = fields_of(TuneConfig, vars(options))
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: use a positive number")
     if options.task == "docs" and options.data:

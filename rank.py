@@ -25,8 +25,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP, Encoder, draw_masks
-from support.checkpoints import load_encoder, run_settings
-from support.cli import Parser, UserError, add_flags, clear_errors, given_flags, require, require_positive
+from support.checkpoints import load_encoder
+from support.cli import Parser, UserError, add_flags, clear_errors, fields_of, require, require_positive
 from support.corpus import VAL_SHARE, corpus_settings, documents, in_validation, prepared_corpus, sources
 from support.figures import figure
 from support.rows import Rows, evenly, seed_of
@@ -128,9 +128,7 @@ class Subject(NamedTuple):
 
 def subject_of_run(name: str, config: RankConfig, device: torch.device) -> Subject:
     """A model of ours on --data, else on its own validation rows, else (fine-tuned or imported) on docs."""
-    path = Path(name)
-    encoder, tokenizer, shape = load_encoder(path, device)
-    settings = run_settings(path if path.is_dir() else path.parent)
+    encoder, tokenizer, shape, settings = load_encoder(Path(name), device)
     text = config.data or settings.get("data", "docs")
     if config.data or "data" not in settings:
         rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config)
@@ -214,10 +212,7 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
         tokens = rows[start:start + config.batch_size]  # (B, n)
         maskable = ~torch.isin(tokens, torch.tensor(subject.specials))
         generator = torch.Generator().manual_seed(seed_of(config.seed, start))
-        try:
-            chosen = draw_masks(maskable, k, generator)
-        except ValueError as error:
-            raise UserError(f"{subject.name}: rows of too few words ({error}); use another --data") from error
+        chosen = draw_masks(maskable, k, generator)
         masked = torch.zeros_like(maskable).scatter(1, chosen, True)
         with_mask = subject.encode(tokens.masked_fill(masked, subject.mask))
         add_rows(moments["with_mask"], with_mask)
@@ -304,7 +299,7 @@ def read_options(argv) -> tuple[list[str], RankConfig]:
     add_flags(parser, RankConfig, {})
     options = parser.parse_args(argv)
     try:
-        config = RankConfig(**given_flags(options, RankConfig))
+        config = RankConfig(**fields_of(RankConfig, vars(options)))
     except ValueError as error:
         parser.error(str(error))
     for name in options.models:

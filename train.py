@@ -14,10 +14,11 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, fields
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from tqdm import tqdm
 from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
 from support.checkpoints import (checkpoint_of, checkpoints, copy_weights, load_checkpoint, load_model, load_weights,
                                  run_settings, save_checkpoint)
-from support.cli import Parser, UserError, add_flags, clear_errors, given_flags, require, require_positive, value_in
+from support.cli import Parser, UserError, add_flags, clear_errors, fields_of, require, require_positive, value_in
 from support.corpus import SPLITS, VAL_SHARE, corpus_settings, prepared_corpus
 from support.cost import use_of_gpu
 from support.docs_corpus import CACHE
@@ -138,11 +139,6 @@ MAY_CHANGE = ("init", "tokenizer", "stop_at", "micro_batch_size", "device", "com
               "checkpoint_interval", "keep_checkpoints", "cache", "wandb")  # when a run is continued
 
 
-def fields_of(kind: type, values: dict) -> dict:
-    """Those of `values` that are fields of a configuration."""
-    return {field.name: values[field.name] for field in fields(kind) if field.name in values}
-
-
 def make_config(preset: str = "base", ablation: str | None = None, there: Config | None = None, **flags) -> Config:
     """Default < preset, or the model `there` of --init < ablation < flag. ValueError for what is not possible."""
     start = fields_of(Config, PRESETS[preset]) if there is None else asdict(there)
@@ -174,8 +170,7 @@ def make_recipe(preset: str | None, init: str, flags: dict) -> tuple[TrainConfig
         raise UserError(f"{folder}/config.json: damaged ({error!r}); give --preset, or restore it") from error
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """What the command line asks for."""
     config: Config
     train: TrainConfig
@@ -208,7 +203,7 @@ def parse(argv) -> Command:
 
 def command_of(options: argparse.Namespace) -> Command:
     """The command of parsed options. ValueError for flags that are not possible together."""
-    flags, train_flags = given_flags(options, Config), given_flags(options, TrainConfig)
+    flags, train_flags = fields_of(Config, vars(options)), fields_of(TrainConfig, vars(options))
     init = train_flags.get("init", "") if options.fill_mask is None else ""
     start = there = tokenizer = None
     if init and "tokenizer" in train_flags:
@@ -491,13 +486,13 @@ def pretrain(run: Run) -> int:
         if stopped:
             print(f"stopped by signal {stopped}; the same command continues")
         else:
-            print(examples(run.model, Tokenizer.load(out), run.rows["val"]))
+            print(examples(run.model.cpu(), Tokenizer.load(out), run.rows["val"]))
         print(f"{out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(out)[-1].name}", flush=True)
     return 128 + stopped if stopped else 0
 
 
 def main(argv=None):
-    with clear_errors("train.py"), ExitStack() as held:
+    with clear_errors("train.py"):
         command = parse(argv)
         config, train = command.config, command.train
         if command.options.fill_mask is not None:
@@ -510,15 +505,13 @@ def main(argv=None):
         if worker.is_main and command.start is not None:
             print(f"recipe: {command.origin}; {train.optimizer}, learning rate {train.learning_rate:g}, "
                   f"{train.max_steps:,} steps of {train.batch_size} rows", flush=True)
-        if worker.is_main and not command.options.prepare:
-            held.enter_context(lock_folder(command.out))  # until this process ends
-        folder = prepared_corpus(source)
         if command.options.prepare:
-            print(f"{folder}: prepared")
+            print(f"{prepared_corpus(source)}: prepared")
             return
-        run = open_run(command, folder, worker)
-        code = pretrain(run)
-        worker.destroy_process_group(code)
+        with lock_folder(command.out) if worker.is_main else nullcontext():
+            run = open_run(command, prepared_corpus(source), worker)
+            code = pretrain(run)
+            worker.destroy_process_group(code)
     if code:
         sys.exit(code)
 

@@ -4,14 +4,13 @@
 
 Eq. (3), the bound of Theorem 2.2 and its epsilon are in both_sides.
 """
-import numpy as np
 import torch
 from torch import nn
 
 from maelm import NUM_SPECIAL, draw_masks
 from rank import MASK_RATE, RankConfig, Subject, effective_rank, subject_of_run
 from support.cli import Parser, clear_errors
-from support.rows import seed_of
+from support.rows import evenly, seed_of
 
 TOKENS = 16_384  # of the validation text, that are looked at
 
@@ -110,8 +109,7 @@ ASSUMPTIONS = """\
 def theory(name: str) -> str:
     """What Lemma 2.1 and Theorem 2.2 say about a run of train.py: printable lines."""
     subject = subject_of_run(name, RankConfig(), torch.device("cpu"))
-    count = min(len(subject.rows), TOKENS // subject.seq_len)
-    tokens = torch.from_numpy(subject.rows[np.arange(count)])  # (B, n)
+    tokens = evenly(subject.rows, TOKENS // subject.seq_len)  # (B, n)
     maskable = tokens >= NUM_SPECIAL
     chosen = draw_masks(maskable, round(MASK_RATE * tokens.shape[1]), torch.Generator().manual_seed(seed_of(0)))
     masked = torch.zeros_like(maskable).scatter(1, chosen, True)

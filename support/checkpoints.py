@@ -25,9 +25,7 @@ def write_tensors(path: Path, state: dict):
         try:
             torch.save(state, file)
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # PyTorch's writer hides the disk's error behind its own
-                raise error.__context__ from None
-            raise
+            raise (error.__context__ or error) from None  # PyTorch's writer hides the disk's error behind its own
 
 
 def read_tensors(path: Path, *wanted: str) -> dict:
@@ -113,24 +111,25 @@ def checkpoint_of(path: Path) -> Path:
     return found[-1]
 
 
-def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[MAELM, Tokenizer]:
+def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
     """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. UserError if there is none."""
     file = checkpoint_of(path)
     state = read_tensors(file, "config", "model", "step")  # finetune.py's encoder.pt has no step, and no decoder
     model = make_model(config_of(state, file))
     load_weights(model, state["model"], file)
-    return model.to(device).eval(), Tokenizer.load(file.parent)
+    return model.eval(), Tokenizer.load(file.parent)
 
 
-def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config]:
-    """The encoder of a run folder, a checkpoint, or finetune.py (encoder.pt), in evaluation mode. UserError if none."""
+def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config, dict]:
+    """The encoder of a run folder, a checkpoint, or finetune.py (encoder.pt), in evaluation mode; its tokenizer, shape
+    and run's settings. UserError if none."""
     file = path / "encoder.pt" if (path / "encoder.pt").is_file() else checkpoint_of(path)
     state = read_tensors(file, "config", "model")
     config = config_of(state, file)
     encoder = Encoder(config)
     weights = {name: weight for name, weight in state["model"].items() if name.startswith("encoder.")}
     load_weights(encoder, {name.removeprefix("encoder."): weight for name, weight in weights.items()}, file)
-    return encoder.to(device).eval(), Tokenizer.load(file.parent), config
+    return encoder.to(device).eval(), Tokenizer.load(file.parent), config, run_settings(file.parent)
 
 
 def run_settings(folder: Path) -> dict:

@@ -2,7 +2,6 @@
 import argparse
 import inspect
 import io
-import math
 import os
 import re
 import signal
@@ -98,14 +97,6 @@ def value_in(argv, flag: str, default: str) -> str:
     return getattr(finder.parse_known_args(argv)[0], flag.removeprefix("--")) or default
 
 
-def finite(text: str) -> float:
-    """The number that a flag is given; neither NaN nor infinity is one."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{text} is not possible: use a finite number")
-    return number
-
-
 def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
     """Add a flag for every field of a dataclass, with the comment behind it and its value in `values` as help."""
     comments = comments_of(config)
@@ -117,11 +108,11 @@ def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
         if field.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
         else:
-            kind = {"type": finite if field.type is float else field.type, "metavar": field.type.__name__.upper()}
+            kind = {"type": field.type, "metavar": field.type.__name__.upper()}
         # A flag that is not given leaves no trace, so that a preset can decide.
         group.add_argument(flag, default=argparse.SUPPRESS, help=text.strip(), **kind)
 
 
-def given_flags(options: argparse.Namespace, config: type) -> dict:
-    """The fields of a dataclass that the command line gave, by name."""
-    return {field.name: getattr(options, field.name) for field in fields(config) if field.name in options}
+def fields_of(config: type, values: dict) -> dict:
+    """Those of `values`, such as the flags that a command line gave, that are fields of a dataclass."""
+    return {field.name: values[field.name] for field in fields(config) if field.name in values}

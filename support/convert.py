@@ -19,7 +19,7 @@ from torch import nn
 from maelm import CLS, MAELM, PAD, SEP, Config
 from support.checkpoints import config_of, load_model, read_tensors, save_checkpoint
 from support.cli import Parser, UserError, clear_errors, root_cause
-from support.run_folder import atomic, refuse_other_files, write_json, write_texts
+from support.run_folder import atomic, refuse_other_files, write_json
 from support.tokenizer import Tokenizer
 
 OFFSET = 2  # RoBERTa and MPNet count positions from after their padding id, 1
@@ -200,18 +200,6 @@ def save_tokenizer(tokenizer: Tokenizer, seq_len: int, out: Path):
         "model_input_names": ["input_ids", "attention_mask"]})
 
 
-CARD = """---
-library_name: transformers
-license: mit
-language: en
----
-# {name}
-
-A text encoder pre-trained by [MAE-LM](https://arxiv.org/abs/2302.02060) or a variant of it:
-`transformers.{auto}.from_pretrained(NAME, trust_remote_code=True)`. Any other class would have a random head.
-"""
-
-
 def export(source: Path, out: Path, wanted: str):
     """Write a run folder, a checkpoint or what finetune.py keeps as a folder for transformers."""
     transformers_library()
@@ -233,7 +221,6 @@ def export(source: Path, out: Path, wanted: str):
     if kind == "maelm":
         for file in ("support/modeling_maelm.py", "maelm.py"):
             shutil.copy(Path(__file__).parents[1] / file, out)
-    write_texts(out, {"README.md": CARD.format(name=out.resolve().name, auto="AutoModel" + head)})
     print(f"{out}: {kind}, for AutoModel{head}; any other class of model would have a random head")
 
 

@@ -6,7 +6,6 @@ tokens, uint16 or uint32, with `[SEP]` after each document. `meta.json`, written
 import glob
 import hashlib
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -89,8 +88,7 @@ def texts_of(source: Source) -> Iterator[str]:
                             f"--column can be {', '.join(record)}")
         text = record[source.column]
         if not isinstance(text, str | None):
-            kind = "number" if isinstance(text, int | float) else type(text).__name__
-            raise UserError(f"{source.name}: field `{source.column}` of its records holds a {kind}, not text")
+            raise UserError(f"{source.name}: field `{source.column}` of its records holds {text!r:.40}, not text")
         yield text or ""
 
 
@@ -184,9 +182,6 @@ def prepare(wanted: CorpusConfig, folder: Path):
             for split, stream in block:
                 files[split].write(stream.astype(dtype).tobytes())
                 tokens[split] += len(stream)
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())  # or a power cut could leave meta.json without them
     write_json(folder / "meta.json", {"data": wanted.data, "dtype": dtype, "tokens": tokens,
                                       "tokenizer": short_hash((folder / "tokenizer.json").read_bytes())})
 

@@ -42,11 +42,6 @@ class CrossBlock(Block):
         return self.ffn_residual(x, self.ffn)
 
 
-def causal_bias(n, device):
-    """(1, 1, n, n): -inf for keys after the query, else 0."""
-    return torch.full((1, 1, n, n), -torch.inf, device=device).triu(1)
-
-
 class CrossDecoder(Decoder):
     """A Decoder whose layers attend to H^L, too."""
     def __init__(self, config):
@@ -58,11 +53,12 @@ class CrossDecoder(Decoder):
 
     def forward(self, x, memory, at):
         """x (B, n, d), H^L as memory (B, m, d) -> (B, k, decoder_width) at the positions `at` (B, k)."""
-        positions = torch.arange(x.shape[1], device=x.device)[None]  # (1, n)
+        n = x.shape[1]
+        positions = torch.arange(n, device=x.device)[None]  # (1, n)
         x = self.norm(self.project(x) + self.position_embedding(positions))
         memory = self.project(memory)
         if self.causal:
-            bias = causal_bias(x.shape[1], x.device)
+            bias = torch.full((1, 1, n, n), -torch.inf, device=x.device).triu(1)  # -inf for keys after the query
         else:
             bias = attention_bias(self.stack.relative_bias, positions, None)
         *lower, last = self.stack.blocks

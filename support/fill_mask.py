@@ -3,7 +3,7 @@ import re
 
 import torch
 
-from maelm import CLS, MAELM, MASK, SEP, Corruption, remove_masks
+from maelm import CLS, MAELM, MASK, SEP, remove_masks
 from support.cli import UserError, printable
 from support.rows import Rows, evenly
 from support.tokenizer import Tokenizer
@@ -16,8 +16,7 @@ def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, masked) -> list[list
     """For each position of masked (1, n) bool in tokens (1, n), the best three and their probabilities."""
     at = masked.nonzero()[:, 1][None]  # (1, k)
     corruption = remove_masks(tokens, at, model.config, torch.Generator().manual_seed(0))
-    at, *fields = [x.to(model.head.bias.device) for x in (at, *corruption)]
-    logits = model.logits(Corruption(*fields), at)  # (1, k, V)
+    logits = model.logits(corruption, at)  # (1, k, V)
     best = logits[0].float().softmax(-1).topk(3)
     found = []
     for ids, probabilities in zip(best.indices.tolist(), best.values.tolist()):

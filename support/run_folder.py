@@ -41,7 +41,7 @@ def write_texts(folder: Path, files: dict[str, str]):
     """Write files, by their names in a folder, atomically."""
     for name, text in files.items():
         with atomic(folder / name) as temporary:
-            temporary.write_text(text)
+            temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: object):
@@ -126,8 +126,7 @@ class RunLog:
         """Go on after `step`. What an interrupted run logged later goes: those steps are trained again."""
         self.path = out / "log.jsonl"
         kept = [line for line in read_log(out) if line["step"] <= step and step > 0]
-        with atomic(self.path) as temporary:
-            temporary.write_text(json_lines(kept))
+        write_texts(out, {"log.jsonl": json_lines(kept)})
         self.wandb = open_wandb(project, out, settings) if project else None
 
     def write(self, **line):

@@ -3,12 +3,11 @@
 `docs` needs no download: which library does a documentation string belong to? `custom` reads files of your own.
 """
 import itertools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 # ---- 1. Tasks: section 4.1, App. B --------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One column of Table 1: where its files are, what their columns are called, how a model is scored."""
     group: str  # small | large | squad | docs: whose defaults and grid it has (Tables 5 and 6)
     metric: str = "accuracy"

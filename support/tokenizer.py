@@ -8,7 +8,7 @@ import tokenizers
 
 from maelm import NUM_SPECIAL
 from support.cli import UserError
-from support.run_folder import atomic
+from support.run_folder import write_texts
 
 SPECIALS = ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]  # ids 0 to 3, as in maelm.py
 PIECES = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"  # no merge crosses the border of a piece
@@ -111,8 +111,7 @@ class Tokenizer:
 
     def save(self, folder: Path):
         """Write `folder`/tokenizer.json, atomically."""
-        with atomic(Path(folder) / "tokenizer.json") as temporary:
-            temporary.write_text(self.model.to_str(), encoding="utf-8")
+        write_texts(folder, {"tokenizer.json": self.model.to_str()})
 
     def __len__(self) -> int:
         return self.tiktoken.n_vocab

@@ -5,8 +5,8 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,7 @@ from maelm import Corruption
 from support.cli import UserError
 
 
-@dataclass(frozen=True)
-class Worker:
+class Worker(NamedTuple):
     """Where this process computes: its rank among torchrun's processes, its device, and autocast's dtype."""
     rank: int
     world_size: int

@@ -144,7 +144,7 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name, content, message", [
     ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl: its records need a field `text`; --column can be content, id"),
-    ("a.jsonl", b'{"text": 3}', "a.jsonl: field `text` of its records holds a number, not text"),
+    ("a.jsonl", b'{"text": 3}', "a.jsonl: field `text` of its records holds 3, not text"),
     ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "a.jsonl: cannot be read .JSON parse error"),
     ("a.txt", b"good text\n\ncaf\xe9", "a.txt: cannot be read .'utf-8' codec"),
     ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),

@@ -128,7 +128,7 @@ def test_the_command_writes_ranks_and_a_figure(text, finished, tmp_path):
 
 def test_a_run_is_measured_on_its_validation_text(finished):
     subject = rank.subject_of_run(str(finished), rank.RankConfig(), CPU)
-    encoder, tokenizer, _ = load_encoder(finished)
+    encoder, tokenizer, *_ = load_encoder(finished)
     document = next(text for text in little_documents() if rank.in_validation(text, 0.1))
     tokens = torch.from_numpy(subject.rows[[0, 1, 2]])
     assert tokenizer.decode(tokens[:, 1:].flatten()).startswith(document.lower())

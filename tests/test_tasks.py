@@ -1,7 +1,6 @@
 """Claims about tasks: their files, their grids and their metrics."""
 import itertools
 import json
-from dataclasses import replace
 
 import numpy as np
 import pandas
@@ -121,7 +120,7 @@ def test_odd_rows_of_qqp_are_read(tmp_path):
 
 
 def test_remarks_tell_what_is_not_official(tmp_path, monkeypatch):
-    monkeypatch.setitem(tasks.TASKS, "rte", replace(tasks.TASKS["rte"], official=(12, 12)))
+    monkeypatch.setitem(tasks.TASKS, "rte", tasks.TASKS["rte"]._replace(official=(12, 12)))
     folder = str(write_glue(tmp_path))
     assert task_files.read_task("rte", folder, 0.01)[1] == []
     (tmp_path / "MNLI" / "dev_mismatched.tsv").unlink()
