@@ -6,6 +6,7 @@ tokens, uint16 or uint32, with `[SEP]` after each document. `meta.json`, written
 import glob
 import hashlib
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -182,6 +183,9 @@ def prepare(wanted: CorpusConfig, folder: Path):
             for split, stream in block:
                 files[split].write(stream.astype(dtype).tobytes())
                 tokens[split] += len(stream)
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut could leave meta.json without them
     write_json(folder / "meta.json", {"data": wanted.data, "dtype": dtype, "tokens": tokens,
                                       "tokenizer": short_hash((folder / "tokenizer.json").read_bytes())})
 

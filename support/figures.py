@@ -25,7 +25,8 @@ def draw_loss(out: Path):
 def figure(path: Path, panels: int = 1) -> Iterator[tuple]:
     """Yield a matplotlib figure and its axes, side by side; then write it to `path`. Without pyplot: no display."""
     import matplotlib.figure
-    drawn = matplotlib.figure.Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
-    yield drawn, drawn.subplots(1, panels)
-    with atomic(path) as temporary:
-        drawn.savefig(temporary, dpi=120, format="png")
+    with matplotlib.rc_context({"text.parse_math": False}):  # a $ in a name is a $
+        drawn = matplotlib.figure.Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
+        yield drawn, drawn.subplots(1, panels)
+        with atomic(path) as temporary:
+            drawn.savefig(temporary, dpi=120, format="png")
