@@ -51,10 +51,11 @@ def report():
     with figure(PAGE.with_name("toys.png")) as (drawn, axes):
         drawn.set_size_inches(7.5, 3.2)
         for x, name in enumerate(names):
-            ranks = column(toys, name, "without_mask")
-            axes.plot([x] * len(ranks), ranks, "C1o" if "mlm" in name else "C0o", alpha=0.6)
+            d = 32 if name.startswith("thin") else 128
+            shares = [rank / d for rank in column(toys, name, "without_mask")]
+            axes.plot([x] * len(shares), shares, "C1o" if "mlm" in name else "C0o", alpha=0.6)
         axes.set_xticks(range(len(names)), [LABELS[name] for name in names], rotation=40, ha="right", fontsize="small")
-        axes.set(ylabel="top rank of text", ylim=(0, 80))
+        axes.set(ylabel="top rank of text / dimensions", ylim=(0.4, 0.65))
     print(f"{sum(map(len, toys.values()))} runs of commit {record['commit']}: {PAGE}, toys.png")
 
 
