@@ -148,7 +148,7 @@ def outputs_of(model: Tuned, kind: Classification | Spans, encoded: Encoded, dev
     """What `kind` decodes of all inputs, (N, ...) float32, and Table 3's ranks of H^L. UserError for NaN in H^L."""
     model.eval()
     order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
-    moments, outputs = Moments(kind.dim, device), []
+    moments, outputs = Moments(), []
     for start in range(0, len(order), 64):
         tokens, padding, targets = collate(encoded, order[start:start + 64], device)
         logits, h = model(tokens, padding)

@@ -65,16 +65,13 @@ def gram_spectrum(gram):
 
 class Moments:
     """Count, sum and Gram matrix of the rows of H (N, d) in float64, batch by batch; H is never held."""
-    def __init__(self, d: int, device: torch.device | str = "cpu"):
-        if torch.device(device).type == "mps":
-            device = "cpu"  # mps has no float64
-        self.count = 0
-        self.total = torch.zeros(d, dtype=torch.float64, device=device)
-        self.gram = torch.zeros(d, d, dtype=torch.float64, device=device)
+    count = total = gram = 0  # until the first rows come
 
     def add(self, h):
-        """Include the rows of h (N, d)."""
-        h = h.to(self.gram)
+        """Include the rows of h (..., d)."""
+        if h.device.type == "mps":
+            h = h.cpu()  # mps has no float64
+        h = h.flatten(0, -2).double()
         self.count += len(h)
         self.total += h.sum(0)
         self.gram += h.T @ h
@@ -83,7 +80,7 @@ class Moments:
         """sigma_i^2 of H, or of H minus its mean row: (d,) float64, descending. UserError for NaN or infinity."""
         gram = self.gram
         if centered:
-            gram = gram - torch.outer(self.total, self.total) / max(1, self.count)
+            gram = gram - torch.outer(self.total, self.total) / self.count
         if not gram.isfinite().all():
             raise UserError("hidden states with NaN or infinity; use another checkpoint")
         # Equal rows minus their mean leave rounding errors, whose flat spectrum would pass for a high rank.
@@ -200,14 +197,13 @@ def text_rows(source: str, encode: Callable[[str], np.ndarray | list[int]], fram
 @torch.no_grad()
 def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     """Curve -> the moments of layers 0 to L. UserError if there is too little text."""
-    n, d = subject.seq_len, subject.dim
-    count = min(len(subject.rows), math.ceil(config.tokens / n))
-    k = round(MASK_RATE * n)
-    if count * k < 10 * d:
-        raise UserError(f"{subject.name}: {count * k:,} [MASK] are fewer than 10 d = {10 * d:,}, too few for a rank; "
+    rows = evenly(subject.rows, math.ceil(config.tokens / subject.seq_len))
+    count, n = rows.shape
+    k, least = round(MASK_RATE * n), 10 * subject.dim
+    if count * k < least:
+        raise UserError(f"{subject.name}: {count * k:,} [MASK] are fewer than 10 d = {least:,}, too few for a rank; "
                         "raise --tokens, or give more text: --data, --val-share 1")
-    rows = evenly(subject.rows, count)
-    moments = {curve: [] for curve in CURVES}
+    moments = {}
     for start in tqdm(range(0, count, config.batch_size), subject.name, leave=False, disable=None):
         tokens = rows[start:start + config.batch_size]  # (B, n)
         maskable = ~torch.isin(tokens, torch.tensor(subject.specials))
@@ -215,18 +211,12 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
         chosen = draw_masks(maskable, k, generator)
         masked = torch.zeros_like(maskable).scatter(1, chosen, True)
         with_mask = subject.encode(tokens.masked_fill(masked, subject.mask))
-        add_rows(moments["with_mask"], with_mask)
-        add_rows(moments["mask_only"], [h[masked.to(h.device)] for h in with_mask])
-        add_rows(moments["without_mask"], subject.encode(tokens))
+        at_masks = [h[masked.to(h.device)] for h in with_mask]
+        for curve, states in zip(CURVES, (with_mask, subject.encode(tokens), at_masks)):
+            layers = moments.setdefault(curve, [Moments() for _ in states])
+            for layer, h in zip(layers, states):
+                layer.add(h)
     return moments
-
-
-def add_rows(moments: list[Moments], states):
-    """Include the rows of H^0 ... H^L, each (..., d), in the moments of their layers, which are made at first."""
-    if not moments:
-        moments += [Moments(h.shape[-1], h.device) for h in states]
-    for layer, h in zip(moments, states):
-        layer.add(h.reshape(-1, h.shape[-1]))
 
 
 def ranks_by_layer(subject: Subject, moments: dict[str, list[Moments]], config: RankConfig) -> dict:
