@@ -234,11 +234,6 @@ def ranks_by_layer(subject: Subject, moments: dict[str, list[Moments]], config: 
 
 
 # ---- 4. Table and figure ------------------------------------------------------------------------------------
-def ranks_of(model: dict, curve: str, centering: str, tau: float) -> list[int]:
-    """The ranks of one curve of a model in rank.json, layers 0 to L."""
-    return [layer[centering][curve][str(tau)] for layer in model["layers"]]
-
-
 def size_of(model: dict) -> str:
     """How many tokens were measured, and of how many dimensions."""
     return f"{model['n']['without_mask']:,} tokens ({model['n']['mask_only']:,} [MASK]), d = {model['d']}"
@@ -249,12 +244,11 @@ def format_table(name: str, model: dict, tau: float) -> str:
     heads = "".join(f"{head:>9}" for head in ("with", "without", "[MASK]"))
     lines = [f"{name}: rank_{tau} of {size_of(model)}, text {model['text']}",
              f"     {'uncentered (formula)':>27} |{'centered (variance)':>27}", f"layer{heads} |{heads}"]
-    columns = []
-    for centering in CENTERINGS:
-        columns += [ranks_of(model, curve, centering, tau) for curve in CURVES]
-    for layer, ranks in enumerate(zip(*columns)):
-        cells = [f"{rank:>9}" for rank in ranks]
-        lines.append(f"{layer:>5}{''.join(cells[:3])} |{''.join(cells[3:])}")
+    for number, layer in enumerate(model["layers"]):
+        halves = []
+        for centering in CENTERINGS:
+            halves.append("".join(f"{layer[centering][curve][str(tau)]:>9}" for curve in CURVES))
+        lines.append(f"{number:>5}{' |'.join(halves)}")
     if not model["trained_on_mask"]:
         lines.append("its encoder never read [MASK] in training: that is a token unknown to it")
     return "\n".join(lines)
@@ -270,7 +264,7 @@ def draw(models: dict[str, dict], config: RankConfig):
     with figure(config.out / "rank.png", panels=2) as (drawn, axes):
         for number, (name, model) in enumerate(models.items()):
             for curve, (panel, style, label) in LINES.items():
-                ranks = ranks_of(model, curve, "uncentered", tau)
+                ranks = [layer["uncentered"][curve][str(tau)] for layer in model["layers"]]
                 axes[panel].plot(ranks, style, color=f"C{number}", label=f"{name}, {label}")
         for axis, title in zip(axes, ("(a) all tokens", "(b) [MASK] tokens")):
             axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {tau}", title=title)
