@@ -79,11 +79,9 @@ RATES = {  # (whether the task is of the large group, whether the encoder is lar
 }
 
 
-def grid(group: str, dim: int, given: dict[str, float]) -> list[dict[str, float]]:
+def grid(group: str, dim: int, given: dict) -> list[dict[str, float]]:
     """The settings of Table 5 or 6 for an encoder of width dim; a value that is given replaces all that are tried."""
     group = "small" if group == "docs" else group
     tried = SWEEPS[group] | {"learning_rate": RATES[group == "large", dim >= 1024]}
-    for name in SWEPT:
-        if name in given:
-            tried[name] = (given[name],)
+    tried |= {name: (given[name],) for name in SWEPT if name in given}
     return [dict(zip(tried, values)) for values in itertools.product(*tried.values())]
