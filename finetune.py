@@ -77,15 +77,13 @@ class Pretrained:
     def __init__(self, name: str, dropout: float):
         self.random = name.startswith("random:")
         path = Path(name.removeprefix("random:"))
-        encoder, self.tokenizer, config, settings = load_encoder(path)
+        encoder, self.tokenizer, config, self.settings = load_encoder(path)
         self.weights, self.config = encoder.state_dict(), replace(config, dropout=dropout)
-        self.val_share = settings.get("val_share", VAL_SHARE)
-        self.position_init = settings.get("position_init", "normal")  # of random weights
 
     def new_encoder(self, seed: int) -> nn.Module:
         """A copy of the encoder, with dropout. The seed draws random weights."""
         torch.manual_seed(seed)
-        encoder = make_model(self.config, self.position_init).encoder
+        encoder = make_model(self.config, self.settings.get("position_init", "normal")).encoder
         if not self.random:
             encoder.load_state_dict(self.weights)
         return encoder
@@ -269,12 +267,12 @@ def make_kind(task: str, pretrained: Pretrained, tune: TuneConfig, *labels) -> C
 
 
 def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
-    """Read encoder and data, and encode. UserError if the folder holds runs of another setup."""
+    """Read encoder and data, encode, and make the folder. UserError if it holds runs of another setup."""
     tune = options.tasks[task]
     pretrained = Pretrained(options.init, tune.dropout)
     rate = tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2
     tune = replace(tune, learning_rate=rate)
-    examples, remarks = read_task(task, options.data, pretrained.val_share)
+    examples, remarks = read_task(task, options.data, pretrained.settings.get("val_share", VAL_SHARE))
     kind = make_kind(task, pretrained, tune, *labels_and_scale(task, examples["train"]))
     splits = {split: kind.encode(found) for split, found in examples.items()}
     for split, encoded in splits.items():
@@ -288,6 +286,7 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
                     "examples": short_hash(repr(examples)), "sweep": options.sweep, **asdict(tune)}
         open_folder(out, settings, may_change=["init"])
         pretrained.tokenizer.save(out)
+        print(f"{out}: {len(splits['train'].ids):,} training inputs", *remarks, sep="\n  ", flush=True)
     wait_for(out / "config.json")
     return Setup(task, pretrained, kind, splits, tune, worker, out, remarks)
 
@@ -296,10 +295,7 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     """Fine-tune one encoder on one task: the grid with --sweep, then seeds 1, 2, ... Writes and returns result.json:
     values of all seeds and their medians, the settings, and the ranks of Table 3."""
     setup = make_setup(task, options, worker)
-    kind, dev = setup.kind, setup.splits["dev"]
-    if worker.is_main:
-        title = f"{setup.out}: {len(setup.splits['train'].ids):,} training inputs"
-        print(title, *setup.remarks, sep="\n  ", flush=True)
+    kind = setup.kind
     setting, sweep = {name: getattr(setup.tune, name) for name in SWEPT}, []
     if options.sweep:
         tried = [point | {"seed": 0} for point in grid(TASKS[task].group, kind.dim, vars(options))]
@@ -312,7 +308,7 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     if not worker.is_main:
         return {}
     untuned = Tuned(setup.pretrained.new_encoder(1), kind.head()).to(worker.device)
-    _, ranks = outputs_of(untuned, kind, dev, worker.device)
+    _, ranks = outputs_of(untuned, kind, setup.splits["dev"], worker.device)
     values = [line["value"] for line in finals]
     names = dict.fromkeys(name for line in finals for name in line["metrics"])  # a run that diverged has none
     result = {
