@@ -40,7 +40,7 @@ def read_task(name: str, data: str | None, val_share: float) -> tuple[dict[str, 
     if name == "docs":
         found = read_docs_task(val_share)
     elif data is None:
-        found = {split: read_hub(name, on_hub) for split, on_hub in zip(SPLITS, task.hub_splits)}
+        found = {split: read_hub(name, file.replace("dev", "validation")) for split, file in zip(SPLITS, task.files)}
     else:
         found = {split: read_file(name, path) for split, path in find_files(name, data).items()}
     for split, count in zip(SPLITS, task.official):
@@ -56,7 +56,8 @@ def find_files(name: str, data: str) -> dict[str, Path]:
     """The file of each split in the folder `data`. UserError if one is missing; only dev_mm may be."""
     task, root = TASKS[name], Path(data).expanduser()
     found = {}
-    for split, pattern in zip(SPLITS, task.files):
+    for split, file in zip(SPLITS, task.files):
+        pattern = file + task.suffix
         paths = sorted((root / task.folder).glob(pattern)) or sorted(root.glob(pattern))
         paths = [path for path in paths if path.suffix in LOADERS or name == "squad2"]
         if len(paths) > 1:
@@ -160,7 +161,7 @@ def read_inputs(name: str, source: str) -> list[Example] | list[Question]:
     if name == "squad2":
         return read_squad(path)
     if source.startswith("hf:") and name in GLUE:
-        return read_hub(name, source[3:] or task.hub_splits[1].replace("validation", "test"), labelled=False)
+        return read_hub(name, source[3:] or task.files[1].replace("dev", "test"), labelled=False)
     if path.suffix not in INPUTS:
         raise UserError(f"--predict {path}: the name must end in {', '.join(INPUTS)}")
     return examples_of(name, records_of(path, bad_lines="error"), source, labelled=False)
