@@ -122,15 +122,14 @@ def collate(encoded: Encoded, chosen, device: torch.device):
     return tokens, tokens == PAD, targets
 
 
-def batches(encoded: Encoded, seed: int, steps: int, batch_size: int, pool: int = 16):
+def batches(encoded: Encoded, seed: int, steps: int, batch_size: int):
     """Numbers (batch_size,) of the inputs of each step, in every epoch a permutation; a batch has like lengths."""
     length = np.array([len(ids) for ids in encoded.ids])
-    for first in range(0, steps, pool):
-        group = range(first, min(first + pool, steps))  # steps
-        drawn = np.concatenate([rows_of_step(seed, step, batch_size, len(length)) for step in group])
+    for first in range(0, steps, 16):  # sixteen steps at a time
+        drawn = rows_of_step(seed, first // 16, 16 * batch_size, len(length))[:(steps - first) * batch_size]
         drawn = drawn[np.argsort(length[drawn], kind="stable")]  # neighbours have like lengths
-        order = np.random.default_rng(seed_of(seed, first)).permutation(len(group))  # short ones not first
-        yield from drawn.reshape(len(group), batch_size)[order]
+        random = np.random.default_rng(seed_of(seed, first))
+        yield from random.permutation(drawn.reshape(-1, batch_size))  # short ones not first
 
 
 @torch.no_grad()
