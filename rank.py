@@ -183,7 +183,7 @@ def text_rows(source: str, encode: Callable[[str], np.ndarray | list[int]], fram
     texts = (text for text in documents(sources(source, config.column)) if in_validation(text, config.val_share))
     ids = []
     for text in tqdm(texts, "tokenizing", unit="text", leave=False, disable=None):
-        ids += [*np.asarray(encode(text)).tolist(), *between]
+        ids += [*encode(text), *between]
         if len(ids) >= config.tokens:
             break
     count = min(len(ids) // room, math.ceil(config.tokens / n)) if room > 0 else 0
@@ -241,9 +241,9 @@ def size_of(model: dict) -> str:
 
 def format_table(name: str, model: dict, tau: float) -> str:
     """The ranks of a model at one tau, by layer, curve and centering."""
-    heads = "".join(f"{head:>9}" for head in ("with", "without", "[MASK]"))
     lines = [f"{name}: rank_{tau} of {size_of(model)}, text {model['text']}",
-             f"     {'uncentered (formula)':>27} |{'centered (variance)':>27}", f"layer{heads} |{heads}"]
+             "            uncentered (formula) |        centered (variance)",
+             "layer     with  without   [MASK] |     with  without   [MASK]"]
     for number, layer in enumerate(model["layers"]):
         halves = []
         for centering in CENTERINGS:
