@@ -75,16 +75,15 @@ def name_of(init: str) -> str:
 class Pretrained:
     """What fine-tuning starts from: an encoder; after `random:` only its shape and tokenizer. UserError without one."""
     def __init__(self, name: str, dropout: float):
-        self.random = name.startswith("random:")
-        path = Path(name.removeprefix("random:"))
-        encoder, self.tokenizer, config, self.settings = load_encoder(path)
-        self.weights, self.config = encoder.state_dict(), replace(config, dropout=dropout)
+        encoder, self.tokenizer, config, self.settings = load_encoder(Path(name.removeprefix("random:")))
+        self.config = replace(config, dropout=dropout)
+        self.weights = None if name.startswith("random:") else encoder.state_dict()
 
     def new_encoder(self, seed: int) -> nn.Module:
         """A copy of the encoder, with dropout. The seed draws random weights."""
         torch.manual_seed(seed)
         encoder = make_model(self.config, self.settings.get("position_init", "normal")).encoder
-        if not self.random:
+        if self.weights is not None:
             encoder.load_state_dict(self.weights)
         return encoder
 
@@ -118,8 +117,7 @@ def collate(encoded: Encoded, chosen, device: torch.device):
     """Inputs (B,) of a split -> tokens (B, m) int64, padding (B, m) bool, targets; m is the longest's length."""
     ids = [torch.from_numpy(encoded.ids[i]) for i in chosen]
     tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD).to(device)
-    targets = encoded.targets[torch.from_numpy(chosen)].to(device)
-    return tokens, tokens == PAD, targets
+    return tokens, tokens == PAD, encoded.targets[chosen].to(device)
 
 
 def batches(encoded: Encoded, seed: int, steps: int, batch_size: int):
@@ -200,7 +198,7 @@ def run_once(setup: Setup, run: dict[str, float]) -> dict:
     encoder = setup.pretrained.new_encoder(seed)
     torch.manual_seed(seed_of(seed))  # for the head
     model = Tuned(encoder, setup.kind.head()).to(setup.worker.device)
-    tune = replace(setup.tune, **{name: run[name] for name in SWEPT})
+    tune = replace(setup.tune, **fields_of(TuneConfig, run))
     best = None
     try:
         for step in fine_tune(model, setup, tune, seed):
@@ -277,7 +275,7 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     for split, encoded in splits.items():
         remarks += [f"{split}: {remark}" for remark in encoded.remarks]
     out = options.out
-    if len(options.tasks) > 1:
+    if options.task == "glue":
         out = out / f"{task}-{name_of(options.init)}"
     if worker.is_main:
         weights = [tensor.numpy().tobytes() for tensor in pretrained.new_encoder(0).state_dict().values()]
@@ -298,12 +296,10 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     setting, sweep = {name: getattr(setup.tune, name) for name in SWEPT}, []
     if options.sweep:
         tried = [point | {"seed": 0} for point in grid(TASKS[task].group, kind.dim, vars(options))]
-        sweep = finish_runs(setup, tried)
-        sweep.sort(key=sort_value, reverse=True)
+        sweep = sorted(finish_runs(setup, tried), key=sort_value, reverse=True)
         setting = {name: sweep[0][name] for name in SWEPT}
     # The grid has seed 0: the seeds of the result played no part in the choice.
-    seeds = range(1, options.seeds + 1)
-    finals = finish_runs(setup, [setting | {"seed": seed} for seed in seeds])
+    finals = finish_runs(setup, [setting | {"seed": seed} for seed in range(1, options.seeds + 1)])
     if not worker.is_main:
         return {}
     untuned = Tuned(setup.pretrained.new_encoder(1), kind.head()).to(worker.device)
@@ -432,7 +428,7 @@ def main(argv=None):
             find_files(task, options.data)
         with lock_folder(options.out) if worker.is_main else nullcontext():
             results = [run_task(task, options, worker) for task in options.tasks]
-            if len(options.tasks) > 1 and worker.is_main:
+            if options.task == "glue" and worker.is_main:
                 table1(results, options.out)
 
 
