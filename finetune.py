@@ -65,14 +65,6 @@ class TuneConfig:
         )
 
 
-class Command(NamedTuple):
-    """What the command line asks for."""
-    tasks: dict[str, TuneConfig]
-    out: Path
-    given: dict[str, float | str]  # the flags of TuneConfig, which replace values of the grid
-    options: argparse.Namespace  # the other flags
-
-
 def name_of(init: str) -> str:
     """A name for what --init names, such as toy, toy-step_0000500 or random-toy."""
     path = Path(init.removeprefix("random:")).resolve()
@@ -83,18 +75,15 @@ def name_of(init: str) -> str:
 class Pretrained:
     """What fine-tuning starts from: an encoder; after `random:` only its shape and tokenizer. UserError without one."""
     def __init__(self, name: str, dropout: float):
-        self.random = name.startswith("random:")
-        path = Path(name.removeprefix("random:"))
-        encoder, self.tokenizer, config, settings = load_encoder(path)
-        self.weights, self.config = encoder.state_dict(), replace(config, dropout=dropout)
-        self.val_share = settings.get("val_share", VAL_SHARE)
-        self.position_init = settings.get("position_init", "normal")  # of random weights
+        encoder, self.tokenizer, config, self.settings = load_encoder(Path(name.removeprefix("random:")))
+        self.config = replace(config, dropout=dropout)
+        self.weights = None if name.startswith("random:") else encoder.state_dict()
 
     def new_encoder(self, seed: int) -> nn.Module:
         """A copy of the encoder, with dropout. The seed draws random weights."""
         torch.manual_seed(seed)
-        encoder = make_model(self.config, self.position_init).encoder
-        if not self.random:
+        encoder = make_model(self.config, self.settings.get("position_init", "normal")).encoder
+        if self.weights is not None:
             encoder.load_state_dict(self.weights)
         return encoder
 
@@ -128,19 +117,17 @@ def collate(encoded: Encoded, chosen, device: torch.device):
     """Inputs (B,) of a split -> tokens (B, m) int64, padding (B, m) bool, targets; m is the longest's length."""
     ids = [torch.from_numpy(encoded.ids[i]) for i in chosen]
     tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD).to(device)
-    targets = encoded.targets[torch.from_numpy(chosen)].to(device)
-    return tokens, tokens == PAD, targets
+    return tokens, tokens == PAD, encoded.targets[chosen].to(device)
 
 
-def batches(encoded: Encoded, seed: int, steps: int, batch_size: int, pool: int = 16):
+def batches(encoded: Encoded, seed: int, steps: int, batch_size: int):
     """Numbers (batch_size,) of the inputs of each step, in every epoch a permutation; a batch has like lengths."""
     length = np.array([len(ids) for ids in encoded.ids])
-    for first in range(0, steps, pool):
-        group = range(first, min(first + pool, steps))  # steps
-        drawn = np.concatenate([rows_of_step(seed, step, batch_size, len(length)) for step in group])
+    for first in range(0, steps, 16):  # sixteen steps at a time
+        drawn = rows_of_step(seed, first // 16, 16 * batch_size, len(length))[:(steps - first) * batch_size]
         drawn = drawn[np.argsort(length[drawn], kind="stable")]  # neighbours have like lengths
-        order = np.random.default_rng(seed_of(seed, first)).permutation(len(group))  # short ones not first
-        yield from drawn.reshape(len(group), batch_size)[order]
+        random = np.random.default_rng(seed_of(seed, first))
+        yield from random.permutation(drawn.reshape(-1, batch_size))  # short ones not first
 
 
 @torch.no_grad()
@@ -148,7 +135,7 @@ def outputs_of(model: Tuned, kind: Classification | Spans, encoded: Encoded, dev
     """What `kind` decodes of all inputs, (N, ...) float32, and Table 3's ranks of H^L. UserError for NaN in H^L."""
     model.eval()
     order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
-    moments, outputs = Moments(kind.dim, device), []
+    moments, outputs = Moments(), []
     for start in range(0, len(order), 64):
         tokens, padding, targets = collate(encoded, order[start:start + 64], device)
         logits, h = model(tokens, padding)
@@ -211,7 +198,7 @@ def run_once(setup: Setup, run: dict[str, float]) -> dict:
     encoder = setup.pretrained.new_encoder(seed)
     torch.manual_seed(seed_of(seed))  # for the head
     model = Tuned(encoder, setup.kind.head()).to(setup.worker.device)
-    tune = replace(setup.tune, **{name: run[name] for name in SWEPT})
+    tune = replace(setup.tune, **fields_of(TuneConfig, run))
     best = None
     try:
         for step in fine_tune(model, setup, tune, seed):
@@ -276,55 +263,51 @@ def make_kind(task: str, pretrained: Pretrained, tune: TuneConfig, *labels) -> C
     return Spans(*shape, tune) if task == "squad2" else Classification(*shape, tune.dropout, *labels)
 
 
-def make_setup(task: str, command: Command, worker: Worker) -> Setup:
-    """Read encoder and data, and encode. UserError if the folder holds runs of another setup."""
-    tune, init = command.tasks[task], command.options.init
-    pretrained = Pretrained(init, tune.dropout)
+def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
+    """Read encoder and data, encode, and make the folder. UserError if it holds runs of another setup."""
+    tune = options.tasks[task]
+    pretrained = Pretrained(options.init, tune.dropout)
     rate = tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2
     tune = replace(tune, learning_rate=rate)
-    examples, remarks = read_task(task, command.options.data, pretrained.val_share)
+    examples, remarks = read_task(task, options.data, pretrained.settings.get("val_share", VAL_SHARE))
     kind = make_kind(task, pretrained, tune, *labels_and_scale(task, examples["train"]))
     splits = {split: kind.encode(found) for split, found in examples.items()}
     for split, encoded in splits.items():
         remarks += [f"{split}: {remark}" for remark in encoded.remarks]
-    out = command.out
-    if len(command.tasks) > 1:
-        out = out / f"{task}-{name_of(init)}"
+    out = options.out
+    if options.task == "glue":
+        out = out / f"{task}-{name_of(options.init)}"
     if worker.is_main:
         weights = [tensor.numpy().tobytes() for tensor in pretrained.new_encoder(0).state_dict().values()]
-        settings = {"init": init, "task": task, "weights": short_hash(b"".join(weights)),
-                    "examples": short_hash(repr(examples)), "sweep": command.options.sweep, **asdict(tune)}
+        settings = {"init": options.init, "task": task, "weights": short_hash(b"".join(weights)),
+                    "examples": short_hash(repr(examples)), "sweep": options.sweep, **asdict(tune)}
         open_folder(out, settings, may_change=["init"])
         pretrained.tokenizer.save(out)
+        print(f"{out}: {len(splits['train'].ids):,} training inputs", *remarks, sep="\n  ", flush=True)
     wait_for(out / "config.json")
     return Setup(task, pretrained, kind, splits, tune, worker, out, remarks)
 
 
-def run_task(task: str, command: Command, worker: Worker) -> dict:
+def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     """Fine-tune one encoder on one task: the grid with --sweep, then seeds 1, 2, ... Writes and returns result.json:
     values of all seeds and their medians, the settings, and the ranks of Table 3."""
-    setup = make_setup(task, command, worker)
-    kind, dev = setup.kind, setup.splits["dev"]
-    if worker.is_main:
-        title = f"{setup.out}: {len(setup.splits['train'].ids):,} training inputs"
-        print(title, *setup.remarks, sep="\n  ", flush=True)
+    setup = make_setup(task, options, worker)
+    kind = setup.kind
     setting, sweep = {name: getattr(setup.tune, name) for name in SWEPT}, []
-    if command.options.sweep:
-        tried = [point | {"seed": 0} for point in grid(TASKS[task].group, kind.dim, command.given)]
-        sweep = finish_runs(setup, tried)
-        sweep.sort(key=sort_value, reverse=True)
+    if options.sweep:
+        tried = [point | {"seed": 0} for point in grid(TASKS[task].group, kind.dim, vars(options))]
+        sweep = sorted(finish_runs(setup, tried), key=sort_value, reverse=True)
         setting = {name: sweep[0][name] for name in SWEPT}
     # The grid has seed 0: the seeds of the result played no part in the choice.
-    seeds = range(1, command.options.seeds + 1)
-    finals = finish_runs(setup, [setting | {"seed": seed} for seed in seeds])
+    finals = finish_runs(setup, [setting | {"seed": seed} for seed in range(1, options.seeds + 1)])
     if not worker.is_main:
         return {}
     untuned = Tuned(setup.pretrained.new_encoder(1), kind.head()).to(worker.device)
-    _, ranks = outputs_of(untuned, kind, dev, worker.device)
+    _, ranks = outputs_of(untuned, kind, setup.splits["dev"], worker.device)
     values = [line["value"] for line in finals]
     names = dict.fromkeys(name for line in finals for name in line["metrics"])  # a run that diverged has none
     result = {
-        "task": task, "init": command.options.init, "metric": kind.metric, "median": median(values), "values": values,
+        "task": task, "init": options.init, "metric": kind.metric, "median": median(values), "values": values,
         "metrics": {name: median([line["metrics"].get(name) for line in finals]) for name in names},
         "last": median([line["last"] for line in finals]),
         "setting": setting, "tune": asdict(setup.tune) | setting, "remarks": setup.remarks,
@@ -399,8 +382,8 @@ def predict_file(folder: Path, source: str, out: Path, device: torch.device):
 
 
 # ---- 5. Command line ----------------------------------------------------------------------------------------
-def parse(argv) -> Command:
-    """Read the command line; the TuneConfig of a task is default < default of the task < flag."""
+def parse(argv) -> argparse.Namespace:
+    """Read the command line; `tasks` holds the TuneConfig of each task, default < default of the task < flag."""
     parser = Parser("finetune.py", __doc__)
     add = parser.add_argument
     add("--init", default="out/toy", help="run folder, checkpoint, or random:FOLDER [%(default)s]")
@@ -424,29 +407,29 @@ def parse(argv) -> Command:
         parser.error("--task custom needs --data: a folder with train and dev files")
     names = GLUE if options.task == "glue" else [options.task]
     try:
-        tasks = {task: TuneConfig(**DEFAULTS[TASKS[task].group] | given) for task in names}
+        options.tasks = {task: TuneConfig(**DEFAULTS[TASKS[task].group] | given) for task in names}
     except ValueError as error:
         parser.error(str(error))
     out = Path("out") / f"{options.task}-{name_of(options.init)}"
     if options.predict:
         out = Path(options.init) / f"predict-{Path(options.predict.removeprefix('hf:') or 'test').stem}"
-    return Command(tasks, options.out or out, given, options)
+    options.out = options.out or out
+    return options
 
 
 def main(argv=None):
-    command = parse(argv)
-    options = command.options
+    options = parse(argv)
     with clear_errors("finetune.py"), explain_out_of_memory("--batch-size"):
-        worker = make_worker(command.given.get("precision", "auto"), options.device)
+        worker = make_worker(getattr(options, "precision", "auto"), options.device)
         torch.set_float32_matmul_precision("highest")  # TF32 is too coarse for effective ranks
         if options.predict:
-            return predict_file(Path(options.init), options.predict, command.out, worker.device)
-        for task in command.tasks if options.data else ():  # what is missing is found before the first run
+            return predict_file(Path(options.init), options.predict, options.out, worker.device)
+        for task in options.tasks if options.data else ():  # what is missing is found before the first run
             find_files(task, options.data)
-        with lock_folder(command.out) if worker.is_main else nullcontext():
-            results = [run_task(task, command, worker) for task in command.tasks]
-            if len(command.tasks) > 1 and worker.is_main:
-                table1(results, command.out)
+        with lock_folder(options.out) if worker.is_main else nullcontext():
+            results = [run_task(task, options, worker) for task in options.tasks]
+            if options.task == "glue" and worker.is_main:
+                table1(results, options.out)
 
 
 if __name__ == "__main__":

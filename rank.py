@@ -65,16 +65,13 @@ def gram_spectrum(gram):
 
 class Moments:
     """Count, sum and Gram matrix of the rows of H (N, d) in float64, batch by batch; H is never held."""
-    def __init__(self, d: int, device: torch.device | str = "cpu"):
-        if torch.device(device).type == "mps":
-            device = "cpu"  # mps has no float64
-        self.count = 0
-        self.total = torch.zeros(d, dtype=torch.float64, device=device)
-        self.gram = torch.zeros(d, d, dtype=torch.float64, device=device)
+    count = total = gram = 0  # until the first rows come
 
     def add(self, h):
-        """Include the rows of h (N, d)."""
-        h = h.to(self.gram)
+        """Include the rows of h (..., d)."""
+        if h.device.type == "mps":
+            h = h.cpu()  # mps has no float64
+        h = h.flatten(0, -2).double()
         self.count += len(h)
         self.total += h.sum(0)
         self.gram += h.T @ h
@@ -83,7 +80,7 @@ class Moments:
         """sigma_i^2 of H, or of H minus its mean row: (d,) float64, descending. UserError for NaN or infinity."""
         gram = self.gram
         if centered:
-            gram = gram - torch.outer(self.total, self.total) / max(1, self.count)
+            gram = gram - torch.outer(self.total, self.total) / self.count
         if not gram.isfinite().all():
             raise UserError("hidden states with NaN or infinity; use another checkpoint")
         # Equal rows minus their mean leave rounding errors, whose flat spectrum would pass for a high rank.
@@ -186,7 +183,7 @@ def text_rows(source: str, encode: Callable[[str], np.ndarray | list[int]], fram
     texts = (text for text in documents(sources(source, config.column)) if in_validation(text, config.val_share))
     ids = []
     for text in tqdm(texts, "tokenizing", unit="text", leave=False, disable=None):
-        ids += [*np.asarray(encode(text)).tolist(), *between]
+        ids += [*encode(text), *between]
         if len(ids) >= config.tokens:
             break
     count = min(len(ids) // room, math.ceil(config.tokens / n)) if room > 0 else 0
@@ -200,14 +197,13 @@ def text_rows(source: str, encode: Callable[[str], np.ndarray | list[int]], fram
 @torch.no_grad()
 def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     """Curve -> the moments of layers 0 to L. UserError if there is too little text."""
-    n, d = subject.seq_len, subject.dim
-    count = min(len(subject.rows), math.ceil(config.tokens / n))
-    k = round(MASK_RATE * n)
-    if count * k < 10 * d:
-        raise UserError(f"{subject.name}: {count * k:,} [MASK] are fewer than 10 d = {10 * d:,}, too few for a rank; "
+    rows = evenly(subject.rows, math.ceil(config.tokens / subject.seq_len))
+    count, n = rows.shape
+    k, least = round(MASK_RATE * n), 10 * subject.dim
+    if count * k < least:
+        raise UserError(f"{subject.name}: {count * k:,} [MASK] are fewer than 10 d = {least:,}, too few for a rank; "
                         "raise --tokens, or give more text: --data, --val-share 1")
-    rows = evenly(subject.rows, count)
-    moments = {curve: [] for curve in CURVES}
+    moments = {}
     for start in tqdm(range(0, count, config.batch_size), subject.name, leave=False, disable=None):
         tokens = rows[start:start + config.batch_size]  # (B, n)
         maskable = ~torch.isin(tokens, torch.tensor(subject.specials))
@@ -215,18 +211,12 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
         chosen = draw_masks(maskable, k, generator)
         masked = torch.zeros_like(maskable).scatter(1, chosen, True)
         with_mask = subject.encode(tokens.masked_fill(masked, subject.mask))
-        add_rows(moments["with_mask"], with_mask)
-        add_rows(moments["mask_only"], [h[masked.to(h.device)] for h in with_mask])
-        add_rows(moments["without_mask"], subject.encode(tokens))
+        at_masks = [h[masked.to(h.device)] for h in with_mask]
+        for curve, states in zip(CURVES, (with_mask, subject.encode(tokens), at_masks)):
+            layers = moments.setdefault(curve, [Moments() for _ in states])
+            for layer, h in zip(layers, states):
+                layer.add(h)
     return moments
-
-
-def add_rows(moments: list[Moments], states):
-    """Include the rows of H^0 ... H^L, each (..., d), in the moments of their layers, which are made at first."""
-    if not moments:
-        moments += [Moments(h.shape[-1], h.device) for h in states]
-    for layer, h in zip(moments, states):
-        layer.add(h.reshape(-1, h.shape[-1]))
 
 
 def ranks_by_layer(subject: Subject, moments: dict[str, list[Moments]], config: RankConfig) -> dict:
@@ -244,11 +234,6 @@ def ranks_by_layer(subject: Subject, moments: dict[str, list[Moments]], config: 
 
 
 # ---- 4. Table and figure ------------------------------------------------------------------------------------
-def ranks_of(model: dict, curve: str, centering: str, tau: float) -> list[int]:
-    """The ranks of one curve of a model in rank.json, layers 0 to L."""
-    return [layer[centering][curve][str(tau)] for layer in model["layers"]]
-
-
 def size_of(model: dict) -> str:
     """How many tokens were measured, and of how many dimensions."""
     return f"{model['n']['without_mask']:,} tokens ({model['n']['mask_only']:,} [MASK]), d = {model['d']}"
@@ -256,15 +241,14 @@ def size_of(model: dict) -> str:
 
 def format_table(name: str, model: dict, tau: float) -> str:
     """The ranks of a model at one tau, by layer, curve and centering."""
-    heads = "".join(f"{head:>9}" for head in ("with", "without", "[MASK]"))
     lines = [f"{name}: rank_{tau} of {size_of(model)}, text {model['text']}",
-             f"     {'uncentered (formula)':>27} |{'centered (variance)':>27}", f"layer{heads} |{heads}"]
-    columns = []
-    for centering in CENTERINGS:
-        columns += [ranks_of(model, curve, centering, tau) for curve in CURVES]
-    for layer, ranks in enumerate(zip(*columns)):
-        cells = [f"{rank:>9}" for rank in ranks]
-        lines.append(f"{layer:>5}{''.join(cells[:3])} |{''.join(cells[3:])}")
+             "            uncentered (formula) |        centered (variance)",
+             "layer     with  without   [MASK] |     with  without   [MASK]"]
+    for number, layer in enumerate(model["layers"]):
+        halves = []
+        for centering in CENTERINGS:
+            halves.append("".join(f"{layer[centering][curve][str(tau)]:>9}" for curve in CURVES))
+        lines.append(f"{number:>5}{' |'.join(halves)}")
     if not model["trained_on_mask"]:
         lines.append("its encoder never read [MASK] in training: that is a token unknown to it")
     return "\n".join(lines)
@@ -280,7 +264,7 @@ def draw(models: dict[str, dict], config: RankConfig):
     with figure(config.out / "rank.png", panels=2) as (drawn, axes):
         for number, (name, model) in enumerate(models.items()):
             for curve, (panel, style, label) in LINES.items():
-                ranks = ranks_of(model, curve, "uncentered", tau)
+                ranks = [layer["uncentered"][curve][str(tau)] for layer in model["layers"]]
                 axes[panel].plot(ranks, style, color=f"C{number}", label=f"{name}, {label}")
         for axis, title in zip(axes, ("(a) all tokens", "(b) [MASK] tokens")):
             axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {tau}", title=title)

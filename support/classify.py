@@ -50,8 +50,7 @@ def labels_and_scale(task: str, examples: list) -> tuple[str, tuple[str, ...], f
     if len(found) == 1:
         raise UserError(f"all training examples have the label {found[0]!r}: use two labels or more")
     numbers = [float(label) for label in found if NUMBER.fullmatch(label)]
-    fractions = [number for number in numbers if not number.is_integer()]
-    if task == "custom" and (len(numbers) < len(found) or not fractions):
+    if task == "custom" and (len(numbers) < len(found) or all(map(float.is_integer, numbers))):
         return metric, tuple(found), 1.0
     # The official code divides STS-B's 0 ... 5 by 5.
     return "spearman", (), max(map(abs, numbers), default=0.0) or 1.0
@@ -68,7 +67,7 @@ class Classification:
         """The label as the head sees it, 0 if it is to be predicted. UserError if the task does not have it."""
         if example.label is None:
             return 0
-        if self.labels and example.label in self.labels:
+        if example.label in self.labels:
             return self.labels.index(example.label)
         if self.labels or not NUMBER.fullmatch(example.label):
             raise UserError(f"label {example.label!r} of {example.text[:40]!r} is not in the task: "
@@ -80,8 +79,8 @@ class Classification:
         targets = [self.target(e) for e in examples]  # a bad label is found before the long work
         ids, truncated = [], 0
         for e in tqdm(examples, "tokenizing", leave=False, disable=None):
-            a = self.tokenizer.encode(e.text).tolist()
-            b = self.tokenizer.encode(e.text2 or "").tolist()
+            a = self.tokenizer.encode(e.text)
+            b = self.tokenizer.encode(e.text2 or "")
             room = self.n - (2 if e.text2 is None else 3)  # for both texts
             truncated += len(a) + len(b) > room
             keep = min(len(b), max(room // 2, room - len(a)))  # tokens of b; the others are for a

@@ -25,8 +25,7 @@ def matthews(predicted, true) -> float:
 def spearman(predicted, true) -> float:
     """Pearson correlation of the ranks of two arrays (N,), in [-1, 1]; NaN where one of them is constant."""
     table = pandas.DataFrame({0: predicted, 1: true})
-    correlations = table.corr("spearman")
-    return float(correlations[0][1])
+    return float(table.corr("spearman")[0][1])
 
 
 METRICS = {"accuracy": accuracy, "matthews": matthews, "spearman": spearman}

@@ -10,6 +10,7 @@ def read_records(loader: str, files: Iterable[str], name: str, **options) -> Ite
     import datasets  # here: it takes a second
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log what we say
     datasets.disable_progress_bars()
+    options = {"split": "train", "streaming": True} | options
     path, _, config = name.removeprefix("hf:").partition(":")
     if loader == "hub" and Path(path).exists():
         raise UserError(f"{name}: the folder {path} would be read in its place; start in another folder")
@@ -17,9 +18,8 @@ def read_records(loader: str, files: Iterable[str], name: str, **options) -> Ite
         if loader == "hub":
             if hasattr(datasets.load_dataset_builder(path, config or None).config, "sample_by"):
                 options["sample_by"] = "paragraph"  # text files, as those on this machine
-            found = datasets.load_dataset(path, config or None, **{"split": "train", "streaming": True} | options)
+            yield from datasets.load_dataset(path, config or None, **options)
         else:
-            found = datasets.load_dataset(loader, data_files=list(files), split="train", streaming=True, **options)
-        yield from found
+            yield from datasets.load_dataset(loader, data_files=list(files), **options)
     except Exception as error:  # a damaged file can make it raise anything
         raise UserError(f"{name}: cannot be read ({root_cause(error)})") from error

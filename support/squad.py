@@ -104,28 +104,18 @@ class Spans:
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
         """Outputs of all windows (N, 4) -> EM and F1 in percent, and the files that the official evaluation reads."""
-        ids = [q.id for q in encoded.examples]
-        null = dict.fromkeys(ids, math.inf)
-        best = dict.fromkeys(ids, -math.inf)
-        answers = dict.fromkeys(ids, "")
-        for (number, shift), output in zip(encoded.windows, outputs.tolist()):
+        null = {q.id: math.inf for q in encoded.examples}
+        best = {q.id: (-math.inf, "") for q in encoded.examples}  # score and text of the best span
+        for (number, shift), (no_answer, score, first, last) in zip(encoded.windows, outputs.tolist()):
             q = encoded.examples[number]
-            null[q.id] = min(null[q.id], output[0])
-            if output[1] > best[q.id]:
-                best[q.id] = output[1]
-                _, begin, end = self.spans_of(q.context)
-                first = int(output[2]) - shift  # tokens of the context
-                last = int(output[3]) - shift
-                answers[q.id] = q.context[begin[first]:end[last]]
-        odds = {}
-        for name in ids:
-            odds[name] = null[name] - best[name]
-            if odds[name] > 0:
-                answers[name] = ""
-        files = {
-            "predictions.json": json.dumps(answers, indent=1),
-            "null_odds.json": json.dumps(odds, indent=1),
-        }
+            null[q.id] = min(null[q.id], no_answer)
+            if score > best[q.id][0]:
+                _, starts, ends = self.spans_of(q.context)
+                text = q.context[starts[int(first) - shift]:ends[int(last) - shift]]  # from tokens of the context
+                best[q.id] = score, text
+        odds = {name: null[name] - score for name, (score, _) in best.items()}
+        answers = {name: "" if odds[name] > 0 else text for name, (_, text) in best.items()}
+        files = {"predictions.json": json.dumps(answers, indent=1), "null_odds.json": json.dumps(odds, indent=1)}
         return squad_metrics(encoded.examples, answers), files
 
 

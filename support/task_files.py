@@ -40,7 +40,7 @@ def read_task(name: str, data: str | None, val_share: float) -> tuple[dict[str, 
     if name == "docs":
         found = read_docs_task(val_share)
     elif data is None:
-        found = {split: read_hub(name, on_hub) for split, on_hub in zip(SPLITS, task.hub_splits)}
+        found = {split: read_hub(name, file.replace("dev", "validation")) for split, file in zip(SPLITS, task.files)}
     else:
         found = {split: read_file(name, path) for split, path in find_files(name, data).items()}
     for split, count in zip(SPLITS, task.official):
@@ -56,7 +56,8 @@ def find_files(name: str, data: str) -> dict[str, Path]:
     """The file of each split in the folder `data`. UserError if one is missing; only dev_mm may be."""
     task, root = TASKS[name], Path(data).expanduser()
     found = {}
-    for split, pattern in zip(SPLITS, task.files):
+    for split, file in zip(SPLITS, task.files):
+        pattern = file + task.suffix
         paths = sorted((root / task.folder).glob(pattern)) or sorted(root.glob(pattern))
         paths = [path for path in paths if path.suffix in LOADERS or name == "squad2"]
         if len(paths) > 1:
@@ -84,15 +85,23 @@ def read_docs_task(val_share: float) -> dict[str, list[Example]]:
 
 
 # ---- 2. One split, from a file or the Hub -------------------------------------------------------------------
-def read_file(name: str, path: Path) -> list[Example] | list[Question]:
-    """The examples or questions in a file of task `name`."""
+def read_file(name: str, path: Path, labelled: bool = True) -> list[Example] | list[Question]:
+    """The examples or questions in a file of task `name`, as examples_of. A .tsv is GLUE's: quotes are characters."""
     if name == "squad2":
         return read_squad(path)
-    records = records_of(path, TASKS[name].header)
-    if path.suffix == ".tsv":  # a few of QQP's lines are cut off
-        label = TASKS[name].columns[-1]
-        records = (record for record in records if record.get(label) not in (None, ""))
-    return examples_of(name, records, str(path))
+    if path.suffix not in INPUTS:
+        raise UserError(f"--predict {path}: the name must end in {', '.join(INPUTS)}")
+    task, options = TASKS[name], {}
+    if path.suffix in (".csv", ".tsv"):
+        options["keep_default_na"] = False  # the text "None" is not missing
+    if path.suffix == ".tsv":
+        options |= {"delimiter": "\t", "quoting": 3}
+        if labelled:  # a file of inputs has a header, and each of its lines counts
+            options |= {"column_names": list(task.header) or None, "on_bad_lines": "skip"}
+    records = read_records(INPUTS[path.suffix], [str(path)], str(path), **options)
+    if labelled and path.suffix == ".tsv":  # a few of QQP's lines are cut off
+        records = (record for record in records if record.get(task.columns[-1]) not in (None, ""))
+    return examples_of(name, records, str(path), labelled)
 
 
 def read_hub(name: str, split: str, labelled: bool = True) -> list[Example] | list[Question]:
@@ -107,19 +116,6 @@ def read_hub(name: str, split: str, labelled: bool = True) -> list[Example] | li
             label = task.labels[record["label"]] if task.labels else round(record["label"], 3)
             found.append(record | {task.columns[-1]: label})
     return found if name == "squad2" else examples_of(name, found, hub, labelled)
-
-
-def records_of(path: Path, header: tuple[str, ...] = (), bad_lines: str = "skip") -> Iterable[dict]:
-    """The records of a file. A .tsv is GLUE's: quotes are characters; `header` names columns if the file does not."""
-    options = {}
-    if path.suffix in (".csv", ".tsv"):
-        options["keep_default_na"] = False  # the text "None" is not missing
-    if path.suffix == ".tsv":
-        options |= {"delimiter": "\t", "quoting": 3, "column_names": list(header) or None, "on_bad_lines": bad_lines}
-    for record in read_records(INPUTS[path.suffix], [str(path)], str(path), **options):
-        if "__index_level_0__" in record:  # pandas takes the first field of such lines as their name
-            raise UserError(f"{path}: has lines with more fields than columns; put texts with a comma in quotes")
-        yield record
 
 
 def texts_of(name: str, record: dict, where: str) -> tuple[str, str | None]:
@@ -140,6 +136,8 @@ def examples_of(name: str, records: Iterable[dict], where: str, labelled: bool =
     *columns, column = TASKS[name].columns
     found = []
     for number, record in enumerate(records):
+        if "__index_level_0__" in record:  # pandas takes the first field of such lines as their name
+            raise UserError(f"{where}: has lines with more fields than columns; put texts with a comma in quotes")
         if "label.1" in record:
             raise UserError(f"{where}: has two columns `label`; rename one")
         text, text2 = texts_of(name, record, f"{where}, record {number + 1}")
@@ -156,14 +154,9 @@ def examples_of(name: str, records: Iterable[dict], where: str, labelled: bool =
 def read_inputs(name: str, source: str) -> list[Example] | list[Question]:
     """What task `name` is to predict: lines of a .txt, the columns of GLUE's releases or of the Hub, or text[,text2];
     hf:[SPLIT] is a split of the task on the Hub."""
-    task, path = TASKS[name], Path(source)
-    if name == "squad2":
-        return read_squad(path)
     if source.startswith("hf:") and name in GLUE:
-        return read_hub(name, source[3:] or task.hub_splits[1].replace("validation", "test"), labelled=False)
-    if path.suffix not in INPUTS:
-        raise UserError(f"--predict {path}: the name must end in {', '.join(INPUTS)}")
-    return examples_of(name, records_of(path, bad_lines="error"), source, labelled=False)
+        return read_hub(name, source[3:] or TASKS[name].files[1].replace("dev", "test"), labelled=False)
+    return read_file(name, Path(source), labelled=False)
 
 
 def read_squad(path: Path) -> list[Question]:

@@ -14,10 +14,10 @@ class Task(NamedTuple):
     labels: tuple[str, ...] = ()  # in the Hub's order; empty: a number, or found in the training split
     official: tuple[int, ...] = ()  # examples of each split of the original release
     folder: str = ""  # of the original release
-    files: tuple[str, ...] = ("train.tsv", "dev.tsv")  # of each split
+    files: tuple[str, ...] = ("train", "dev")  # of each split; on the Hub dev is called validation
+    suffix: str = ".tsv"  # of the files
     header: tuple[str, ...] = ()  # column names of a TSV without a header
     columns: tuple[str, ...] = ()  # text, text2 if any, label: in the files
-    hub_splits: tuple[str, ...] = ("train", "validation")
     hub_columns: tuple[str, ...] = ()  # text and text2 on the Hub, if others
 
 
@@ -26,34 +26,25 @@ YES_NO = ("0", "1")
 ENTAILMENT = ("entailment", "not_entailment")
 PAIR = ("sentence1", "sentence2", "label")
 TASKS = {
-    "mnli": Task(
-        "large", labels=("entailment", "neutral", "contradiction"), official=(392_702, 9_815, 9_832), folder="MNLI",
-        files=("train.tsv", "dev_matched.tsv", "dev_mismatched.tsv"), columns=("sentence1", "sentence2", "gold_label"),
-        hub_splits=("train", "validation_matched", "validation_mismatched"), hub_columns=("premise", "hypothesis")),
-    "qqp": Task(
-        "large", labels=YES_NO, official=(363_846, 40_430), folder="QQP",
-        columns=("question1", "question2", "is_duplicate")),
-    "qnli": Task(
-        "large", labels=ENTAILMENT, official=(104_743, 5_463), folder="QNLI",
-        columns=("question", "sentence", "label")),
-    "sst2": Task(
-        "large", labels=YES_NO, official=(67_349, 872), folder="SST-2", columns=("sentence", "label")),
-    "cola": Task(
-        "small", "matthews", labels=YES_NO, official=(8_551, 1_043), folder="CoLA", columns=("sentence", "label"),
-        header=("source", "label", "star", "sentence")),
-    "rte": Task(
-        "small", labels=ENTAILMENT, official=(2_490, 277), folder="RTE", columns=PAIR),
-    "mrpc": Task(
-        "small", labels=YES_NO, official=(3_668, 408), folder="MRPC", columns=("#1 String", "#2 String", "Quality"),
-        hub_columns=PAIR[:2]),
-    "stsb": Task(
-        "small", "spearman", official=(5_749, 1_500), folder="STS-B", columns=("sentence1", "sentence2", "score")),
-    "squad2": Task(
-        "squad", "f1", official=(130_319, 11_873), folder="SQuAD", files=("train*.json", "dev*.json")),
-    "docs": Task(
-        "docs", columns=("text", "label"),
-        labels=("torch", "sympy", "python", "pandas", "matplotlib", "numpy", "networkx", "huggingface_hub")),
-    "custom": Task("small", files=("train.*", "dev.*"), columns=("text", "text2", "label")),
+    "mnli": Task("large", labels=("entailment", "neutral", "contradiction"), official=(392_702, 9_815, 9_832),
+                 folder="MNLI", files=("train", "dev_matched", "dev_mismatched"),
+                 columns=("sentence1", "sentence2", "gold_label"), hub_columns=("premise", "hypothesis")),
+    "qqp": Task("large", labels=YES_NO, official=(363_846, 40_430), folder="QQP",
+                columns=("question1", "question2", "is_duplicate")),
+    "qnli": Task("large", labels=ENTAILMENT, official=(104_743, 5_463), folder="QNLI",
+                 columns=("question", "sentence", "label")),
+    "sst2": Task("large", labels=YES_NO, official=(67_349, 872), folder="SST-2", columns=("sentence", "label")),
+    "cola": Task("small", "matthews", labels=YES_NO, official=(8_551, 1_043), folder="CoLA",
+                 columns=("sentence", "label"), header=("source", "label", "star", "sentence")),
+    "rte": Task("small", labels=ENTAILMENT, official=(2_490, 277), folder="RTE", columns=PAIR),
+    "mrpc": Task("small", labels=YES_NO, official=(3_668, 408), folder="MRPC",
+                 columns=("#1 String", "#2 String", "Quality"), hub_columns=PAIR[:2]),
+    "stsb": Task("small", "spearman", official=(5_749, 1_500), folder="STS-B",
+                 columns=("sentence1", "sentence2", "score")),
+    "squad2": Task("squad", "f1", official=(130_319, 11_873), folder="SQuAD", suffix="*.json"),
+    "docs": Task("docs", columns=("text", "label"), labels=(
+        "torch", "sympy", "python", "pandas", "matplotlib", "numpy", "networkx", "huggingface_hub")),
+    "custom": Task("small", suffix=".*", columns=("text", "text2", "label")),
 }
 GLUE = tuple(TASKS)[:8]  # Table 1, left to right
 
@@ -79,11 +70,9 @@ RATES = {  # (whether the task is of the large group, whether the encoder is lar
 }
 
 
-def grid(group: str, dim: int, given: dict[str, float]) -> list[dict[str, float]]:
+def grid(group: str, dim: int, given: dict) -> list[dict[str, float]]:
     """The settings of Table 5 or 6 for an encoder of width dim; a value that is given replaces all that are tried."""
     group = "small" if group == "docs" else group
     tried = SWEEPS[group] | {"learning_rate": RATES[group == "large", dim >= 1024]}
-    for name in SWEPT:
-        if name in given:
-            tried[name] = (given[name],)
+    tried |= {name: (given[name],) for name in SWEPT if name in given}
     return [dict(zip(tried, values)) for values in itertools.product(*tried.values())]

@@ -48,7 +48,7 @@ def svd_ranks(h, centered):
 
 def spectrum_of(h, centered, *sizes):
     """The spectrum of rank.Moments of h (n, d), added in parts of these sizes."""
-    moments = rank.Moments(h.shape[1])
+    moments = rank.Moments()
     for part in torch.from_numpy(h).split(sizes):
         moments.add(part)
     return moments.spectrum(centered)
