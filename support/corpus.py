@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -192,16 +193,13 @@ def prepare(wanted: CorpusConfig, folder: Path):
 
 def read_meta(folder: Path) -> dict:
     """meta.json of a prepared corpus. UserError if a file is missing, cut or of another corpus."""
-    try:
+    with suppress(FileNotFoundError, UserError, KeyError, TypeError):
         meta = read_json(folder / "meta.json")
         sizes = [meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize for split in SPLITS]
-        whole = meta["tokenizer"] == short_hash((folder / "tokenizer.json").read_bytes())
-        whole = whole and sizes == [(folder / f"{split}.bin").stat().st_size for split in SPLITS]
-    except (FileNotFoundError, UserError, KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise UserError(f"{folder}: this prepared corpus is damaged or incomplete; delete it, and it is made again")
-    return meta
+        there = [(folder / f"{split}.bin").stat().st_size for split in SPLITS]
+        if sizes == there and meta["tokenizer"] == short_hash((folder / "tokenizer.json").read_bytes()):
+            return meta
+    raise UserError(f"{folder}: this prepared corpus is damaged or incomplete; delete it, and it is made again")
 
 
 def corpus_folder(wanted: CorpusConfig) -> Path:
