@@ -81,7 +81,7 @@ def blank(text: str, name: str) -> str:
     docstring = find(function, name.rpartition(".")[2]).body[0]
     head = "\n".join(function.split("\n")[:docstring.end_lineno]).removesuffix('"""')
     rules = (HERE / "course/tasks.md").read_text("utf-8").partition(f"## {name}\n")[2].partition("\n## ")[0].strip()
-    rules = f"\n\n{rules}".replace("\n", "\n    ").replace("\n    \n", "\n\n") if rules else ""
+    rules = textwrap.indent(f"\n\n{rules}", "    ") if rules else ""
     return head.removesuffix(rules) + rules + '"""\n    raise NotImplementedError'
 
 
@@ -111,17 +111,14 @@ def claims_of(task: str) -> list[str]:
     return found
 
 
-def for_students(text: str) -> str:
-    """A test file without the tests of no task, which show solutions."""
-    blocks = text.split("\n\n\n")
-    return "\n\n\n".join(block for block in blocks if "@task(" in block or "def test_" not in block)
-
-
 def copy_project(folder: Path):
     """Write the programs, with our solutions, and the tests of the tasks into a folder."""
     for path in itertools.chain(*map(HERE.glob, COPIED)):
         name = path.relative_to(HERE).as_posix()
-        text = for_students(path.read_text("utf-8")) if name in TESTS else path.read_text("utf-8")
+        text = path.read_text("utf-8")
+        if name in TESTS:  # without the tests of no task, which show solutions
+            blocks = text.split("\n\n\n")
+            text = "\n\n\n".join(block for block in blocks if "@task(" in block or "def test_" not in block)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(STUBS.get(name, text), "utf-8")
     (folder / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\npythonpath = .\n")
