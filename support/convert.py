@@ -132,8 +132,12 @@ def to_ours(weights, names: Iterable[str], order):
 
 
 # ---- 2. Export ----------------------------------------------------------------------------------------------
-def read_tuned(file: Path):
-    """What `read_source` returns, of finetune.py's encoder.pt."""
+def read_source(source: Path):
+    """What is exported -> configuration, weights, tokenizer, the end of the name of their class, labels."""
+    file = source / "encoder.pt" if source.is_dir() else source
+    if file.name != "encoder.pt" or not file.is_file():
+        model, tokenizer = load_model(source)
+        return model.config, model.state_dict(), tokenizer, "ForMaskedLM", []
     state = read_tensors(file, "config", "model", "task", "labels", "scale")
     head, module, labels = "ForSequenceClassification", "classifier", state["labels"] or ["number"]
     if state["task"] == "squad2":
@@ -144,15 +148,6 @@ def read_tuned(file: Path):
             weight = state["scale"] * weight
         weights[re.sub("^head", module, name)] = weight
     return config_of(state, file), weights, Tokenizer.load(file.parent), head, labels
-
-
-def read_source(source: Path):
-    """What is exported -> configuration, weights, tokenizer, the end of the name of their class, labels."""
-    file = source / "encoder.pt" if source.is_dir() else source
-    if file.name == "encoder.pt" and file.is_file():
-        return read_tuned(file)
-    model, tokenizer = load_model(source)
-    return model.config, model.state_dict(), tokenizer, "ForMaskedLM", []
 
 
 def exact_format(config: Config) -> str:
