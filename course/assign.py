@@ -81,7 +81,7 @@ def blank(text: str, name: str) -> str:
     docstring = find(function, name.rpartition(".")[2]).body[0]
     head = "\n".join(function.split("\n")[:docstring.end_lineno]).removesuffix('"""')
     rules = (HERE / "course/tasks.md").read_text("utf-8").partition(f"## {name}\n")[2].partition("\n## ")[0].strip()
-    rules = f"\n\n{rules}".replace("\n", "\n    ").replace("\n    \n", "\n\n") if rules else ""
+    rules = textwrap.indent(f"\n\n{rules}", "    ") if rules else ""
     return head.removesuffix(rules) + rules + '"""\n    raise NotImplementedError'
 
 
@@ -111,17 +111,14 @@ def claims_of(task: str) -> list[str]:
     return found
 
 
-def for_students(text: str) -> str:
-    """A test file without the tests of no task, which show solutions."""
-    blocks = text.split("\n\n\n")
-    return "\n\n\n".join(block for block in blocks if "@task(" in block or "def test_" not in block)
-
-
 def copy_project(folder: Path):
     """Write the programs, with our solutions, and the tests of the tasks into a folder."""
     for path in itertools.chain(*map(HERE.glob, COPIED)):
         name = path.relative_to(HERE).as_posix()
-        text = for_students(path.read_text("utf-8")) if name in TESTS else path.read_text("utf-8")
+        text = path.read_text("utf-8")
+        if name in TESTS:  # without the tests of no task, which show solutions
+            blocks = text.split("\n\n\n")
+            text = "\n\n\n".join(block for block in blocks if "@task(" in block or "def test_" not in block)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(STUBS.get(name, text), "utf-8")
     (folder / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\npythonpath = .\n")
@@ -154,16 +151,6 @@ def without(tasks: list[str]) -> str:
 
 
 # ---- 3. Grading ---------------------------------------------------------------------------------------------
-def run_pytest(tests: list[str], folder: Path, seconds: float) -> str:
-    """Run tests in a process of their own -> what it prints; "" if they take longer."""
-    command = [sys.executable, "-m", "pytest", "-rfp", "--color=no", "-p", "no:cacheprovider", *tests]
-    try:
-        return subprocess.run(command, cwd=folder, timeout=seconds, stdin=subprocess.DEVNULL, capture_output=True,
-                              encoding="utf-8", errors="replace").stdout
-    except subprocess.TimeoutExpired:
-        return ""
-
-
 def grade(task: str, path: Path, folder: Path, seconds: float) -> tuple[int, str, str]:
     """Grade a task in a student's file, in a `folder` with a copy of the project -> points, status, output."""
     file, claims = TASKS[task][0], claims_of(task)
@@ -179,7 +166,12 @@ def grade(task: str, path: Path, folder: Path, seconds: float) -> tuple[int, str
     if "assert_close" in text or "pytest" in text:  # by which a file could change the tests
         return 0, "the file names assert_close or pytest: move that to another file", ""
     (folder / file).write_text(text, "utf-8")
-    printed = run_pytest(claims, folder, seconds)
+    command = [sys.executable, "-m", "pytest", "-rfp", "--color=no", "-p", "no:cacheprovider", *claims]
+    try:
+        printed = subprocess.run(command, cwd=folder, timeout=seconds, stdin=subprocess.DEVNULL, capture_output=True,
+                                 encoding="utf-8", errors="replace").stdout
+    except subprocess.TimeoutExpired:
+        printed = ""
     (folder / file).write_text(ours, "utf-8")
     passed = re.findall(r"^PASSED \S+::(\w+)", printed, re.MULTILINE)
     failed = re.findall(r"^FAILED \S+::(\w+)", printed, re.MULTILINE)

@@ -72,25 +72,22 @@ def recorded_attention(model: MAELM) -> Iterator[list[torch.Tensor]]:
     """While entered, collects the softmax (B, heads, n, n) of each layer that reads gaps: of an MLM's encoder, or of
     an MAE-LM's decoder."""
     layers = []
+
+    def record(layer: Attention, inputs, output):
+        """Add the softmax of a layer that reads x (B, n, d)."""
+        x, bias = inputs
+        keys, _ = layer.key_value(x).chunk(2, dim=-1)
+        q, k = [y.unflatten(-1, (layer.heads, -1)).transpose(1, 2) for y in (layer.query(x), keys)]
+        identity = torch.eye(x.shape[1]).expand(*k.shape[:2], -1, -1)
+        layers.append(attention(q, k, identity, bias))  # with the identity as V it returns the softmax
+
     stack = model.encoder.stack if model.decoder is None else model.decoder.stack
-    hooks = []
-    for block in stack.blocks:
-        hook = block.self_attention.register_forward_hook(
-            lambda layer, inputs, output: layers.append(attention_weights(layer, *inputs)))
-        hooks.append(hook)
+    hooks = [block.self_attention.register_forward_hook(record) for block in stack.blocks]
     try:
         yield layers
     finally:  # also after an error, or the model would record on
         for hook in hooks:
             hook.remove()
-
-
-def attention_weights(layer: Attention, x, bias):
-    """The softmax of a layer that reads x (B, n, d): (B, heads, n, n)."""
-    keys, _ = layer.key_value(x).chunk(2, dim=-1)
-    q, k = [y.unflatten(-1, (layer.heads, -1)).transpose(1, 2) for y in (layer.query(x), keys)]
-    identity = torch.eye(x.shape[1]).expand(*k.shape[:2], -1, -1)
-    return attention(q, k, identity, bias)  # with the identity as V it returns the softmax
 
 
 # ---- 3. What do the vectors hold? ---------------------------------------------------------------------------

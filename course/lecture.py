@@ -23,8 +23,7 @@ def readings(words: list[str], corruption: Corruption) -> tuple[list[str], list[
 def draw_cells(rows: dict[str, list[str]], weights: dict[str, list[float]] | None = None) -> Figure:
     """A picture with a row of cells for each name; with weights in [0, 1] a cell is as dark as its weight."""
     columns = max(map(len, rows.values()))
-    size = (min(13, 2.5 + columns), 0.5 * len(rows) + 0.2)
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=(min(13, 2.5 + columns), 0.5 * len(rows) + 0.2), layout="constrained")
     axes = figure.subplots()
     for y, (name, texts) in enumerate(rows.items()):
         for x, text in enumerate(texts):
@@ -32,8 +31,7 @@ def draw_cells(rows: dict[str, list[str]], weights: dict[str, list[float]] | Non
             if weights is not None:
                 shade = (0.0, 0.3, 0.8, weights[name][x])
                 color = "white" if weights[name][x] > 0.5 else "black"
-            cell = Rectangle((x + 0.03, y + 0.05), 0.94, 0.9, facecolor=shade)
-            axes.add_patch(cell)
+            axes.add_patch(Rectangle((x + 0.03, y + 0.05), 0.94, 0.9, facecolor=shade))
             axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=color)
     axes.set(xlim=(0, columns), ylim=(len(rows), 0), xticks=[])
     axes.set_yticks([y + 0.5 for y in range(len(rows))], rows)

@@ -38,9 +38,9 @@ def share_outside(gram, text_gram, dims: int) -> float:
 def single_head(attention: nn.Module):
     """W^QK = W^Q W^K^T / sqrt(d) and W^VO = W^V W^O, (d, d) float64, all heads taken as one, without biases; App. A."""
     # nn.Linear holds the transpose of the paper's W.
-    query = attention.query.weight.cpu().double()
-    key, value = attention.key_value.weight.cpu().double().chunk(2)
-    output = attention.output.weight.cpu().double()
+    query = attention.query.weight.double()
+    key, value = attention.key_value.weight.double().chunk(2)
+    output = attention.output.weight.double()
     return query.T @ key / len(query) ** 0.5, value.T @ output.T
 
 
@@ -70,21 +70,20 @@ def both_sides(real, masks, qk, vo) -> dict[str, float]:
     return {"left": norm(left), "right": 4 * epsilon * norm(R) ** 3, "spread": spread, "eq3": eq3}
 
 
-def lemma_2_1(subject: Subject, states, masked) -> list[str]:
-    """Ranks of P, E, H_M^0 and H_M^L of a model: printable lines."""
-    P = subject.encoder.position_embedding.weight.cpu().double()
-    E = subject.encoder.token_embedding.weight.cpu().double()
-    matrices = {"P": P, "E": E, "H_M^0": states[0][masked], "H_M^L": states[-1][masked]}
-    lines = []
+def lemma_2_1(subject: Subject, states, masked):
+    """Print the ranks of P, E, H_M^0 and H_M^L of a model."""
+    P = subject.encoder.position_embedding.weight
+    E = subject.encoder.token_embedding.weight
+    matrices = {"P": P.double(), "E": E.double(), "H_M^0": states[0][masked], "H_M^L": states[-1][masked]}
     for name, matrix in matrices.items():
         numerical = int(torch.linalg.matrix_rank(matrix))
-        lines.append(f"  {name:<6} rank_0.9 {effective_rank(matrix):>5}   numerical rank {numerical:>5}")
-    return [*lines, f"  the proof has rank(P) <= d - rank(E), d = {subject.dim}"]
+        print(f"  {name:<6} rank_0.9 {effective_rank(matrix):>5}   numerical rank {numerical:>5}")
+    print(f"  the proof has rank(P) <= d - rank(E), d = {subject.dim}")
 
 
-def theorem_2_2(subject: Subject, states, masked) -> list[str]:
-    """By layer the residual of the real tokens of masked text, and for one row both sides of the bound, as lines."""
-    lines = ["  layer  1h^T residual  pure attention  ||R'||_1,inf        bound     spread  Eq.(3) error"]
+def theorem_2_2(subject: Subject, states, masked):
+    """Print by layer the residual of the real tokens of masked text, and for one row both sides of the bound."""
+    print("  layer  1h^T residual  pure attention  ||R'||_1,inf        bound     spread  Eq.(3) error")
     at = masked[0]
     pure = states[0][0][~at]  # the embeddings of one row's real tokens, through the attention weights only
     for layer, state in enumerate(states):
@@ -94,8 +93,7 @@ def theorem_2_2(subject: Subject, states, masked) -> list[str]:
             sides = both_sides(state[0][~at], state[0][at], qk, vo)
             line += f"  {sides['left']:12.3e} {sides['right']:12.3e} {sides['spread']:10.2f}  {sides['eq3']:12.3f}"
             pure = (pure @ qk @ pure.T).softmax(1) @ pure @ vo  # one single-head attention layer, H -> A H W^VO
-        lines.append(line)
-    return lines
+        print(line)
 
 
 ASSUMPTIONS = """\
@@ -106,25 +104,22 @@ ASSUMPTIONS = """\
 
 
 @torch.no_grad()
-def theory(name: str) -> str:
-    """What Lemma 2.1 and Theorem 2.2 say about a run of train.py: printable lines."""
-    subject = subject_of_run(name, RankConfig(), torch.device("cpu"))
-    tokens = evenly(subject.rows, TOKENS // subject.seq_len)  # (B, n)
-    maskable = tokens >= NUM_SPECIAL
-    chosen = draw_masks(maskable, round(MASK_RATE * tokens.shape[1]), torch.Generator().manual_seed(seed_of(0)))
-    masked = torch.zeros_like(maskable).scatter(1, chosen, True)
-    states = [h.double() for h in subject.encode(tokens.masked_fill(masked, subject.mask))]
-    title = f"Lemma 2.1 and Theorem 2.2 for {name}, d = {subject.dim}"
-    lines = lemma_2_1(subject, states, masked) + theorem_2_2(subject, states, masked)
-    return "\n".join([title, *lines, ASSUMPTIONS])
-
-
 def main(argv=None):
+    """Print what Lemma 2.1 and Theorem 2.2 say about a run of train.py."""
     parser = Parser("course.theory", __doc__)
     parser.add_argument("run", help="a run folder or checkpoint of train.py")
     options = parser.parse_args(argv)
     with clear_errors("course.theory"):
-        print(theory(options.run))
+        subject = subject_of_run(options.run, RankConfig(), torch.device("cpu"))
+        tokens = evenly(subject.rows, TOKENS // subject.seq_len)  # (B, n)
+        maskable = tokens >= NUM_SPECIAL
+        chosen = draw_masks(maskable, round(MASK_RATE * tokens.shape[1]), torch.Generator().manual_seed(seed_of(0)))
+        masked = torch.zeros_like(maskable).scatter(1, chosen, True)
+        states = [h.double() for h in subject.encode(tokens.masked_fill(masked, subject.mask))]
+        print(f"Lemma 2.1 and Theorem 2.2 for {options.run}, d = {subject.dim}")
+        lemma_2_1(subject, states, masked)
+        theorem_2_2(subject, states, masked)
+        print(ASSUMPTIONS)
 
 
 if __name__ == "__main__":

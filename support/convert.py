@@ -100,7 +100,7 @@ def their_names(ours: str, kind: str) -> list[str]:
     module, parameter = ours.rsplit(".", 1)
     if not module.startswith("encoder.stack.blocks."):
         return [f"{OUTSIDE[module].format(kind)}.{parameter}"]
-    layer, module = module.removeprefix("encoder.stack.blocks.").split(".", 1)
+    *_, layer, module = module.split(".", 4)
     roberta, mpnet = LAYER[module]
     theirs = roberta if kind == "roberta" else mpnet
     return [f"{kind}.encoder.layer.{layer}.{name}.{parameter}" for name in theirs.split()]
@@ -132,8 +132,12 @@ def to_ours(weights, names: Iterable[str], order):
 
 
 # ---- 2. Export ----------------------------------------------------------------------------------------------
-def read_tuned(file: Path):
-    """What `read_source` returns, of finetune.py's encoder.pt."""
+def read_source(source: Path):
+    """What is exported -> configuration, weights, tokenizer, the end of the name of their class, labels."""
+    file = source / "encoder.pt" if source.is_dir() else source
+    if file.name != "encoder.pt" or not file.is_file():
+        model, tokenizer = load_model(source)
+        return model.config, model.state_dict(), tokenizer, "ForMaskedLM", []
     state = read_tensors(file, "config", "model", "task", "labels", "scale")
     head, module, labels = "ForSequenceClassification", "classifier", state["labels"] or ["number"]
     if state["task"] == "squad2":
@@ -144,15 +148,6 @@ def read_tuned(file: Path):
             weight = state["scale"] * weight
         weights[re.sub("^head", module, name)] = weight
     return config_of(state, file), weights, Tokenizer.load(file.parent), head, labels
-
-
-def read_source(source: Path):
-    """What is exported -> configuration, weights, tokenizer, the end of the name of their class, labels."""
-    file = source / "encoder.pt" if source.is_dir() else source
-    if file.name == "encoder.pt" and file.is_file():
-        return read_tuned(file)
-    model, tokenizer = load_model(source)
-    return model.config, model.state_dict(), tokenizer, "ForMaskedLM", []
 
 
 def exact_format(config: Config) -> str:
@@ -203,7 +198,6 @@ def save_tokenizer(tokenizer: Tokenizer, seq_len: int, out: Path):
 def export(source: Path, out: Path, wanted: str):
     """Write a run folder, a checkpoint or what finetune.py keeps as a folder for transformers."""
     transformers_library()
-    refuse_other_files(out)
     config, weights, tokenizer, head, labels = read_source(source)
     kind = exact_format(config) if wanted == "auto" else wanted
     # A format without decoder cannot predict [MASK], nor can a model that reads more than a text with [MASK].
@@ -257,7 +251,6 @@ def read_tokenizer(name: str, theirs, size: int):
 
 def import_model(name: str, out: Path):
     """Write a RoBERTa of transformers as a run folder at step 0. UserError if maelm cannot compute it."""
-    refuse_other_files(out)
     config = read_config(name, from_hub("AutoConfig", name))
     tokenizer, order = read_tokenizer(name, from_hub("AutoTokenizer", name), config.vocab_size)
     theirs, new_head = model_from_hub("AutoModelForMaskedLM", name)
@@ -280,6 +273,7 @@ def main(argv=None):
     add("--format", default="auto", choices=["auto", "maelm"], help="of an export [auto: RoBERTa or MPNet if exact]")
     options = parser.parse_args(argv)
     with clear_errors("support.convert"):
+        refuse_other_files(options.out)
         if options.command == "export":
             export(Path(options.source), options.out, options.format)
         else:

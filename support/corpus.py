@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -162,9 +163,8 @@ def corpus_settings(config: Config, settings: dict, tokenizer: Tokenizer | None)
                         settings["val_share"], settings.get("column", "text"), tokenizer if given else None)
 
 
-def prepare(wanted: CorpusConfig, folder: Path):
-    """Write a corpus to `folder`. UserError for text that is missing or bad."""
-    read = sources(wanted.data, wanted.column, wanted.cache)
+def prepare(wanted: CorpusConfig, read: list[Source], folder: Path):
+    """Write a corpus, read from sources, to `folder`. UserError for text that is missing or bad."""
     tokenizer = wanted.tokenizer
     if tokenizer is None:
         texts = tqdm(sample(read, wanted.val_share), "tokenizer's sample", unit=" texts", leave=False, disable=None)
@@ -192,37 +192,29 @@ def prepare(wanted: CorpusConfig, folder: Path):
 
 def read_meta(folder: Path) -> dict:
     """meta.json of a prepared corpus. UserError if a file is missing, cut or of another corpus."""
-    try:
+    with suppress(FileNotFoundError, UserError, KeyError, TypeError):
         meta = read_json(folder / "meta.json")
         sizes = [meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize for split in SPLITS]
-        whole = meta["tokenizer"] == short_hash((folder / "tokenizer.json").read_bytes())
-        whole = whole and sizes == [(folder / f"{split}.bin").stat().st_size for split in SPLITS]
-    except (FileNotFoundError, UserError, KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise UserError(f"{folder}: this prepared corpus is damaged or incomplete; delete it, and it is made again")
-    return meta
-
-
-def corpus_folder(wanted: CorpusConfig) -> Path:
-    """Where a prepared corpus is, or will be."""
-    read = sources(wanted.data, wanted.column)
-    states = [(source.name, source.column, file_states(source.files)) for source in read]
-    tokenizer = None if wanted.tokenizer is None else wanted.tokenizer.model.to_str()
-    made_of = LAYOUT, states, wanted.vocab_size, wanted.uncased, wanted.val_share, tokenizer
-    return Path(wanted.cache).expanduser() / short_hash(repr(made_of))
+        there = [(folder / f"{split}.bin").stat().st_size for split in SPLITS]
+        if sizes == there and meta["tokenizer"] == short_hash((folder / "tokenizer.json").read_bytes()):
+            return meta
+    raise UserError(f"{folder}: this prepared corpus is damaged or incomplete; delete it, and it is made again")
 
 
 def prepared_corpus(wanted: CorpusConfig) -> Path:
     """The folder of a corpus, which one process prepares if it is not there. UserError for damage or bad text."""
-    folder = corpus_folder(wanted)
+    read = sources(wanted.data, wanted.column, wanted.cache)
+    states = [(source.name, source.column, file_states(source.files)) for source in read]
+    tokenizer = None if wanted.tokenizer is None else wanted.tokenizer.model.to_str()
+    made_of = LAYOUT, states, wanted.vocab_size, wanted.uncased, wanted.val_share, tokenizer
+    folder = Path(wanted.cache).expanduser() / short_hash(repr(made_of))
     meta = folder / "meta.json"
     if not meta.is_file():  # otherwise nothing is written: the disk may be read-only
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
             try:
                 if not meta.is_file():
-                    prepare(wanted, folder)
+                    prepare(wanted, read, folder)
             except (MemoryError, OSError) as error:
                 raise UserError(f"{folder}: not prepared ({root_cause(error)}); is memory or disk full?") from error
     read_meta(folder)

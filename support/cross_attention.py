@@ -36,8 +36,7 @@ class CrossBlock(Block):
         if self.self_attention is not None:
             x = self.self_residual(x, lambda y: self.self_attention(y, bias))
         if at is not None:
-            row = torch.arange(len(at), device=at.device)[:, None]
-            x = x[row, at]
+            x = x.take_along_dim(at[:, :, None], dim=1)
         x = self.cross_residual(x, lambda y: self.cross_attention(y, memory))
         return self.ffn_residual(x, self.ffn)
 
@@ -94,5 +93,4 @@ class CrossMAELM(MAELM):
             x = self.encoder.token_embedding(shifted)
         else:
             x = self.decoder_input(h, corruption)
-        z = self.decoder(x, h, at)
-        return self.head(z, self.encoder.token_embedding.weight)
+        return self.head(self.decoder(x, h, at), self.encoder.token_embedding.weight)

@@ -59,9 +59,8 @@ class MAELMModel(PreTrainedModel):
     def forward(self, input_ids, attention_mask=None, position_ids=None,
                 output_hidden_states: bool | None = None, **others) -> outputs.BaseModelOutput:
         """input_ids (B, n) int64, attention_mask (B, n), 0 = padding, position_ids (B, n) int64; others are ignored."""
-        n = input_ids.shape[1]
-        if n > self.shape.seq_len:
-            limit = self.shape.seq_len
+        n, limit = input_ids.shape[1], self.shape.seq_len
+        if n > limit:
             raise ValueError(f"{n} tokens, but this model reads at most {limit}; give the tokenizer truncation=True")
         real, positions = read(input_ids, attention_mask, position_ids)
         states = self.encoder(input_ids, positions, ~real, all_layers=True)  # H^0 ... H^L, (B, n, d) each

@@ -47,17 +47,16 @@ class Tokenizer:
                                                  initial_alphabet=byte_letters())
         # tokenizers needs a hundred times the memory of each text.
         learner.train_from_iterator(split_long(texts, 1 << 16), trainer)
-        merges = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
-        return cls.of_merges(merges, uncased)  # the learner numbers its tokens otherwise
+        # The learner numbers its tokens otherwise.
+        return cls.of_merges(json.loads(learner.to_str())["model"]["merges"], uncased)
 
     @classmethod
-    def of_merges(cls, merges: list[tuple[str, str]], uncased: bool, pieces: str = PIECES,
+    def of_merges(cls, merges: list[list[str]], uncased: bool, pieces: str = PIECES,
                   letters: list[str] | None = None) -> "Tokenizer":
         """The tokenizer with these merges, in the letters of `byte_letters`. The bytes have the order of `letters`."""
         tokens = SPECIALS + (letters or byte_letters()) + [a + b for a, b in merges]
-        distinct = dict.fromkeys(tokens)  # two merges can make the same token
-        vocabulary = {token: i for i, token in enumerate(distinct)}
-        model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
+        vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}  # two merges can make the same token
+        model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[*map(tuple, merges)]))
         model.normalizer = tokenizers.normalizers.Lowercase() if uncased else None
         model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
             tokenizers.pre_tokenizers.Split(tokenizers.Regex(pieces), "isolated"),
@@ -76,9 +75,8 @@ class Tokenizer:
             raise UserError(f"{name}: not a byte-level BPE as GPT-2's is; WordPiece and SentencePiece do not fit")
         first = splitter.get("pretokenizers", [{}])[0]  # a splitting of its own comes before ByteLevel
         pieces = first.get("pattern", {}).get("Regex", GPT2_PIECES)
-        merges = [tuple(pair) for pair in found["model"]["merges"]]
         uncased = found["normalizer"] == {"type": "Lowercase"}
-        ours = cls.of_merges(merges, uncased, pieces, sorted(byte_letters(), key=vocabulary.get))
+        ours = cls.of_merges(found["model"]["merges"], uncased, pieces, sorted(byte_letters(), key=vocabulary.get))
         # What else a tokenizer may do, such as to put a space before the text, shows in what it reads.
         theirs = tokenizers.Tokenizer.from_str(text)
         for example in TEXTS:
@@ -92,18 +90,18 @@ class Tokenizer:
         """The byte-level BPE of a tokenizer.json, alone or in a folder, or of hf:NAME. UserError if there is none."""
         try:
             if name.startswith("hf:"):
-                text = tokenizers.Tokenizer.from_pretrained(name.removeprefix("hf:")).to_str()
+                found = tokenizers.Tokenizer.from_pretrained(name.removeprefix("hf:"))
             else:
                 path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
-                text = tokenizers.Tokenizer.from_file(str(path)).to_str()
+                found = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # it raises nothing more specific
             raise UserError(f"--tokenizer {name}: cannot be read as tokenizer.json ({str(error)[:200]})") from error
-        return cls.of_json(name, text)
+        return cls.of_json(name, found.to_str())
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
         """Read `folder`/tokenizer.json. UserError if there is none."""
-        path = Path(folder) / "tokenizer.json"
+        path = folder / "tokenizer.json"
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # it raises nothing more specific
