@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
-from support.checkpoints import (checkpoint_of, checkpoints, copy_weights, load_checkpoint, load_model, load_weights,
-                                 run_settings, save_checkpoint)
+from support.checkpoints import (checkpoint_of, checkpoints, config_of, copy_weights, load_model, load_weights,
+                                 read_tensors, run_settings, save_checkpoint)
 from support.cli import Parser, UserError, add_flags, clear_errors, fields_of, require, require_positive, value_in
 from support.corpus import SPLITS, VAL_SHARE, corpus_settings, prepared_corpus
 from support.cost import use_of_gpu
@@ -420,10 +420,9 @@ def open_run(command: Command, folder: Path, worker: Worker) -> Run:
     model = make_model(config, train.position_init)
     if worker.is_main:
         vocabulary = short_hash((folder / "tokenizer.json").read_bytes())
-        settings = {"corpus": folder.name, "vocabulary": vocabulary, "init_weights": None}
+        weights = short_hash(checkpoint_of(Path(train.init)).read_bytes()) if train.init else None
+        settings = {"corpus": folder.name, "vocabulary": vocabulary, "init_weights": weights}
         settings |= asdict(config) | asdict(train)
-        if start is not None:
-            settings["init_weights"] = short_hash(checkpoint_of(Path(train.init)).read_bytes())
         begun = bool(checkpoints(out))  # a run without a checkpoint can begin anew
         if command.options.resume and not begun:
             raise UserError(f"--resume: {out} holds no run to continue")
@@ -433,18 +432,19 @@ def open_run(command: Command, folder: Path, worker: Worker) -> Run:
         shutil.copyfile(folder / "tokenizer.json", out / "tokenizer.json")
     worker.init_process_group()
     worker.wait()  # until the first process has checked --out
-    state = load_checkpoint(out)
-    if start is not None and state is None:
-        new = copy_weights(model, start)
-        if worker.is_main:
-            print(f"the weights of --init are copied; new: {new or 'nothing'}")
     model = model.to(worker.device)
     run = Run(out, train, worker, rows, model, make_optimizers(model, train, worker.dtype))
-    if state is not None:
-        load_weights(model, state["model"], checkpoints(out)[-1])
+    if found := checkpoints(out):
+        state = read_tensors(found[-1], "config", "step", "seconds", "model", "optimizers")
+        config_of(state, found[-1])  # refuses another version's
+        load_weights(model, state["model"], found[-1])
         for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         run.step, run.seconds = state["step"], state["seconds"]
+    elif start is not None:
+        new = copy_weights(model, start)
+        if worker.is_main:
+            print(f"the weights of --init are copied; new: {new or 'nothing'}")
     if sum(worker.all_reduce(run.step)) != worker.world_size * run.step:
         raise UserError(f"{out}: not all processes see the same checkpoints; --out must be one folder for all of them")
     return run

@@ -62,16 +62,6 @@ def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, second
             old.unlink()
 
 
-def load_checkpoint(out: Path) -> dict | None:
-    """What the newest checkpoint of a run holds; None if there is none."""
-    found = checkpoints(out)
-    if not found:
-        return None
-    state = read_tensors(found[-1], "config", "step", "seconds", "model", "optimizers")
-    config_of(state, found[-1])
-    return state
-
-
 def copy_weights(model: MAELM, start: MAELM) -> str:
     """Copy the weights of `start` that have the same name and shape in a model. Returns the names of what is new."""
     here = model.state_dict()
