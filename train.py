@@ -403,7 +403,6 @@ def log_validation(run: Run, bar: tqdm):
         speed = step * run.train.batch_size * run.model.config.seq_len / seconds
         bar.write(f"step {step:>6,}/{last:,}  validation loss {val_loss:.3f}  {speed:,.0f} tokens/s  "
                   f"{(last - step) / step * seconds / 60:.1f} min left")
-        sys.stdout.flush()
 
 
 def open_run(command: Command, folder: Path, worker: Worker) -> Run:
@@ -461,7 +460,7 @@ def pretrain(run: Run) -> int:
     if train.compile in ("on", "graphs") or (train.compile == "auto" and worker.device.type == "cuda" and not small):
         compile_model(run.model, train.compile)
         if worker.is_main:
-            print("compiling the model in its first steps takes a minute or two (--compile off: without)", flush=True)
+            print("compiling the model in its first steps takes a minute or two (--compile off: without)")
     entropy = unigram_entropy(evenly(run.rows["val"], train.eval_rows))
     if worker.is_main:
         parameters = sum(p.numel() for p in run.model.parameters())
@@ -473,7 +472,7 @@ def pretrain(run: Run) -> int:
               f"{read / there:.2f} epochs\n"
               f"{worker.world_size} x {worker.device.type} in {str(worker.dtype).removeprefix('torch.')}, "
               f"{'continuing at' if run.step else 'from'} step {run.step}\n"
-              f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context", flush=True)
+              f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context")
         run.log = RunLog(out, run.step, train.wandb, asdict(config) | asdict(train))
     with explain_out_of_memory():
         if run.step == 0:
@@ -487,7 +486,7 @@ def pretrain(run: Run) -> int:
             print(f"stopped by signal {stopped}; the same command continues")
         else:
             print(examples(run.model.cpu(), Tokenizer.load(out), run.rows["val"]))
-        print(f"{out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(out)[-1].name}", flush=True)
+        print(f"{out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(out)[-1].name}")
     return 128 + stopped if stopped else 0
 
 
@@ -504,7 +503,7 @@ def main(argv=None):
         micro_batch(train, worker.world_size)
         if worker.is_main and command.start is not None:
             print(f"recipe: {command.origin}; {train.optimizer}, learning rate {train.learning_rate:g}, "
-                  f"{train.max_steps:,} steps of {train.batch_size} rows", flush=True)
+                  f"{train.max_steps:,} steps of {train.batch_size} rows")
         if command.options.prepare:
             print(f"{prepared_corpus(source)}: prepared")
             return

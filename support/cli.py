@@ -34,7 +34,8 @@ def clear_errors(program: str) -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # what an encoding such as cp1252 lacks becomes ?
+            # What an encoding such as cp1252 lacks becomes ?; a line in a file or pipe can be read at once.
+            stream.reconfigure(errors="replace", line_buffering=True)
     try:
         yield
     except KeyboardInterrupt:
