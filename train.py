@@ -153,19 +153,18 @@ def make_config(preset: str = "base", ablation: str | None = None, there: Config
     return config
 
 
-def make_recipe(preset: str | None, init: str, flags: dict) -> tuple[TrainConfig, str]:
-    """Default < preset, or the run of --init if no preset is given < flag; and whose recipe it is, in words."""
+def make_recipe(preset: str | None, init: str, flags: dict) -> TrainConfig:
+    """Default < preset, or the run of --init if no preset is given < flag."""
     if preset is not None or not init:
-        preset = preset or "toy"
-        return TrainConfig(**fields_of(TrainConfig, PRESETS[preset]) | flags), f"that of {preset}"
+        return TrainConfig(**fields_of(TrainConfig, PRESETS[preset or "toy"]) | flags)
     folder = checkpoint_of(Path(init)).parent
     there = run_settings(folder)
     if "max_steps" not in there:
-        return TrainConfig(**CAUTIOUS | flags), "a cautious one, as the weights come without"
+        return TrainConfig(**CAUTIOUS | flags)
     try:
         rates = {name: round(there[name] / 5, 12) for name in ("learning_rate", "muon_learning_rate")}
         start = {name: there[name] for name in RECIPE} | rates
-        return TrainConfig(**start | flags), f"that of {folder} with a fifth of its peak rates"
+        return TrainConfig(**start | flags)
     except (TypeError, KeyError) as error:
         raise UserError(f"{folder}/config.json: damaged ({error!r}); give --preset, or restore it") from error
 
@@ -174,7 +173,6 @@ class Command(NamedTuple):
     """What the command line asks for."""
     config: Config
     train: TrainConfig
-    origin: str  # whose recipe it is
     out: Path
     start: MAELM | None  # the model of --init, to begin with
     tokenizer: Tokenizer | None  # that of --init or --tokenizer; without it, the corpus has its own
@@ -218,7 +216,7 @@ def command_of(options: argparse.Namespace) -> Command:
         train_flags = {"uncased": tokenizer.uncased} | train_flags
 
     config = make_config(options.preset or "toy", options.ablation, there, **flags)
-    train, origin = make_recipe(options.preset, init, train_flags)
+    train = make_recipe(options.preset, init, train_flags)
     if tokenizer is not None and train.uncased != tokenizer.uncased:
         raise ValueError(f"uncased={train.uncased}: the given tokenizer has {tokenizer.uncased}")
     if tokenizer is not None and config.vocab_size < len(tokenizer):
@@ -228,7 +226,7 @@ def command_of(options: argparse.Namespace) -> Command:
     name = f"{options.preset or 'toy'}-{options.ablation or 'mae-lm'}".removesuffix("-mae-lm")
     if init:
         name = f"{checkpoint_of(Path(init)).resolve().parent.name}-{options.ablation or 'more'}"
-    return Command(config, train, origin, options.out or Path("out") / name, start, tokenizer, options)
+    return Command(config, train, options.out or Path("out") / name, start, tokenizer, options)
 
 
 def refuse_idle_flags(config: Config, train: TrainConfig, given: dict):
@@ -443,7 +441,9 @@ def open_run(command: Command, folder: Path, worker: Worker) -> Run:
     elif start is not None:
         new = copy_weights(model, start)
         if worker.is_main:
-            print(f"the weights of --init are copied; new: {new or 'nothing'}")
+            print(f"the weights of --init are copied; new: {new or 'nothing'}\n"
+                  f"recipe: {train.optimizer}, learning rate {train.learning_rate:g}, {train.max_steps:,} steps of "
+                  f"{train.batch_size} rows")
     if sum(worker.all_reduce(run.step)) != worker.world_size * run.step:
         raise UserError(f"{out}: not all processes see the same checkpoints; --out must be one folder for all of them")
     return run
@@ -501,9 +501,6 @@ def main(argv=None):
         source = corpus_settings(config, asdict(train), command.tokenizer)
         worker = make_worker(train.precision, train.device, small=config.encoder_dim < 256)
         micro_batch(train, worker.world_size)
-        if worker.is_main and command.start is not None:
-            print(f"recipe: {command.origin}; {train.optimizer}, learning rate {train.learning_rate:g}, "
-                  f"{train.max_steps:,} steps of {train.batch_size} rows")
         if command.options.prepare:
             print(f"{prepared_corpus(source)}: prepared")
             return
