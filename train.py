@@ -28,7 +28,7 @@ from tqdm import tqdm
 from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
 from support.checkpoints import (checkpoint_of, checkpoints, config_of, copy_weights, load_model, load_weights,
                                  read_tensors, run_settings, save_checkpoint)
-from support.cli import Parser, UserError, add_flags, clear_errors, fields_of, require, require_positive, value_in
+from support.cli import Parser, UserError, add_flags, clear_errors, fields_of, require, require_positive
 from support.corpus import SPLITS, VAL_SHARE, corpus_settings, prepared_corpus
 from support.cost import use_of_gpu
 from support.docs_corpus import CACHE
@@ -189,7 +189,7 @@ def parse(argv) -> Command:
     add("--resume", action="store_true", help="fail if there is no run to continue")
     add("--prepare", action="store_true", help="only tokenize --data, into --cache")
     add("--fill-mask", metavar="TEXT", help="only predict each [MASK] of TEXT with the model of --init")
-    shown = PRESETS.get(value_in(argv, "--preset", "toy"), {})
+    shown = PRESETS[parser.parse_known_args(argv)[0].preset or "toy"]
     add_flags(parser, Config, shown)
     add_flags(parser, TrainConfig, shown)
     options = parser.parse_args(argv)
