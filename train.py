@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
-from support.checkpoints import (checkpoint_of, checkpoints, config_of, copy_weights, load_model, load_weights,
-                                 read_tensors, run_settings, save_checkpoint)
+from support.checkpoints import (checkpoint_of, checkpoints, copy_weights, load_model, load_weights, read_tensors,
+                                 run_settings, save_checkpoint)
 from support.cli import Parser, UserError, add_flags, clear_errors, fields_of, require, require_positive
 from support.corpus import SPLITS, VAL_SHARE, corpus_settings, prepared_corpus
 from support.cost import use_of_gpu
@@ -414,7 +414,7 @@ def open_run(command: Command, folder: Path, worker: Worker) -> Run:
     if not 0 < k <= least:
         raise UserError(f"mask_rate={config.mask_rate} masks {k} of {n} tokens in a row: use 1 to {least}")
     torch.manual_seed(train.seed)
-    model = make_model(config, train.position_init)
+    model = make_model(config, train.position_init).to(worker.device)
     if worker.is_main:
         vocabulary = short_hash((folder / "tokenizer.json").read_bytes())
         weights = short_hash(checkpoint_of(Path(train.init)).read_bytes()) if train.init else None
@@ -429,11 +429,9 @@ def open_run(command: Command, folder: Path, worker: Worker) -> Run:
         shutil.copyfile(folder / "tokenizer.json", out / "tokenizer.json")
     worker.init_process_group()
     worker.wait()  # until the first process has checked --out
-    model = model.to(worker.device)
     run = Run(out, train, worker, rows, model, make_optimizers(model, train, worker.dtype))
     if found := checkpoints(out):
-        state = read_tensors(found[-1], "config", "step", "seconds", "model", "optimizers")
-        config_of(state, found[-1])  # refuses another version's
+        state = read_tensors(found[-1], "step", "seconds", "model", "optimizers")
         load_weights(model, state["model"], found[-1])
         for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from maelm import CLS, MAELM, PAD, SEP, Config
-from support.checkpoints import config_of, load_model, read_tensors, save_checkpoint
+from support.checkpoints import load_model, read_tensors, save_checkpoint
 from support.cli import Parser, UserError, clear_errors, root_cause
 from support.run_folder import atomic, refuse_other_files, write_json
 from support.tokenizer import Tokenizer
@@ -134,7 +134,7 @@ def to_ours(weights, names: Iterable[str], order):
 # ---- 2. Export ----------------------------------------------------------------------------------------------
 def read_tuned(file: Path):
     """What `read_source` returns, of finetune.py's encoder.pt."""
-    state = read_tensors(file, "config", "model", "task", "labels", "scale")
+    state = read_tensors(file, "model", "task", "labels", "scale")
     head, module, labels = "ForSequenceClassification", "classifier", state["labels"] or ["number"]
     if state["task"] == "squad2":
         head, module, labels = "ForQuestionAnswering", "qa_outputs", []
@@ -143,7 +143,7 @@ def read_tuned(file: Path):
         if name.startswith("head.4."):  # the last layer gives a number in its own unit
             weight = state["scale"] * weight
         weights[re.sub("^head", module, name)] = weight
-    return config_of(state, file), weights, Tokenizer.load(file.parent), head, labels
+    return state["config"], weights, Tokenizer.load(file.parent), head, labels
 
 
 def read_source(source: Path):
