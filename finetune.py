@@ -27,7 +27,7 @@ from maelm import PAD
 from rank import CENTERINGS, Moments, tau_rank
 from support.checkpoints import load_encoder, load_weights, read_tensors, write_tensors
 from support.classify import Classification, Encoded, labels_and_scale
-from support.cli import Parser, UserError, add_flags, clear_errors, fields_of, require, require_positive, value_in
+from support.cli import Parser, UserError, add_flags, clear_errors, fields_of, require, require_positive
 from support.corpus import VAL_SHARE
 from support.models import make_model
 from support.rows import rows_of_step, seed_of
@@ -395,7 +395,7 @@ def parse(argv) -> argparse.Namespace:
     add("--sweep", action="store_true", help="first try the grid of Table 5 or 6; flags replace its values")
     add("--predict", metavar="FILE", default="", help="predict, with the fine-tuned model in --init: lines (.txt), "
         "columns text[,text2] (.csv, .jsonl, .parquet), a test file of GLUE, the Hub or SQuAD, or hf:[SPLIT]")
-    task = value_in(argv, "--task", "docs")
+    task = parser.parse_known_args(argv)[0].task
     add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
     options = parser.parse_args(argv)
     given = fields_of(TuneConfig, vars(options))

@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
-from support.checkpoints import (checkpoint_of, checkpoints, copy_weights, load_checkpoint, load_model, load_weights,
+from support.checkpoints import (checkpoint_of, checkpoints, copy_weights, load_model, load_weights, read_tensors,
                                  run_settings, save_checkpoint)
-from support.cli import Parser, UserError, add_flags, clear_errors, fields_of, require, require_positive, value_in
+from support.cli import Parser, UserError, add_flags, clear_errors, fields_of, require, require_positive
 from support.corpus import SPLITS, VAL_SHARE, corpus_settings, prepared_corpus
 from support.cost import use_of_gpu
 from support.docs_corpus import CACHE
@@ -153,19 +153,18 @@ def make_config(preset: str = "base", ablation: str | None = None, there: Config
     return config
 
 
-def make_recipe(preset: str | None, init: str, flags: dict) -> tuple[TrainConfig, str]:
-    """Default < preset, or the run of --init if no preset is given < flag; and whose recipe it is, in words."""
+def make_recipe(preset: str | None, init: str, flags: dict) -> TrainConfig:
+    """Default < preset, or the run of --init if no preset is given < flag."""
     if preset is not None or not init:
-        preset = preset or "toy"
-        return TrainConfig(**fields_of(TrainConfig, PRESETS[preset]) | flags), f"that of {preset}"
+        return TrainConfig(**fields_of(TrainConfig, PRESETS[preset or "toy"]) | flags)
     folder = checkpoint_of(Path(init)).parent
     there = run_settings(folder)
     if "max_steps" not in there:
-        return TrainConfig(**CAUTIOUS | flags), "a cautious one, as the weights come without"
+        return TrainConfig(**CAUTIOUS | flags)
     try:
         rates = {name: round(there[name] / 5, 12) for name in ("learning_rate", "muon_learning_rate")}
         start = {name: there[name] for name in RECIPE} | rates
-        return TrainConfig(**start | flags), f"that of {folder} with a fifth of its peak rates"
+        return TrainConfig(**start | flags)
     except (TypeError, KeyError) as error:
         raise UserError(f"{folder}/config.json: damaged ({error!r}); give --preset, or restore it") from error
 
@@ -174,7 +173,6 @@ class Command(NamedTuple):
     """What the command line asks for."""
     config: Config
     train: TrainConfig
-    origin: str  # whose recipe it is
     out: Path
     start: MAELM | None  # the model of --init, to begin with
     tokenizer: Tokenizer | None  # that of --init or --tokenizer; without it, the corpus has its own
@@ -191,7 +189,7 @@ def parse(argv) -> Command:
     add("--resume", action="store_true", help="fail if there is no run to continue")
     add("--prepare", action="store_true", help="only tokenize --data, into --cache")
     add("--fill-mask", metavar="TEXT", help="only predict each [MASK] of TEXT with the model of --init")
-    shown = PRESETS.get(value_in(argv, "--preset", "toy"), {})
+    shown = PRESETS[parser.parse_known_args(argv)[0].preset or "toy"]
     add_flags(parser, Config, shown)
     add_flags(parser, TrainConfig, shown)
     options = parser.parse_args(argv)
@@ -218,7 +216,7 @@ def command_of(options: argparse.Namespace) -> Command:
         train_flags = {"uncased": tokenizer.uncased} | train_flags
 
     config = make_config(options.preset or "toy", options.ablation, there, **flags)
-    train, origin = make_recipe(options.preset, init, train_flags)
+    train = make_recipe(options.preset, init, train_flags)
     if tokenizer is not None and train.uncased != tokenizer.uncased:
         raise ValueError(f"uncased={train.uncased}: the given tokenizer has {tokenizer.uncased}")
     if tokenizer is not None and config.vocab_size < len(tokenizer):
@@ -228,7 +226,7 @@ def command_of(options: argparse.Namespace) -> Command:
     name = f"{options.preset or 'toy'}-{options.ablation or 'mae-lm'}".removesuffix("-mae-lm")
     if init:
         name = f"{checkpoint_of(Path(init)).resolve().parent.name}-{options.ablation or 'more'}"
-    return Command(config, train, origin, options.out or Path("out") / name, start, tokenizer, options)
+    return Command(config, train, options.out or Path("out") / name, start, tokenizer, options)
 
 
 def refuse_idle_flags(config: Config, train: TrainConfig, given: dict):
@@ -403,7 +401,6 @@ def log_validation(run: Run, bar: tqdm):
         speed = step * run.train.batch_size * run.model.config.seq_len / seconds
         bar.write(f"step {step:>6,}/{last:,}  validation loss {val_loss:.3f}  {speed:,.0f} tokens/s  "
                   f"{(last - step) / step * seconds / 60:.1f} min left")
-        sys.stdout.flush()
 
 
 def open_run(command: Command, folder: Path, worker: Worker) -> Run:
@@ -417,13 +414,12 @@ def open_run(command: Command, folder: Path, worker: Worker) -> Run:
     if not 0 < k <= least:
         raise UserError(f"mask_rate={config.mask_rate} masks {k} of {n} tokens in a row: use 1 to {least}")
     torch.manual_seed(train.seed)
-    model = make_model(config, train.position_init)
+    model = make_model(config, train.position_init).to(worker.device)
     if worker.is_main:
         vocabulary = short_hash((folder / "tokenizer.json").read_bytes())
-        settings = {"corpus": folder.name, "vocabulary": vocabulary, "init_weights": None}
+        weights = short_hash(checkpoint_of(Path(train.init)).read_bytes()) if train.init else None
+        settings = {"corpus": folder.name, "vocabulary": vocabulary, "init_weights": weights}
         settings |= asdict(config) | asdict(train)
-        if start is not None:
-            settings["init_weights"] = short_hash(checkpoint_of(Path(train.init)).read_bytes())
         begun = bool(checkpoints(out))  # a run without a checkpoint can begin anew
         if command.options.resume and not begun:
             raise UserError(f"--resume: {out} holds no run to continue")
@@ -433,18 +429,19 @@ def open_run(command: Command, folder: Path, worker: Worker) -> Run:
         shutil.copyfile(folder / "tokenizer.json", out / "tokenizer.json")
     worker.init_process_group()
     worker.wait()  # until the first process has checked --out
-    state = load_checkpoint(out)
-    if start is not None and state is None:
-        new = copy_weights(model, start)
-        if worker.is_main:
-            print(f"the weights of --init are copied; new: {new or 'nothing'}")
-    model = model.to(worker.device)
     run = Run(out, train, worker, rows, model, make_optimizers(model, train, worker.dtype))
-    if state is not None:
-        load_weights(model, state["model"], checkpoints(out)[-1])
+    if found := checkpoints(out):
+        state = read_tensors(found[-1], "step", "seconds", "model", "optimizers")
+        load_weights(model, state["model"], found[-1])
         for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         run.step, run.seconds = state["step"], state["seconds"]
+    elif start is not None:
+        new = copy_weights(model, start)
+        if worker.is_main:
+            print(f"the weights of --init are copied; new: {new or 'nothing'}\n"
+                  f"recipe: {train.optimizer}, learning rate {train.learning_rate:g}, {train.max_steps:,} steps of "
+                  f"{train.batch_size} rows")
     if sum(worker.all_reduce(run.step)) != worker.world_size * run.step:
         raise UserError(f"{out}: not all processes see the same checkpoints; --out must be one folder for all of them")
     return run
@@ -461,7 +458,7 @@ def pretrain(run: Run) -> int:
     if train.compile in ("on", "graphs") or (train.compile == "auto" and worker.device.type == "cuda" and not small):
         compile_model(run.model, train.compile)
         if worker.is_main:
-            print("compiling the model in its first steps takes a minute or two (--compile off: without)", flush=True)
+            print("compiling the model in its first steps takes a minute or two (--compile off: without)")
     entropy = unigram_entropy(evenly(run.rows["val"], train.eval_rows))
     if worker.is_main:
         parameters = sum(p.numel() for p in run.model.parameters())
@@ -473,7 +470,7 @@ def pretrain(run: Run) -> int:
               f"{read / there:.2f} epochs\n"
               f"{worker.world_size} x {worker.device.type} in {str(worker.dtype).removeprefix('torch.')}, "
               f"{'continuing at' if run.step else 'from'} step {run.step}\n"
-              f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context", flush=True)
+              f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context")
         run.log = RunLog(out, run.step, train.wandb, asdict(config) | asdict(train))
     with explain_out_of_memory():
         if run.step == 0:
@@ -487,7 +484,7 @@ def pretrain(run: Run) -> int:
             print(f"stopped by signal {stopped}; the same command continues")
         else:
             print(examples(run.model.cpu(), Tokenizer.load(out), run.rows["val"]))
-        print(f"{out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(out)[-1].name}", flush=True)
+        print(f"{out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(out)[-1].name}")
     return 128 + stopped if stopped else 0
 
 
@@ -502,9 +499,6 @@ def main(argv=None):
         source = corpus_settings(config, asdict(train), command.tokenizer)
         worker = make_worker(train.precision, train.device, small=config.encoder_dim < 256)
         micro_batch(train, worker.world_size)
-        if worker.is_main and command.start is not None:
-            print(f"recipe: {command.origin}; {train.optimizer}, learning rate {train.learning_rate:g}, "
-                  f"{train.max_steps:,} steps of {train.batch_size} rows", flush=True)
         if command.options.prepare:
             print(f"{prepared_corpus(source)}: prepared")
             return

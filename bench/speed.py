@@ -69,7 +69,7 @@ class Contestant:
         self.config = make_config(size, "mlm" if name == "roberta" else name)
         on_gpu = worker.device.type == "cuda"
         given = {"optimizer": "adamw", "micro_batch_size": rows, "compile": "graphs" if kind == "graphs" else "off"}
-        self.train, _ = make_recipe(size, "", given if on_gpu else given | {"batch_size": rows})
+        self.train = make_recipe(size, "", given if on_gpu else given | {"batch_size": rows})
         torch.manual_seed(0)
         model = Roberta(self.config) if name == "roberta" else make_model(self.config)
         model = model.to(worker.device)

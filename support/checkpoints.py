@@ -29,7 +29,8 @@ def write_tensors(path: Path, state: dict):
 
 
 def read_tensors(path: Path, *wanted: str) -> dict:
-    """What a .pt file holds, on the CPU; it runs no code. UserError if the file is damaged, or lacks a field."""
+    """What a .pt file holds, on the CPU, with its configuration as a Config; it runs no code. UserError if the file is
+    damaged, lacks a field, or is of another version of this code."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; name a run folder, a checkpoint, or a folder that finetune.py wrote")
     try:
@@ -40,9 +41,16 @@ def read_tensors(path: Path, *wanted: str) -> dict:
     if not isinstance(state, dict):
         raise UserError(f"{path}: damaged, or not written by this project; delete it: then the checkpoint before it is "
                         "used, or its run is done again")
-    if not state.keys() >= set(wanted):
-        raise UserError(f"{path}: lacks {', '.join(wanted)}: not a file of the kind that is needed here")
-    return state
+    if not state.keys() >= {"config", *wanted}:
+        raise UserError(f"{path}: lacks config, {', '.join(wanted)}: not a file of the kind that is needed here")
+    try:
+        differs = state["config"].keys() ^ {field.name for field in fields(Config)}
+        if not differs:
+            return state | {"config": Config(**state["config"])}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: damaged configuration ({error}); delete it, or use another") from error
+    raise UserError(f"{path}: written by another version of maelm, which differs in {', '.join(sorted(differs))}; use "
+                    "that version, or delete the folder and train again")
 
 
 def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, seconds: float, keep: int):
@@ -62,34 +70,12 @@ def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, second
             old.unlink()
 
 
-def load_checkpoint(out: Path) -> dict | None:
-    """What the newest checkpoint of a run holds; None if there is none."""
-    found = checkpoints(out)
-    if not found:
-        return None
-    state = read_tensors(found[-1], "config", "step", "seconds", "model", "optimizers")
-    config_of(state, found[-1])
-    return state
-
-
 def copy_weights(model: MAELM, start: MAELM) -> str:
     """Copy the weights of `start` that have the same name and shape in a model. Returns the names of what is new."""
     here = model.state_dict()
     taken = {name: x for name, x in start.state_dict().items() if name in here and x.shape == here[name].shape}
     model.load_state_dict(taken, strict=False)
     return ", ".join(dict.fromkeys(".".join(name.split(".")[:3]) for name in here if name not in taken))
-
-
-def config_of(state: dict, path: Path) -> Config:
-    """The configuration in a checkpoint. UserError if another version of this code wrote it."""
-    try:
-        differs = state["config"].keys() ^ {field.name for field in fields(Config)}
-        if not differs:
-            return Config(**state["config"])
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: damaged configuration ({error}); delete it, or use another") from error
-    raise UserError(f"{path}: written by another version of maelm, which differs in {', '.join(sorted(differs))}; use "
-                    "that version, or delete the folder and train again")
 
 
 def load_weights(module: nn.Module, weights: dict, path: Path):
@@ -114,8 +100,8 @@ def checkpoint_of(path: Path) -> Path:
 def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
     """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. UserError if there is none."""
     file = checkpoint_of(path)
-    state = read_tensors(file, "config", "model", "step")  # finetune.py's encoder.pt has no step, and no decoder
-    model = make_model(config_of(state, file))
+    state = read_tensors(file, "model", "step")  # finetune.py's encoder.pt has no step, and no decoder
+    model = make_model(state["config"])
     load_weights(model, state["model"], file)
     return model.eval(), Tokenizer.load(file.parent)
 
@@ -124,12 +110,11 @@ def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encode
     """The encoder of a run folder, a checkpoint, or finetune.py (encoder.pt), in evaluation mode; its tokenizer, shape
     and run's settings. UserError if none."""
     file = path / "encoder.pt" if (path / "encoder.pt").is_file() else checkpoint_of(path)
-    state = read_tensors(file, "config", "model")
-    config = config_of(state, file)
-    encoder = Encoder(config)
+    state = read_tensors(file, "model")
+    encoder = Encoder(state["config"])
     weights = {name: weight for name, weight in state["model"].items() if name.startswith("encoder.")}
     load_weights(encoder, {name.removeprefix("encoder."): weight for name, weight in weights.items()}, file)
-    return encoder.to(device).eval(), Tokenizer.load(file.parent), config, run_settings(file.parent)
+    return encoder.to(device).eval(), Tokenizer.load(file.parent), state["config"], run_settings(file.parent)
 
 
 def run_settings(folder: Path) -> dict:

@@ -34,7 +34,8 @@ def clear_errors(program: str) -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # what an encoding such as cp1252 lacks becomes ?
+            # What an encoding such as cp1252 lacks becomes ?; a line in a file or pipe can be read at once.
+            stream.reconfigure(errors="replace", line_buffering=True)
     try:
         yield
     except KeyboardInterrupt:
@@ -55,7 +56,7 @@ def clear_errors(program: str) -> Iterator[None]:
 class Parser(argparse.ArgumentParser):
     """Answers a bad command line with one line and exit code 2."""
     def __init__(self, prog: str, description: str):
-        super().__init__(prog=prog, description=description, allow_abbrev=False, conflict_handler="resolve",
+        super().__init__(prog=prog, description=description, allow_abbrev=False, add_help=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str):
@@ -63,6 +64,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {printable(message)}\n" if os.environ.get("RANK", "0") == "0" else None)
 
     def parse_args(self, argv=None) -> argparse.Namespace:
+        # Only now: before, parse_known_args tells a value on which the help of other flags depends.
+        self.add_argument("-h", "--help", action="help", help="show this help")
         options, unknown = self.parse_known_args(argv)
         if unknown:
             valid = sorted(flag for flag in self._option_string_actions if not flag.startswith("--no-"))
@@ -88,13 +91,6 @@ def require_positive(config, *fields: str):
     for field in fields:
         if not getattr(config, field) > 0:
             raise ValueError(f"{field}={getattr(config, field)!r}: use a positive number")
-
-
-def value_in(argv, flag: str, default: str) -> str:
-    """The value of a flag on a command line that is not parsed yet, as its help depends on it."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument(flag, default=default, nargs="?")
-    return getattr(finder.parse_known_args(argv)[0], flag.removeprefix("--")) or default
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):

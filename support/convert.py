@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from maelm import CLS, MAELM, PAD, SEP, Config
-from support.checkpoints import config_of, load_model, read_tensors, save_checkpoint
+from support.checkpoints import load_model, read_tensors, save_checkpoint
 from support.cli import Parser, UserError, clear_errors, root_cause
 from support.run_folder import atomic, refuse_other_files, write_json
 from support.tokenizer import Tokenizer
@@ -138,7 +138,7 @@ def read_source(source: Path):
     if file.name != "encoder.pt" or not file.is_file():
         model, tokenizer = load_model(source)
         return model.config, model.state_dict(), tokenizer, "ForMaskedLM", []
-    state = read_tensors(file, "config", "model", "task", "labels", "scale")
+    state = read_tensors(file, "model", "task", "labels", "scale")
     head, module, labels = "ForSequenceClassification", "classifier", state["labels"] or ["number"]
     if state["task"] == "squad2":
         head, module, labels = "ForQuestionAnswering", "qa_outputs", []
@@ -147,7 +147,7 @@ def read_source(source: Path):
         if name.startswith("head.4."):  # the last layer gives a number in its own unit
             weight = state["scale"] * weight
         weights[re.sub("^head", module, name)] = weight
-    return config_of(state, file), weights, Tokenizer.load(file.parent), head, labels
+    return state["config"], weights, Tokenizer.load(file.parent), head, labels
 
 
 def exact_format(config: Config) -> str:

@@ -12,19 +12,16 @@ SHOWN = 6  # examples at the end of a run
 
 
 @torch.no_grad()
-def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, masked) -> list[list[tuple[str, float]]]:
-    """For each position of masked (1, n) bool in tokens (1, n), the best three and their probabilities."""
-    at = masked.nonzero()[:, 1][None]  # (1, k)
+def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, at) -> list[list[tuple[str, float]]]:
+    """For each position of at (1, k) int64 in tokens (1, n), the best three and their probabilities."""
     corruption = remove_masks(tokens, at, model.config, torch.Generator().manual_seed(0))
     logits = model.logits(corruption, at)  # (1, k, V)
     best = logits[0].float().softmax(-1).topk(3)
     found = []
     for ids, probabilities in zip(best.indices.tolist(), best.values.tolist()):
-        guess = []
-        for i, p in zip(ids, probabilities):
-            text = printable(tokenizer.decode([i]))
-            guess.append((text.strip() or repr(text), p))
-        found.append(guess)
+        texts = [printable(tokenizer.decode([i])) for i in ids]
+        words = [text.strip() or repr(text) for text in texts]
+        found.append(list(zip(words, probabilities)))
     return found
 
 
@@ -40,7 +37,7 @@ def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[list[tupl
     count, longest = ids.count(MASK), model.config.seq_len - 2
     if count == 0 or len(ids) > longest:
         raise UserError(f"--fill-mask: needs [MASK] and at most {longest} tokens; got {count} masks, {len(ids)} tokens")
-    return best_tokens(model, tokenizer, tokens, tokens == MASK)
+    return best_tokens(model, tokenizer, tokens, (tokens[0] == MASK).nonzero().mT)
 
 
 def format_guess(guess: list[tuple[str, float]]) -> str:
@@ -50,10 +47,8 @@ def format_guess(guess: list[tuple[str, float]]) -> str:
 
 def fill_mask(model: MAELM, tokenizer: Tokenizer, text: str) -> str:
     """What guess_masks returns, a line for each [MASK]."""
-    lines = []
-    for number, guess in enumerate(guess_masks(model, tokenizer, text), start=1):
-        lines.append(f"[MASK] {number}: {format_guess(guess)}")
-    return "\n".join(lines)
+    numbered = enumerate(guess_masks(model, tokenizer, text), start=1)
+    return "\n".join(f"[MASK] {number}: {format_guess(guess)}" for number, guess in numbered)
 
 
 def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
@@ -66,8 +61,7 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
         texts = [printable(tokenizer.decode([i]).replace("\n", " ")) for i in row]
         for at in range(len(row) // 2, len(row) - 1):
             if re.fullmatch(" [^\\W\\d_]+" * 2, texts[at] + texts[at + 1]):  # two words, each in one token
-                masked = torch.arange(len(row))[None] == at
-                guess, = best_tokens(model, tokenizer, row[None], masked)
+                guess, = best_tokens(model, tokenizer, row[None], torch.tensor([[at]]))
                 before, after = "".join(texts[at - 7:at]), "".join(texts[at + 1:at + 8])
                 lines.append(f"  ...{before} [{texts[at].strip()}]{after} ...")
                 lines.append(f"      {format_guess(guess)}")

@@ -65,7 +65,5 @@ def permutation(seed: int, epoch: int, total: int):
 def rows_of_step(seed: int, step: int, batch_size: int, total: int):
     """Row numbers (batch_size,) int64 of a step: every epoch is a new permutation of all `total` rows."""
     epochs, places = np.divmod(step * batch_size + np.arange(batch_size), total)
-    rows = []
-    for epoch, place in zip(epochs.tolist(), places):
-        rows.append(permutation(seed, epoch, total)[place])
+    rows = [permutation(seed, epoch, total)[place] for epoch, place in zip(epochs.tolist(), places)]
     return np.array(rows)

@@ -58,7 +58,6 @@ class Worker(NamedTuple):
         """End this process if it has joined others; at an ordinary end, threads of gloo may abort it."""
         if dist.is_initialized():
             dist.destroy_process_group()
-            sys.stdout.flush()
             os._exit(code)
 
 
