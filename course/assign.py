@@ -21,19 +21,19 @@ from pathlib import Path
 from support.cli import Parser, UserError, clear_errors
 
 HERE = Path(__file__).resolve().parent.parent
-TASKS = {  # function or Class.method: its file, level and hours; each one calls only those above it
-    "learning_rate_factor": ("train.py", "easy", 0.5),
-    "tau_rank": ("rank.py", "easy", 0.5),
-    "matthews": ("support/metrics.py", "easy", 1),
-    "effective_rank": ("rank.py", "easy", 1),
-    "relative_bucket": ("maelm.py", "medium", 1.5),
-    "attention": ("maelm.py", "easy", 1),
-    "RelativeBias.forward": ("maelm.py", "medium", 1.5),
-    "Attention.forward": ("maelm.py", "medium", 1.5),
-    "corrupt": ("maelm.py", "hard", 3),
-    "Encoder.forward": ("maelm.py", "medium", 1.5),
-    "MAELM.decoder_input": ("maelm.py", "medium", 1),
-    "MAELM.forward": ("maelm.py", "easy", 1),
+TASKS = {  # function or Class.method: its file; each one calls only those above it
+    "learning_rate_factor": "train.py",
+    "tau_rank": "rank.py",
+    "matthews": "support/metrics.py",
+    "effective_rank": "rank.py",
+    "relative_bucket": "maelm.py",
+    "attention": "maelm.py",
+    "RelativeBias.forward": "maelm.py",
+    "Attention.forward": "maelm.py",
+    "corrupt": "maelm.py",
+    "Encoder.forward": "maelm.py",
+    "MAELM.decoder_input": "maelm.py",
+    "MAELM.forward": "maelm.py",
 }
 STEPS = {"corrupt": ("draw_masks", "remove_masks")}  # functions that belong to a task, too
 TESTS = ("test_maelm.py", "tests/test_homework.py")
@@ -130,11 +130,11 @@ def hand_out(folder: Path):
         raise UserError(f"{folder}: exists; name a new folder")
     copy_project(folder)
     sections = ["# Assignment\n\nThe paper: https://arxiv.org/abs/2302.02060. Each task calls only those above it.\n"]
-    for task, (file, level, hours) in TASKS.items():
+    for task, file in TASKS.items():
         text, points = (folder / file).read_text("utf-8"), len(claims_of(task))
         function = "\n\n\n".join(blank(text, name) for name in functions_of(task))
         (folder / file).write_text(unsolved(text, task), "utf-8")
-        sections.append(f"## {task}\n\n{level}, {hours} h, {points} points, `{file}`\n\n```python\n{function}\n```\n")
+        sections.append(f"## {task}\n\n{points} points, `{file}`\n\n```python\n{function}\n```\n")
     (folder / "assignment.md").write_text("\n".join(sections), "utf-8")
     shutil.copy(HERE / "course/homework.md", folder / "README.md")
     print(f"{folder}: read its README.md")
@@ -142,10 +142,10 @@ def hand_out(folder: Path):
 
 def without(tasks: list[str]) -> str:
     """The file of the first of these tasks, or maelm.py for "all", without the solutions of all of them in it."""
-    file = "maelm.py" if "all" in tasks else TASKS[tasks[0]][0]
+    file = "maelm.py" if "all" in tasks else TASKS[tasks[0]]
     text = (HERE / file).read_text("utf-8")
     for task in TASKS if "all" in tasks else tasks:
-        if TASKS[task][0] == file:
+        if TASKS[task] == file:
             text = unsolved(text, task)
     return text
 
@@ -153,7 +153,7 @@ def without(tasks: list[str]) -> str:
 # ---- 3. Grading ---------------------------------------------------------------------------------------------
 def grade(task: str, path: Path, folder: Path, seconds: float) -> tuple[int, str, str]:
     """Grade a task in a student's file, in a `folder` with a copy of the project -> points, status, output."""
-    file, claims = TASKS[task][0], claims_of(task)
+    file, claims = TASKS[task], claims_of(task)
     ours = (HERE / file).read_text("utf-8")
     try:
         text = path.read_text("utf-8-sig")
@@ -186,7 +186,7 @@ def grade_all(submission: Path, only: list[str], seconds: float, verbose: bool) 
     with tempfile.TemporaryDirectory() as folder:
         copy_project(Path(folder))
         for task in only or TASKS:
-            file, most = TASKS[task][0], len(claims_of(task))
+            file, most = TASKS[task], len(claims_of(task))
             if submission.is_dir() or file == "maelm.py":
                 path = submission / file if submission.is_dir() else submission
                 points, status, printed = grade(task, path, Path(folder), seconds)

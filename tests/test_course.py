@@ -7,13 +7,13 @@ from course.assign import (HERE, TASKS, alone, blank, claims_of, find, functions
                            unsolved)
 from tests.common import fails
 
-OURS = {file: (HERE / file).read_text("utf-8") for file, *_ in TASKS.values()}
+OURS = {file: (HERE / file).read_text("utf-8") for file in TASKS.values()}
 
 
 def solved(*names):
     """{file: its text} of a student who solved these tasks as we do, and no others."""
     texts = dict(OURS)
-    for name, (file, *_) in TASKS.items():
+    for name, file in TASKS.items():
         if name not in names:
             texts[file] = unsolved(texts[file], name)
     return texts
@@ -31,7 +31,7 @@ def test_the_handout_is_new_and_has_every_test_and_no_line_of_a_solution(tmp_pat
     texts = {path.name: path.read_text() for path in (tmp_path / "homework").rglob("*") if path.is_file()}
     tests = texts["test_maelm.py"] + texts["test_homework.py"]
     given = lines_of("\n".join(texts.values()))
-    for name, (file, *_) in TASKS.items():
+    for name, file in TASKS.items():
         for part in functions_of(name):
             solution = lines_of(source(OURS[file], part)) - lines_of(blank(OURS[file], part))
             assert solution & given == set()
@@ -54,17 +54,16 @@ def test_a_blank_file_can_be_compiled_and_a_wrong_name_is_refused(capsys):
     assert "MAELM.forward" in fails(lambda: main(["--blank", "forward"]), capsys)
 
 
-def test_the_teachers_table_has_every_task_with_its_points_and_hours():
+def test_the_teachers_table_has_every_task_with_its_points():
     page = (HERE / "course/teaching.md").read_text()
-    rows = re.findall(r"^\| `(\S+)` \| (\w+) \| (\d+) \| (\S+) \|", page, re.MULTILINE)
-    expected = [(name, level, str(len(claims_of(name))), str(hours)) for name, (_, level, hours) in TASKS.items()]
-    assert rows == expected
+    rows = re.findall(r"^\| `(\S+)` \| \w+ \| (\d+) \|", page, re.MULTILINE)
+    assert rows == [(name, str(len(claims_of(name)))) for name in TASKS]
 
 
 # ---- What solutions are worth ---------------------------------------------------------------------------------------
 def test_our_solutions_of_the_others_complete_a_students_file():
     """So our own code, which passes test_maelm.py, gets full marks."""
-    for name, (file, *_) in TASKS.items():
+    for name, file in TASKS.items():
         assert alone(solved(name)[file], name, OURS[file]) == OURS[file]
 
 
