@@ -259,15 +259,14 @@ def micro_batch(train: TrainConfig, world: int) -> int:
 def batch_of_step(step: int, rows: Rows, config: Config, train: TrainConfig, worker: Worker) -> list[tuple]:
     """This process's micro-batches (tokens, corruption): rows by (seed, step), masks by (seed, step, micro-batch)."""
     size = micro_batch(train, worker.world_size)
-    chosen = rows_of_step(train.seed, step, train.batch_size, len(rows))
+    chosen = rows_of_step(train.seed, step, train.batch_size, len(rows)).reshape(-1, size)
     batches = []
-    for number in range(worker.rank, train.batch_size // size, worker.world_size):
-        tokens = torch.from_numpy(rows[chosen[number * size:(number + 1) * size]])  # (size, n)
-        generator = torch.Generator().manual_seed(seed_of(train.seed, step, number))
-        batch = tokens, corrupt(tokens, config, generator)
+    for number in range(worker.rank, len(chosen), worker.world_size):
+        tokens = torch.from_numpy(rows[chosen[number]])  # (size, n)
+        corruption = corrupt(tokens, config, torch.Generator().manual_seed(seed_of(train.seed, step, number)))
         if worker.device.type == "cuda":  # from pinned memory a copy does not wait for the GPU
-            batch = tokens.pin_memory(), Corruption(*[x.pin_memory() for x in batch[1]])
-        batches.append(batch)
+            tokens, corruption = tokens.pin_memory(), Corruption(*[x.pin_memory() for x in corruption])
+        batches.append((tokens, corruption))
     return batches
 
 
