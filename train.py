@@ -116,8 +116,7 @@ PRESETS = {  # as differences from the defaults of Config and TrainConfig; secti
         init_std=0.03, batch_size=256, micro_batch_size=256, max_steps=20_000, learning_rate=2e-3, warmup_steps=1000,
         eval_interval=500, checkpoint_interval=1000),
     "base": dict(),
-    "base++": dict(
-        vocab_size=64000, rel_pos_buckets=64, uncased=False, max_steps=2_000_000, learning_rate=2e-4),
+    "base++": dict(vocab_size=64000, rel_pos_buckets=64, uncased=False, max_steps=2_000_000, learning_rate=2e-4),
     "large++": dict(
         vocab_size=64000, encoder_layers=24, encoder_dim=1024, encoder_heads=16, rel_pos_buckets=128,
         rel_pos_max_distance=256, uncased=False, micro_batch_size=32, max_steps=1_000_000, learning_rate=1e-4,
@@ -502,8 +501,7 @@ def main(argv=None):
             print(f"{prepared_corpus(source)}: prepared")
             return
         with lock_folder(command.out) if worker.is_main else nullcontext():
-            run = open_run(command, prepared_corpus(source), worker)
-            code = pretrain(run)
+            code = pretrain(open_run(command, prepared_corpus(source), worker))
             worker.destroy_process_group(code)
     if code:
         sys.exit(code)
