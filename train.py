@@ -116,8 +116,7 @@ PRESETS = {  # as differences from the defaults of Config and TrainConfig; secti
         init_std=0.03, batch_size=256, micro_batch_size=256, max_steps=20_000, learning_rate=2e-3, warmup_steps=1000,
         eval_interval=500, checkpoint_interval=1000),
     "base": dict(),
-    "base++": dict(
-        vocab_size=64000, rel_pos_buckets=64, uncased=False, max_steps=2_000_000, learning_rate=2e-4),
+    "base++": dict(vocab_size=64000, rel_pos_buckets=64, uncased=False, max_steps=2_000_000, learning_rate=2e-4),
     "large++": dict(
         vocab_size=64000, encoder_layers=24, encoder_dim=1024, encoder_heads=16, rel_pos_buckets=128,
         rel_pos_max_distance=256, uncased=False, micro_batch_size=32, max_steps=1_000_000, learning_rate=1e-4,
@@ -259,15 +258,14 @@ def micro_batch(train: TrainConfig, world: int) -> int:
 def batch_of_step(step: int, rows: Rows, config: Config, train: TrainConfig, worker: Worker) -> list[tuple]:
     """This process's micro-batches (tokens, corruption): rows by (seed, step), masks by (seed, step, micro-batch)."""
     size = micro_batch(train, worker.world_size)
-    chosen = rows_of_step(train.seed, step, train.batch_size, len(rows))
+    chosen = rows_of_step(train.seed, step, train.batch_size, len(rows)).reshape(-1, size)
     batches = []
-    for number in range(worker.rank, train.batch_size // size, worker.world_size):
-        tokens = torch.from_numpy(rows[chosen[number * size:(number + 1) * size]])  # (size, n)
-        generator = torch.Generator().manual_seed(seed_of(train.seed, step, number))
-        batch = tokens, corrupt(tokens, config, generator)
+    for number in range(worker.rank, len(chosen), worker.world_size):
+        tokens = torch.from_numpy(rows[chosen[number]])  # (size, n)
+        corruption = corrupt(tokens, config, torch.Generator().manual_seed(seed_of(train.seed, step, number)))
         if worker.device.type == "cuda":  # from pinned memory a copy does not wait for the GPU
-            batch = tokens.pin_memory(), Corruption(*[x.pin_memory() for x in batch[1]])
-        batches.append(batch)
+            tokens, corruption = tokens.pin_memory(), Corruption(*[x.pin_memory() for x in corruption])
+        batches.append((tokens, corruption))
     return batches
 
 
@@ -503,8 +501,7 @@ def main(argv=None):
             print(f"{prepared_corpus(source)}: prepared")
             return
         with lock_folder(command.out) if worker.is_main else nullcontext():
-            run = open_run(command, prepared_corpus(source), worker)
-            code = pretrain(run)
+            code = pretrain(open_run(command, prepared_corpus(source), worker))
             worker.destroy_process_group(code)
     if code:
         sys.exit(code)

@@ -61,13 +61,6 @@ class Worker(NamedTuple):
             os._exit(code)
 
 
-def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 matrices in hardware; elsewhere bf16 is slower than fp32."""
-    info = Path("/proc/cpuinfo")
-    flags = info.read_text() if info.is_file() else ""
-    return "amx_bf16" in flags or "avx512_bf16" in flags
-
-
 def keep_freed_memory():
     """Have glibc keep freed memory: to give each activation back and fault it in again cost 7 % of a toy step."""
     if sys.platform != "linux":
@@ -94,7 +87,9 @@ def best_device(name: str, small: bool) -> torch.device:
 def make_worker(precision: str, device: str = "auto", small: bool = False) -> Worker:
     """The device and dtype of this process, and which of torchrun's processes it is. UserError as best_device."""
     device = best_device(device, small)
-    bf16 = device.type == "cpu" and cpu_has_bf16()
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text() if info.is_file() else ""
+    bf16 = "amx_bf16" in flags or "avx512_bf16" in flags  # elsewhere bf16 is slower on a CPU than fp32
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
