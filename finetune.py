@@ -244,7 +244,7 @@ def finish_runs(setup: Setup, runs: list[dict]) -> list[dict]:
         setting = "  ".join(f"{name} {line[name]:g}" for name in SWEPT)
         left = (len(missing) - number) * line["seconds"] / 3600
         print(f"{setup.task}  {setting}  seed {line['seed']}  {setup.kind.metric} {format_number(line['value'])}  "
-              f"{line['seconds']:.0f} s  {left:.1f} h left", flush=True)
+              f"{line['seconds']:.0f} s  {left:.1f} h left")
     for run in runs:
         wait_for(path_of_run(setup, run))
     return [read_run(setup, run) for run in runs]
@@ -283,7 +283,7 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
                     "examples": short_hash(repr(examples)), "sweep": options.sweep, **asdict(tune)}
         open_folder(out, settings, may_change=["init"])
         pretrained.tokenizer.save(out)
-        print(f"{out}: {len(splits['train'].ids):,} training inputs", *remarks, sep="\n  ", flush=True)
+        print(f"{out}: {len(splits['train'].ids):,} training inputs", *remarks, sep="\n  ")
     wait_for(out / "config.json")
     return Setup(task, pretrained, kind, splits, tune, worker, out, remarks)
 
@@ -318,7 +318,7 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
             "steps": [[line["step"], line["last_step"]] for line in finals]},
         "sweep": sweep}
     write_json(setup.out / "result.json", result)
-    print(report(result), f"{setup.out}: result.json", sep="\n", flush=True)
+    print(report(result), f"{setup.out}: result.json", sep="\n")
     return result
 
 

@@ -303,7 +303,7 @@ def main(argv=None):
             with explain_out_of_memory("--batch-size"):
                 subject = open_model(name, config, device)
                 models[name] = ranks_by_layer(subject, measure(subject, config), config)
-            print(format_table(name, models[name], config.tau), flush=True)
+            print(format_table(name, models[name], config.tau))
         write_json(config.out / "rank.json", {"tau": [config.tau], "models": models})
         draw(models, config)
         print("with: all tokens of the text with 15 % [MASK]; without: of the same text unmasked; [MASK]: at masks\n"

@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
         machine = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads"
         result = {"machine": machine, "autocast": str(worker.dtype).removeprefix("torch."), "commit": commit(),
                   "versions": {"python": platform.python_version(), "torch": torch.__version__}, "runs": []}
-        print(f"{machine}, {result['autocast']}, torch {torch.__version__}, commit {result['commit']}", flush=True)
+        print(f"{machine}, {result['autocast']}, torch {torch.__version__}, commit {result['commit']}")
         for size in options.sizes:
             for kind in options.kinds:
                 rows = options.rows or ROWS[options.device][size]
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
                     ratio = "".join(f"{value:6.2f}" for value in one.get("ratio", []))
                     mfu = f"  MFU {one['mfu']:.1%}" if "mfu" in one else ""
                     print(f"{size:6}{kind:9}{name:20}{statistics.median(one['tokens_per_second']):12,.0f} tokens/s"
-                          f"{ratio}{mfu}", flush=True)
+                          f"{ratio}{mfu}")
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def grade_all(submission: Path, only: list[str], seconds: float, verbose: bool) 
             if submission.is_dir() or file == "maelm.py":
                 path = submission / file if submission.is_dir() else submission
                 points, status, printed = grade(task, path, Path(folder), seconds)
-                print(f"{task} {points}/{most} {status}", flush=True)
+                print(f"{task} {points}/{most} {status}")
                 if verbose and points < most:
                     print(printed)
                 score += points
