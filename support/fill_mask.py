@@ -19,9 +19,11 @@ def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, at) -> list[list[tup
     best = logits[0].float().softmax(-1).topk(3)
     found = []
     for ids, probabilities in zip(best.indices.tolist(), best.values.tolist()):
-        texts = [printable(tokenizer.decode([i])) for i in ids]
-        words = [text.strip() or repr(text) for text in texts]
-        found.append(list(zip(words, probabilities)))
+        guess = []
+        for i, p in zip(ids, probabilities):
+            text = printable(tokenizer.decode([i]))
+            guess.append((text.strip() or repr(text), p))
+        found.append(guess)
     return found
 
 
@@ -47,8 +49,10 @@ def format_guess(guess: list[tuple[str, float]]) -> str:
 
 def fill_mask(model: MAELM, tokenizer: Tokenizer, text: str) -> str:
     """What guess_masks returns, a line for each [MASK]."""
-    numbered = enumerate(guess_masks(model, tokenizer, text), start=1)
-    return "\n".join(f"[MASK] {number}: {format_guess(guess)}" for number, guess in numbered)
+    lines = []
+    for number, guess in enumerate(guess_masks(model, tokenizer, text), start=1):
+        lines.append(f"[MASK] {number}: {format_guess(guess)}")
+    return "\n".join(lines)
 
 
 def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:

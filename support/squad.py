@@ -111,11 +111,17 @@ class Spans:
             null[q.id] = min(null[q.id], no_answer)
             if score > best[q.id][0]:
                 _, starts, ends = self.spans_of(q.context)
-                text = q.context[starts[int(first) - shift]:ends[int(last) - shift]]  # from tokens of the context
-                best[q.id] = score, text
-        odds = {name: null[name] - score for name, (score, _) in best.items()}
-        answers = {name: "" if odds[name] > 0 else text for name, (_, text) in best.items()}
-        files = {"predictions.json": json.dumps(answers, indent=1), "null_odds.json": json.dumps(odds, indent=1)}
+                start = starts[int(first) - shift]  # first and last are tokens of the input
+                end = ends[int(last) - shift]
+                best[q.id] = score, q.context[start:end]
+        answers, odds = {}, {}
+        for name, (score, text) in best.items():
+            odds[name] = null[name] - score
+            answers[name] = text if odds[name] <= 0 else ""
+        files = {
+            "predictions.json": json.dumps(answers, indent=1),
+            "null_odds.json": json.dumps(odds, indent=1),
+        }
         return squad_metrics(encoded.examples, answers), files
 
 
