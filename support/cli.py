@@ -2,6 +2,7 @@
 import argparse
 import inspect
 import io
+import math
 import os
 import re
 import signal
@@ -79,17 +80,17 @@ def comments_of(config: type) -> dict[str, str]:
 
 
 def require(config, **conditions: bool):
-    """Raise a ValueError for the first field whose condition is False. It quotes the field's comment."""
+    """Raise a ValueError for the first field whose condition is False, or that is infinite. It quotes its comment."""
     for field, holds in conditions.items():
-        if not holds:
+        if not holds or getattr(config, field) == math.inf:
             comment = comments_of(type(config)).get(field, "")
             raise ValueError(f"{field}={getattr(config, field)!r} is not possible: {comment}")
 
 
 def require_positive(config, *fields: str):
-    """Raise a ValueError for the first field that is not above 0."""
+    """Raise a ValueError for the first field that is not above 0, or infinite."""
     for field in fields:
-        if not getattr(config, field) > 0:
+        if not 0 < getattr(config, field) < math.inf:
             raise ValueError(f"{field}={getattr(config, field)!r}: use a positive number")
 
 

@@ -39,7 +39,7 @@ def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[list[tupl
     count, longest = ids.count(MASK), model.config.seq_len - 2
     if count == 0 or len(ids) > longest:
         raise UserError(f"--fill-mask: needs [MASK] and at most {longest} tokens; got {count} masks, {len(ids)} tokens")
-    return best_tokens(model, tokenizer, tokens, (tokens[0] == MASK).nonzero().mT)
+    return best_tokens(model, tokenizer, tokens, (tokens[0] == MASK).nonzero().mT)  # (1, k)
 
 
 def format_guess(guess: list[tuple[str, float]]) -> str:

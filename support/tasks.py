@@ -36,20 +36,17 @@ TASKS = {
     "qnli": Task(
         "large", labels=ENTAILMENT, official=(104_743, 5_463), folder="QNLI",
         columns=("question", "sentence", "label")),
-    "sst2": Task(
-        "large", labels=YES_NO, official=(67_349, 872), folder="SST-2", columns=("sentence", "label")),
+    "sst2": Task("large", labels=YES_NO, official=(67_349, 872), folder="SST-2", columns=("sentence", "label")),
     "cola": Task(
         "small", "matthews", labels=YES_NO, official=(8_551, 1_043), folder="CoLA", columns=("sentence", "label"),
         header=("source", "label", "star", "sentence")),
-    "rte": Task(
-        "small", labels=ENTAILMENT, official=(2_490, 277), folder="RTE", columns=PAIR),
+    "rte": Task("small", labels=ENTAILMENT, official=(2_490, 277), folder="RTE", columns=PAIR),
     "mrpc": Task(
         "small", labels=YES_NO, official=(3_668, 408), folder="MRPC", columns=("#1 String", "#2 String", "Quality"),
         hub_columns=PAIR[:2]),
     "stsb": Task(
         "small", "spearman", official=(5_749, 1_500), folder="STS-B", columns=("sentence1", "sentence2", "score")),
-    "squad2": Task(
-        "squad", "f1", official=(130_319, 11_873), folder="SQuAD", suffix="*.json"),
+    "squad2": Task("squad", "f1", official=(130_319, 11_873), folder="SQuAD", suffix="*.json"),
     "docs": Task(
         "docs", columns=("text", "label"),
         labels=("torch", "sympy", "python", "pandas", "matplotlib", "numpy", "networkx", "huggingface_hub")),

@@ -244,6 +244,7 @@ def test_glue_is_the_average_of_eight(finished, tmp_path, monkeypatch):
     ("--learning-rate -1", "learning_rate=-1.0 is not possible"), ("--warmup-share 2", "warmup_share=2.0 is not"),
     ("--init no --predict a.txt", "no/encoder.pt: no such file"),
     ("--task custom", "--task custom needs --data"), ("--learning-rate nan", "learning_rate=nan is not possible"),
+    ("--epochs inf", "epochs=inf: use a positive number"),
     ("--task docs --data .", "leave --data out"), ("--task rte --data no/such", "no train.tsv there or in RTE/")])
 def test_a_bad_command_gets_one_line(flags, message, tmp_path, capsys):
     assert message in fails(lambda: finetune.main([*flags.split(), "--out", str(tmp_path)]), capsys)
