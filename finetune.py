@@ -123,10 +123,10 @@ def collate(encoded: Encoded, chosen, device: torch.device):
 def batches(encoded: Encoded, seed: int, steps: int, batch_size: int):
     """Numbers (batch_size,) of the inputs of each step, in every epoch a permutation; a batch has like lengths."""
     length = np.array([len(ids) for ids in encoded.ids])
-    for first in range(0, steps, 16):  # sixteen steps at a time
-        drawn = rows_of_step(seed, first // 16, 16 * batch_size, len(length))[:(steps - first) * batch_size]
+    for group in range(math.ceil(steps / 16)):  # of sixteen steps; the last one may have fewer
+        drawn = rows_of_step(seed, group, 16 * batch_size, len(length))[:(steps - 16 * group) * batch_size]
         drawn = drawn[np.argsort(length[drawn], kind="stable")]  # neighbours have like lengths
-        random = np.random.default_rng(seed_of(seed, first))
+        random = np.random.default_rng(seed_of(seed, 16 * group))
         yield from random.permutation(drawn.reshape(-1, batch_size))  # short ones not first
 
 

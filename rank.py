@@ -208,7 +208,10 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
         tokens = rows[start:start + config.batch_size]  # (B, n)
         maskable = ~torch.isin(tokens, torch.tensor(subject.specials))
         generator = torch.Generator().manual_seed(seed_of(config.seed, start))
-        chosen = draw_masks(maskable, k, generator)
+        try:
+            chosen = draw_masks(maskable, k, generator)
+        except ValueError as error:
+            raise UserError(f"{subject.name}: rows of too few words ({error}); use another --data") from error
         masked = torch.zeros_like(maskable).scatter(1, chosen, True)
         with_mask = subject.encode(tokens.masked_fill(masked, subject.mask))
         at_masks = [h[masked.to(h.device)] for h in with_mask]

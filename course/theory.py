@@ -12,8 +12,6 @@ from rank import MASK_RATE, RankConfig, Subject, effective_rank, subject_of_run
 from support.cli import Parser, clear_errors
 from support.rows import evenly, seed_of
 
-TOKENS = 16_384  # of the validation text, that are looked at
-
 
 def norm(x) -> float:
     """||X||_{1,inf} = sqrt(||X||_1 ||X||_inf), the largest column and row sums of |X|; section 2.2."""
@@ -111,7 +109,7 @@ def main(argv=None):
     options = parser.parse_args(argv)
     with clear_errors("course.theory"):
         subject = subject_of_run(options.run, RankConfig(), torch.device("cpu"))
-        tokens = evenly(subject.rows, TOKENS // subject.seq_len)  # (B, n)
+        tokens = evenly(subject.rows, 16_384 // subject.seq_len)  # (B, n), about so many tokens of its text
         maskable = tokens >= NUM_SPECIAL
         chosen = draw_masks(maskable, round(MASK_RATE * tokens.shape[1]), torch.Generator().manual_seed(seed_of(0)))
         masked = torch.zeros_like(maskable).scatter(1, chosen, True)

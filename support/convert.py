@@ -100,7 +100,7 @@ def their_names(ours: str, kind: str) -> list[str]:
     module, parameter = ours.rsplit(".", 1)
     if not module.startswith("encoder.stack.blocks."):
         return [f"{OUTSIDE[module].format(kind)}.{parameter}"]
-    *_, layer, module = module.split(".", 4)  # encoder, stack, blocks, layer, module
+    layer, module = module.removeprefix("encoder.stack.blocks.").split(".", 1)
     roberta, mpnet = LAYER[module]
     theirs = roberta if kind == "roberta" else mpnet
     return [f"{kind}.encoder.layer.{layer}.{name}.{parameter}" for name in theirs.split()]

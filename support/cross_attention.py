@@ -93,4 +93,5 @@ class CrossMAELM(MAELM):
             x = self.encoder.token_embedding(shifted)
         else:
             x = self.decoder_input(h, corruption)
-        return self.head(self.decoder(x, h, at), self.encoder.token_embedding.weight)
+        z = self.decoder(x, h, at)
+        return self.head(z, self.encoder.token_embedding.weight)

@@ -52,9 +52,8 @@ def make_optimizers(model: nn.Module, train, dtype: torch.dtype) -> list:
             matrices.append(parameter)
         else:
             rest.append(parameter)
-    betas = (train.adam_beta1, train.adam_beta2)
-    adamw = torch.optim.AdamW(rest, lr=train.learning_rate, betas=betas, eps=train.adam_epsilon,
-                              weight_decay=train.weight_decay, fused=True)
+    adamw = torch.optim.AdamW(rest, lr=train.learning_rate, betas=(train.adam_beta1, train.adam_beta2),
+                              eps=train.adam_epsilon, weight_decay=train.weight_decay, fused=True)
     if not matrices:
         return [adamw]
     return [adamw, Muon(matrices, train.muon_learning_rate, train.muon_weight_decay, dtype)]

@@ -1,4 +1,6 @@
 """Records of data files (.txt, .csv, .jsonl, .parquet) and of data sets on the Hub."""
+import lzma
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -8,6 +10,7 @@ from support.cli import UserError, root_cause
 def read_records(loader: str, files: Iterable[str], name: str, **options) -> Iterator[dict]:
     """The records that `datasets` reads from files, or of the Hub's `name` without files. UserError if it cannot."""
     import datasets  # here: it takes a second
+    from huggingface_hub.errors import HTTPError
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log what we say
     datasets.disable_progress_bars()
     options = {"split": "train", "streaming": True} | options
@@ -21,5 +24,6 @@ def read_records(loader: str, files: Iterable[str], name: str, **options) -> Ite
             yield from datasets.load_dataset(path, config or None, **options)
         else:
             yield from datasets.load_dataset(loader, data_files=list(files), **options)
-    except Exception as error:  # a damaged file can make it raise anything
+    except (OSError, ValueError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, HTTPError,
+            datasets.exceptions.DatasetsError) as error:
         raise UserError(f"{name}: cannot be read ({root_cause(error)})") from error

@@ -152,8 +152,7 @@ def examples_of(name: str, records: Iterable[dict], where: str, labelled: bool =
 
 
 def read_inputs(name: str, source: str) -> list[Example] | list[Question]:
-    """What task `name` is to predict: lines of a .txt, the columns of GLUE's releases or of the Hub, or text[,text2];
-    hf:[SPLIT] is a split of the task on the Hub."""
+    """What task `name` is to predict: a file, as read_file, or hf:[SPLIT], a split of the task on the Hub."""
     if source.startswith("hf:") and name in GLUE:
         return read_hub(name, source[3:] or TASKS[name].files[1].replace("dev", "test"), labelled=False)
     return read_file(name, Path(source), labelled=False)

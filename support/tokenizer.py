@@ -47,8 +47,8 @@ class Tokenizer:
                                                  initial_alphabet=byte_letters())
         # tokenizers needs a hundred times the memory of each text.
         learner.train_from_iterator(split_long(texts, 1 << 16), trainer)
-        # The learner numbers its tokens otherwise.
-        return cls.of_merges(json.loads(learner.to_str())["model"]["merges"], uncased)
+        merges = json.loads(learner.to_str())["model"]["merges"]
+        return cls.of_merges(merges, uncased)  # the learner numbers its tokens otherwise
 
     @classmethod
     def of_merges(cls, merges: list[list[str]], uncased: bool, pieces: str = PIECES,

@@ -89,7 +89,7 @@ def make_worker(precision: str, device: str = "auto", small: bool = False) -> Wo
     device = best_device(device, small)
     info = Path("/proc/cpuinfo")
     flags = info.read_text() if info.is_file() else ""
-    bf16 = "amx_bf16" in flags or "avx512_bf16" in flags  # elsewhere bf16 is slower on a CPU than fp32
+    bf16 = device.type == "cpu" and ("amx_bf16" in flags or "avx512_bf16" in flags)  # other CPUs are slower in it
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
