@@ -25,17 +25,15 @@ from tqdm import tqdm
 
 from maelm import PAD
 from rank import CENTERINGS, Moments, tau_rank
-from support.checkpoints import load_encoder, load_weights, read_tensors, write_tensors
-from support.classify import Classification, Encoded, labels_and_scale
-from support.cli import Parser, UserError, add_flags, clear_errors, fields_of, require, require_positive
-from support.corpus import VAL_SHARE
-from support.models import make_model
-from support.rows import rows_of_step, seed_of
-from support.run_folder import lock_folder, open_folder, read_json, short_hash, write_json, write_texts
-from support.squad import Spans
-from support.task_files import find_files, read_inputs, read_task
-from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, grid
-from support.worker import Worker, explain_out_of_memory, make_worker
+from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of,
+                         require, require_positive)
+from support.corpus import rows_of_step, seed_of
+from support.documents import VAL_SHARE
+from support.files import lock_folder, open_folder, read_json, short_hash, write_json, write_texts
+from support.heads import Classification, Encoded, Spans, labels_and_scale
+from support.models import load_encoder, load_weights, make_model, read_tensors, write_tensors
+from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, find_files, grid, read_inputs, read_task
+from support.worker import Worker, make_worker
 from train import learning_rate_factor
 
 

@@ -25,13 +25,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP, Encoder, draw_masks
-from support.checkpoints import load_encoder
-from support.cli import Parser, UserError, add_flags, clear_errors, fields_of, require, require_positive
-from support.corpus import VAL_SHARE, corpus_settings, documents, in_validation, prepared_corpus, sources
-from support.figures import figure
-from support.rows import Rows, evenly, seed_of
-from support.run_folder import lock_folder, write_json
-from support.worker import explain_out_of_memory, make_worker
+from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of,
+                         require, require_positive)
+from support.corpus import Rows, corpus_settings, evenly, prepared_corpus, seed_of
+from support.documents import VAL_SHARE, documents, in_validation, sources
+from support.files import figure, lock_folder, write_json
+from support.models import load_encoder
+from support.worker import make_worker
 
 CURVES = ("with_mask", "without_mask", "mask_only")
 CENTERINGS = {"uncentered": False, "centered": True}

@@ -26,20 +26,19 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
-from support.checkpoints import (checkpoint_of, checkpoints, copy_weights, load_model, load_weights, read_tensors,
-                                 run_settings, save_checkpoint)
-from support.cli import Parser, UserError, add_flags, clear_errors, fields_of, require, require_positive
-from support.corpus import SPLITS, VAL_SHARE, corpus_settings, prepared_corpus
-from support.cost import use_of_gpu
-from support.docs_corpus import CACHE
-from support.figures import draw_loss
+from support.cli import (Interrupt, Parser, UserError, add_flags, clear_errors, explain_out_of_memory,
+                         fields_of, require, require_positive)
+from support.corpus import (SPLITS, Rows, corpus_settings, evenly, prepared_corpus, rows_of_step, seed_of,
+                            unigram_entropy)
+from support.documents import CACHE, VAL_SHARE
+from support.files import lock_folder, open_folder, short_hash
 from support.fill_mask import examples, fill_mask
-from support.models import make_model
+from support.log import RunLog, draw_loss
+from support.models import (checkpoint_of, checkpoints, copy_weights, load_model, load_weights, make_model,
+                            read_tensors, run_settings, save_checkpoint, use_of_gpu)
 from support.optim import make_optimizers
-from support.rows import Rows, evenly, rows_of_step, seed_of, unigram_entropy
-from support.run_folder import RunLog, lock_folder, open_folder, short_hash
 from support.tokenizer import Tokenizer
-from support.worker import Interrupt, Worker, compile_model, explain_out_of_memory, make_worker
+from support.worker import Worker, compile_model, make_worker
 
 
 # ---- 1. Configuration: Table 4 ------------------------------------------------------------------------------

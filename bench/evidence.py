@@ -17,10 +17,10 @@ import torch
 from bench.speed import HERE, commit, cpu_name
 from finetune import rank_after
 from rank import CURVES, LINES
-from support.checkpoints import run_settings
 from support.cli import Parser, UserError, clear_errors
-from support.figures import figure
-from support.run_folder import atomic, read_json, read_log, write_json
+from support.files import atomic, figure, read_json, write_json
+from support.log import read_log
+from support.models import run_settings
 
 RECORD = HERE / "results"
 PAGE = HERE.parent / "docs" / "results.md"

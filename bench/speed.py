@@ -19,10 +19,9 @@ from torch.utils.benchmark import Timer
 
 from maelm import ABLATIONS, MASK, NUM_SPECIAL, Config, Corruption, corrupt
 from support.cli import Parser, clear_errors
-from support.cost import flops, peak_of
-from support.models import make_model
+from support.files import write_json
+from support.models import flops, make_model, peak_of
 from support.optim import make_optimizers
-from support.run_folder import write_json
 from support.worker import Worker, compile_model, make_worker
 from train import make_config, make_recipe, train_step
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from bench.evidence import PAGE, RECORD, format_numbers, table, write_between
 from bench.speed import commit, cpu_name
 from support.cli import Parser, UserError, clear_errors
-from support.figures import figure
-from support.run_folder import read_json, read_log, write_json
+from support.files import figure, read_json, write_json
+from support.log import read_log
 
 JOBS = RECORD / "toys.json"
 LABELS = {  # name in runs/toys.sh -> in the table

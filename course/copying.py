@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from maelm import MAELM, NUM_SPECIAL, SEP, Attention, attention, draw_masks, remove_masks
 from rank import RankConfig, subject_of_run
-from support.checkpoints import load_model
 from support.cli import Parser, clear_errors
-from support.rows import evenly
+from support.corpus import evenly
+from support.models import load_model
 
 
 def losses(model: MAELM, tokens, maskable, seed: int):

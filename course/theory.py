@@ -10,7 +10,7 @@ from torch import nn
 from maelm import NUM_SPECIAL, draw_masks
 from rank import MASK_RATE, RankConfig, Subject, effective_rank, subject_of_run
 from support.cli import Parser, clear_errors
-from support.rows import evenly, seed_of
+from support.corpus import evenly, seed_of
 
 
 def norm(x) -> float:

@@ -1,4 +1,4 @@
-"""Command lines: errors in one line, and flags made from the fields of a dataclass, with their comments as help."""
+"""Command lines: errors in one line, Ctrl-C, and flags from the fields of a dataclass."""
 import argparse
 import inspect
 import io
@@ -53,7 +53,38 @@ def clear_errors(program: str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-# ---- 2. Flags -----------------------------------------------------------------------------------------------
+# ---- 2. Signals, and memory that runs out -------------------------------------------------------------------
+class Interrupt:
+    """While entered, notes SIGTERM and SIGINT, so that a checkpoint can be saved. A second Ctrl-C acts at once."""
+    def __enter__(self) -> "Interrupt":
+        self.signal = 0
+        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *exception):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def note(self, number: int, frame: object):
+        """Signal handler."""
+        self.signal = number
+        if number == signal.SIGINT:  # but SIGTERM comes twice at once, from Slurm and from torchrun
+            signal.signal(number, self.before[number])
+
+
+@contextmanager
+def explain_out_of_memory(flag: str = "--micro-batch-size") -> Iterator[None]:
+    """Turn an out-of-memory error into advice: lower a flag."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        names = type(error).__name__, str(error)  # by its name, since only PyTorch has torch.OutOfMemoryError
+        if isinstance(error, MemoryError) or names[0] == "OutOfMemoryError" or "can't allocate memory" in names[1]:
+            raise UserError(f"out of memory: use a smaller {flag}") from error
+        raise
+
+
+# ---- 3. Flags -----------------------------------------------------------------------------------------------
 class Parser(argparse.ArgumentParser):
     """Answers a bad command line with one line and exit code 2."""
     def __init__(self, prog: str, description: str):

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from maelm import CLS, MAELM, PAD, SEP, Config
-from support.checkpoints import load_model, read_tensors, save_checkpoint
 from support.cli import Parser, UserError, clear_errors, root_cause
-from support.run_folder import atomic, refuse_other_files, write_json
+from support.files import atomic, refuse_other_files, write_json
+from support.models import load_model, read_tensors, save_checkpoint
 from support.tokenizer import Tokenizer
 
 OFFSET = 2  # RoBERTa and MPNet count positions from after their padding id, 1

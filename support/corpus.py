@@ -3,8 +3,7 @@
 A prepared corpus is a folder in --cache, named by a hash of what was read and how. `train.bin` and `val.bin` hold
 tokens, uint16 or uint32, with `[SEP]` after each document. `meta.json`, written last, tells whether all is there.
 """
-import glob
-import hashlib
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -14,104 +13,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from filelock import FileLock
 from tqdm import tqdm
 
-from maelm import SEP, Config
+from maelm import CLS, NUM_SPECIAL, SEP, Config
 from support.cli import UserError, root_cause
-from support.docs_corpus import CACHE, docs_files, file_states, read_docs
-from support.records import read_records
-from support.run_folder import read_json, short_hash, write_json
-from support.tokenizer import Tokenizer, split_long
+from support.documents import Source, documents, file_states, in_validation, ngrams, sources
+from support.files import read_json, short_hash, write_json
+from support.tokenizer import Tokenizer
 
 LAYOUT = 2  # version of the files of a prepared corpus: one of another version is not found
 SPLITS = ("train", "val")
-VAL_SHARE = 0.01  # of the documents, held out for validation
-LONGEST = 1 << 22  # characters; a longer document, longer than any book, is cut
 SAMPLE = 200 * 10 ** 6  # characters that the tokenizer learns from, at most
 LARGEST = 1 << 20  # vocabulary, more than any in use; far beyond it `tokenizers` ends the program
-NGRAM = 13  # words in a row that make two documents near-duplicates
 
 
-# ---- 1. Documents of --data ---------------------------------------------------------------------------------
-FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # suffix -> loader of `datasets`
-PACKED = {".gz", ".xz", ".bz2", ".zst"}
-
-
-class Source(NamedTuple):
-    """What is read at once: all of --data, or one of those that + joins."""
-    name: str  # docs, hf:NAME[:CONFIG], or as it is given
-    loader: str  # docs, hub, or one of `datasets`
-    files: tuple[str, ...] = ()
-    column: str = "text"  # the field of its records that holds the text
-    cache: str = CACHE  # where read_docs keeps its list
-
-
-def sources(data: str, column: str = "text", cache: str = CACHE) -> list[Source]:
-    """The sources of --data, in a fixed order. UserError if a name in it has no text."""
-    names = [data] if Path(data).expanduser().exists() else data.split("+")
-    found = []
-    for name in names:
-        if name == "docs":
-            found.append(Source(name, "docs", tuple(str(path) for _, path in docs_files()), cache=cache))
-        elif name.startswith("hf:") and name != "hf:":
-            found.append(Source(name, "hub", column=column))
-        elif name and (by_loader := files_in(name)):
-            for loader, files in by_loader.items():
-                found.append(Source(name, loader, tuple(files), "text" if loader == "text" else column))
-        else:
-            raise UserError(f"--data {data}: {name!r} is not docs, hf:NAME, or a file or folder with "
-                            f"{', '.join(FORMATS)}, also packed")
-    return found
-
-
-def files_in(name: str) -> dict[str, list[str]]:
-    """Loader -> files that a path or a pattern such as texts/*.txt names, and all in its folders but hidden ones."""
-    given = Path(name).expanduser()
-    found = {}
-    for path in [given] if given.exists() else sorted(map(Path, glob.glob(str(given)))):
-        inside = glob.glob("**", root_dir=path, recursive=True)  # skips what is hidden
-        for file in sorted(path / part for part in inside) or [path]:
-            suffixes = [suffix.lower() for suffix in file.suffixes if suffix.lower() not in PACKED]
-            if file.is_file() and suffixes and suffixes[-1] in FORMATS:
-                found.setdefault(FORMATS[suffixes[-1]], []).append(str(file))
-    return found
-
-
-def texts_of(source: Source) -> Iterator[str]:
-    """The texts of a source as they are, "" for null. UserError for a record without text in its column."""
-    if source.loader == "docs":
-        yield from [text for _, text in read_docs(source.cache)]
-        return
-    options = {"sample_by": "paragraph"} if source.loader == "text" else {}
-    for record in read_records(source.loader, source.files, source.name, **options):
-        if source.column not in record:
-            raise UserError(f"{source.name}: its records need a field `{source.column}`; "
-                            f"--column can be {', '.join(record)}")
-        text = record[source.column]
-        if not isinstance(text, str | None):
-            raise UserError(f"{source.name}: field `{source.column}` of its records holds {text!r:.40}, not text")
-        yield text or ""
-
-
-def documents(read: list[Source]) -> Iterator[str]:
-    """The documents of sources; those beyond LONGEST are cut, and empty ones left out."""
-    for source in read:
-        yield from filter(None, map(str.strip, split_long(texts_of(source), LONGEST)))
-
-
-# ---- 2. Validation, near-duplicates, the tokenizer's sample -------------------------------------------------
-def in_validation(text: str, share: float) -> bool:
-    """Whether a document belongs to the validation split: those with the lowest hashes do."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) / 2 ** 32 < share
-
-
-def ngrams(text: str) -> set[str]:
-    """All NGRAM words in a row, in lower case and split at white space."""
-    words = text.lower().split()
-    return {" ".join(words[i:i + NGRAM]) for i in range(len(words) - NGRAM + 1)}
-
-
+# ---- 1. The tokenizer's sample -----------------------------------------------------------------------------
 def sample(read: list[Source], val_share: float) -> Iterator[str]:
     """Training documents for the tokenizer: of each source the first ones, SAMPLE characters over all sources."""
     for source in read:
@@ -124,7 +42,7 @@ def sample(read: list[Source], val_share: float) -> Iterator[str]:
                 yield text
 
 
-# ---- 3. Documents as tokens ---------------------------------------------------------------------------------
+# ---- 2. Documents as tokens ---------------------------------------------------------------------------------
 def in_threads(function: Callable[[list[str]], list], texts: Iterator[str]) -> Iterator[list]:
     """`function` of lists of texts, in order, in threads; only a few hundred texts are held at a time."""
     with ThreadPoolExecutor() as pool:
@@ -142,7 +60,7 @@ def encode_block(texts: list[str], tokenizer: Tokenizer, val_share: float, known
     return found
 
 
-# ---- 4. A prepared corpus -----------------------------------------------------------------------------------
+# ---- 3. A prepared corpus -----------------------------------------------------------------------------------
 class CorpusConfig(NamedTuple):
     """What a corpus is made of, and how."""
     data: str
@@ -219,3 +137,62 @@ def prepared_corpus(wanted: CorpusConfig) -> Path:
                 raise UserError(f"{folder}: not prepared ({root_cause(error)}); is memory or disk full?") from error
     read_meta(folder)
     return folder
+
+
+# ---- 4. From a prepared corpus to the rows of a step -------------------------------------------------------
+class Rows:
+    """All rows of a split ("train", "val"): `[CLS]` and the next seq_len - 1 tokens of a prepared corpus, which stay
+    on the disk until they are read. UserError if the corpus is damaged, or too small for a row."""
+    def __init__(self, folder: Path, split: str, seq_len: int):
+        meta = read_meta(folder)
+        tokens = meta["tokens"][split]
+        count = tokens // (seq_len - 1)
+        if count == 0:
+            raise UserError(f"--data {meta['data']}: its {split} split has {tokens} tokens, too few for a row of "
+                            f"seq_len={seq_len}; use more text, a smaller --seq-len, or another --val-share")
+        self.pieces = np.memmap(folder / f"{split}.bin", meta["dtype"], "r", shape=(count, seq_len - 1))
+        self.vocabulary = len(read_json(folder / "tokenizer.json")["model"]["vocab"])
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __getitem__(self, indices):
+        """Rows (B, seq_len) int64 at indices (B,). UserError for ids that the text of a corpus cannot have."""
+        found = np.asarray(self.pieces[indices], np.int64)
+        if found.min() < SEP or found.max() >= self.vocabulary:
+            raise UserError(f"{self.pieces.filename}: damaged; delete its folder, and it is made again")
+        return np.insert(found, 0, CLS, axis=1)
+
+    def fewest_real_tokens(self) -> int:
+        """The fewest tokens in a row that are not special. It reads the whole text."""
+        return int(np.count_nonzero(self.pieces >= NUM_SPECIAL, axis=1).min())
+
+
+def evenly(rows: Rows | np.ndarray, most: int):
+    """At most so many of the rows, spaced evenly over the whole text: a tensor (rows, seq_len) int64."""
+    indices = np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64)
+    return torch.from_numpy(rows[indices])
+
+
+def unigram_entropy(tokens) -> float:
+    """Entropy in nats of real tokens: the loss of a model that knows only how frequent each token is."""
+    real = tokens[tokens >= NUM_SPECIAL]
+    return float(torch.special.entr(real.bincount().double() / len(real)).sum())
+
+
+def seed_of(*numbers: int) -> int:
+    """One seed in [0, 2^63) from whole numbers, such as (seed, step)."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+@functools.lru_cache(maxsize=2)  # a step can be in two epochs
+def permutation(seed: int, epoch: int, total: int):
+    """The order (total,) int64 of the rows in an epoch."""
+    return np.random.default_rng((seed, epoch)).permutation(total)
+
+
+def rows_of_step(seed: int, step: int, batch_size: int, total: int):
+    """Row numbers (batch_size,) int64 of a step: every epoch is a new permutation of all `total` rows."""
+    epochs, places = np.divmod(step * batch_size + np.arange(batch_size), total)
+    rows = [permutation(seed, epoch, total)[place] for epoch, place in zip(epochs.tolist(), places)]
+    return np.array(rows)

@@ -5,7 +5,7 @@ import torch
 
 from maelm import CLS, MAELM, MASK, SEP, remove_masks
 from support.cli import UserError, printable
-from support.rows import Rows, evenly
+from support.corpus import Rows, evenly
 from support.tokenizer import Tokenizer
 
 SHOWN = 6  # examples at the end of a run

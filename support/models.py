@@ -1,10 +1,23 @@
-"""A model for any Config, and where its position embeddings start."""
+"""A model for any Config, what a step costs, and checkpoints: written whole, read without running code."""
+import functools
+import pickle
+import zipfile
+from dataclasses import asdict, fields
+from pathlib import Path
+
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from maelm import MAELM, Config
+from maelm import MAELM, Config, Corruption, Encoder
+from support.cli import UserError
 from support.cross_attention import CrossMAELM
+from support.files import atomic, read_json
+from support.tokenizer import Tokenizer
+from support.worker import Worker
 
 
+# ---- 1. A model for any Config -----------------------------------------------------------------------------
 def make_model(config: Config, position_init: str = "normal") -> MAELM:
     """A new model; only decoders with cross-attention have a class of their own. position_init: normal | sinusoid."""
     model = MAELM(config) if config.decoder == "bi" else CrossMAELM(config)
@@ -24,3 +37,150 @@ def sinusoid_(table, std: float):
     angle = torch.arange(n, device=table.device)[:, None] * rates  # (n, d / 2)
     waves = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :d]  # an odd d has one less
     table.data.copy_(std * 2 ** 0.5 * waves)  # sin and cos have 1 / sqrt(2)
+
+
+# ---- 2. What a step costs ----------------------------------------------------------------------------------
+@functools.cache
+def flops(config: Config) -> int:
+    """FLOPs of all matrix products of a training step on one row, as PyTorch counts them: 2 for each multiply-add."""
+    n = config.seq_len
+    k = config.masks_per_row(n)
+    m = n - k + round(config.mask_in_encoder * k)  # tokens that the encoder reads
+    # Shapes without memory. The counter does not know a GPU's attention kernel; here attention is the formula.
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        tokens = torch.zeros(1, n, dtype=torch.int64)
+        kept = torch.zeros(1, m, dtype=torch.int64)
+        make_model(config)(tokens, Corruption(tokens.bool(), kept, kept)).backward()
+    return counter.get_total_flops()
+
+
+PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
+         "L40": 181e12, "L4": 121e12, "4090": 165e12}  # the first name that is part of a device's counts
+
+
+def peak_of(device: str, dtype: torch.dtype) -> float | None:
+    """FLOP/s of a GPU in dense bf16, by its name; None if it is not known, or for another dtype."""
+    if dtype != torch.bfloat16:
+        return None
+    return next((peak for name, peak in PEAKS.items() if name in device), None)
+
+
+def use_of_gpu(config: Config, worker: Worker, speed: float) -> dict[str, float]:
+    """Peak memory in GB, and the share of the peak FLOP/s that a speed in tokens per second is; {} without a GPU."""
+    if worker.device.type != "cuda":
+        return {}
+    found = {"memory_gb": torch.cuda.max_memory_allocated() / 1e9}
+    peak = peak_of(torch.cuda.get_device_name(), worker.dtype)
+    if peak is not None:
+        found["mfu"] = speed / config.seq_len * flops(config) / (peak * worker.world_size)
+    return found
+
+
+# ---- 3. Checkpoints ----------------------------------------------------------------------------------------
+def checkpoints(out: Path) -> list[Path]:
+    """Checkpoints of a run, oldest first. Only files of this name are ours to load or to delete."""
+    return sorted(out.glob(f"step_{7 * '[0-9]'}.pt"))
+
+
+def write_tensors(path: Path, state: dict):
+    """Write tensors and numbers atomically. No objects of ours: so reading them back runs no code."""
+    with atomic(path) as temporary, open(temporary, "wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            raise (error.__context__ or error) from None  # PyTorch's writer hides the disk's error behind its own
+
+
+def read_tensors(path: Path, *wanted: str) -> dict:
+    """What a .pt file holds, on the CPU, with its configuration as a Config; it runs no code. UserError if the file is
+    damaged, lacks a field, or is of another version of this code."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; name a run folder, a checkpoint, or a folder that finetune.py wrote")
+    try:
+        damaged = zipfile.ZipFile(path).testzip()  # compares the checksums, which torch.load does not
+        state = torch.load(path, map_location="cpu", weights_only=True) if damaged is None else None
+    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError):
+        state = None
+    if not isinstance(state, dict):
+        raise UserError(f"{path}: damaged, or not written by this project; delete it: then the checkpoint before it is "
+                        "used, or its run is done again")
+    if not state.keys() >= {"config", *wanted}:
+        raise UserError(f"{path}: lacks config, {', '.join(wanted)}: not a file of the kind that is needed here")
+    try:
+        differs = state["config"].keys() ^ {field.name for field in fields(Config)}
+        if not differs:
+            return state | {"config": Config(**state["config"])}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: damaged configuration ({error}); delete it, or use another") from error
+    raise UserError(f"{path}: written by another version of maelm, which differs in {', '.join(sorted(differs))}; use "
+                    "that version, or delete the folder and train again")
+
+
+def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, seconds: float, keep: int):
+    """Write step_STEP.pt, then remove the oldest but `keep` (0 = none). UserError if a weight is not finite."""
+    for name, weight in model.state_dict().items():
+        if not weight.isfinite().all():
+            raise UserError(f"step {step}: {name} is not finite; start again with a lower --learning-rate")
+    write_tensors(out / f"step_{step:07d}.pt", {
+        "step": step,
+        "seconds": seconds,  # of training, evaluations not counted
+        "config": asdict(model.config),
+        "model": model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+    })
+    if keep > 0:
+        for old in checkpoints(out)[:-keep]:
+            old.unlink()
+
+
+def copy_weights(model: MAELM, start: MAELM) -> str:
+    """Copy the weights of `start` that have the same name and shape in a model. Returns the names of what is new."""
+    here = model.state_dict()
+    taken = {name: x for name, x in start.state_dict().items() if name in here and x.shape == here[name].shape}
+    model.load_state_dict(taken, strict=False)
+    return ", ".join(dict.fromkeys(".".join(name.split(".")[:3]) for name in here if name not in taken))
+
+
+def load_weights(module: nn.Module, weights: dict, path: Path):
+    """Load the weights of a file. UserError if they do not fit, or are not finite."""
+    try:
+        module.load_state_dict(weights)
+    except (RuntimeError, AttributeError) as error:
+        raise UserError(f"{path}: its weights do not fit its configuration; delete it, or use another") from error
+    for name, weight in module.state_dict().items():
+        if not weight.isfinite().all():
+            raise UserError(f"{path}: {name} is not finite; delete it, or use another")
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint that a path names, or the newest one of a run folder. UserError if there is none."""
+    found = [path] if path.suffix == ".pt" else checkpoints(path)
+    if not found:
+        raise UserError(f"{path}: not a run folder with checkpoints; train.py makes one; support.convert imports hf:")
+    return found[-1]
+
+
+def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
+    """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. UserError if there is none."""
+    file = checkpoint_of(path)
+    state = read_tensors(file, "model", "step")  # finetune.py's encoder.pt has no step, and no decoder
+    model = make_model(state["config"])
+    load_weights(model, state["model"], file)
+    return model.eval(), Tokenizer.load(file.parent)
+
+
+def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config, dict]:
+    """The encoder of a run folder, a checkpoint, or finetune.py (encoder.pt), in evaluation mode; its tokenizer, shape
+    and run's settings. UserError if none."""
+    file = path / "encoder.pt" if (path / "encoder.pt").is_file() else checkpoint_of(path)
+    state = read_tensors(file, "model")
+    encoder = Encoder(state["config"])
+    weights = {name: weight for name, weight in state["model"].items() if name.startswith("encoder.")}
+    load_weights(encoder, {name.removeprefix("encoder."): weight for name, weight in weights.items()}, file)
+    return encoder.to(device).eval(), Tokenizer.load(file.parent), state["config"], run_settings(file.parent)
+
+
+def run_settings(folder: Path) -> dict:
+    """What config.json of a run folder holds; {} if there is none."""
+    path = folder / "config.json"
+    return read_json(path, "init") if path.is_file() else {}  # all that write one write that

@@ -1,10 +1,7 @@
-"""The device and the processes of a run: ranks, autocast, signals, memory."""
+"""The device and the processes of a run: ranks, autocast, compilation."""
 import ctypes
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,32 +105,3 @@ def compile_model(model: nn.Module, how: str):
     torch._dynamo.config.suppress_errors = how == "auto"  # without a compiler, run as it is
     torch._dynamo.config.optimize_ddp = False  # it would cut the model into pieces
     model.compile(dynamic=False, mode="reduce-overhead" if how == "graphs" else None)
-
-
-class Interrupt:
-    """While entered, notes SIGTERM and SIGINT, so that a checkpoint can be saved. A second Ctrl-C acts at once."""
-    def __enter__(self) -> "Interrupt":
-        self.signal = 0
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *exception):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def note(self, number: int, frame: object):
-        """Signal handler."""
-        self.signal = number
-        if number == signal.SIGINT:  # but SIGTERM comes twice at once, from Slurm and from torchrun
-            signal.signal(number, self.before[number])
-
-
-@contextmanager
-def explain_out_of_memory(flag: str = "--micro-batch-size") -> Iterator[None]:
-    """Turn an out-of-memory error into advice: lower a flag."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-            raise UserError(f"out of memory: use a smaller {flag}") from error
-        raise

@@ -15,9 +15,9 @@ import tokenizers
 
 import train
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
-from support import corpus, docs_corpus
+from support import corpus, documents
 from support.cli import UserError
-from support.rows import Rows, rows_of_step
+from support.corpus import Rows, rows_of_step
 from support.tokenizer import SPECIALS, Tokenizer, byte_letters
 from tests.common import contents, fails, little_documents, sentence, write_corpus
 
@@ -34,9 +34,9 @@ def folder(text):
     return prepared(text, text.parent / "cache")
 
 
-def documents(data):
+def documents_of(data):
     """All documents of --data."""
-    return list(corpus.documents(corpus.sources(str(data))))
+    return list(documents.documents(documents.sources(str(data))))
 
 
 # ---- The tokenizer --------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_every_format_gives_the_same_documents(tmp_path):
         (tmp_path / name).write_bytes(content)
     pyarrow.parquet.write_table(pyarrow.table({"text": [*expected, None]}), tmp_path / "a.parquet")
     for name in (*list(files)[:4], "a.parquet", "inside", "inside/*/*.JSONL"):
-        assert documents(tmp_path / name) == expected, name
+        assert documents_of(tmp_path / name) == expected, name
 
 
 def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
@@ -134,12 +134,12 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
     (tmp_path / "c++").mkdir()
     (tmp_path / "here").mkdir()
     write_corpus(tmp_path / "c++" / "a.txt", 3)
-    assert documents("c++") == little_documents(3)
+    assert documents_of("c++") == little_documents(3)
     with pytest.raises(UserError, match="the folder here would be read in its place"):  # of the Hub
-        documents("hf:here")
+        documents_of("hf:here")
     write_corpus(tmp_path / "b.txt", 2)
-    assert documents("b.txt+b.txt") == 2 * little_documents(2)
-    assert [source.loader for source in corpus.sources("docs+hf:a/b:c+b.txt")] == ["docs", "hub", "text"]
+    assert documents_of("b.txt+b.txt") == 2 * little_documents(2)
+    assert [source.loader for source in documents.sources("docs+hf:a/b:c+b.txt")] == ["docs", "hub", "text"]
 
 
 @pytest.mark.parametrize("name, content, message", [
@@ -174,32 +174,32 @@ def g(): "short"
 def test_documentation_is_read_without_importing_and_kept(tmp_path, monkeypatch):
     (tmp_path / "module.py").write_text(MODULE)
     (tmp_path / "broken.py").write_text("def")
-    found = docs_corpus.docstrings(tmp_path / "module.py")
+    found = documents.docstrings(tmp_path / "module.py")
     assert found == ["A module that cannot be imported.", "Returns nothing of interest.\n\nNot even here.",
                      "f(x) -> y, given by a call."]
-    assert docs_corpus.docstrings(tmp_path / "broken.py") == []
-    monkeypatch.setattr(docs_corpus, "docs_files", lambda: [("mine", tmp_path / "module.py")])
+    assert documents.docstrings(tmp_path / "broken.py") == []
+    monkeypatch.setattr(documents, "docs_files", lambda: [("mine", tmp_path / "module.py")])
     for cache in ("new", "module.py"):  # nothing can be written below a file
-        assert docs_corpus.read_docs(str(tmp_path / cache)) == [("mine", text) for text in found]
+        assert documents.read_docs(str(tmp_path / cache)) == [("mine", text) for text in found]
     assert len([*tmp_path.glob("new/docs-*.json")]) == 1
 
 
 def test_docs_leave_out_near_duplicates_of_validation(tmp_path, monkeypatch):
     texts = [" ".join(20 * [f"word{i}"]) for i in range(400)]
-    copies = [f"Copied: {text.upper()} and more" for text in texts if corpus.in_validation(text, 0.1)]
+    copies = [f"Copied: {text.upper()} and more" for text in texts if documents.in_validation(text, 0.1)]
     monkeypatch.setattr(corpus, "read_docs", lambda cache: [("python", text) for text in texts + copies])
     monkeypatch.setattr(corpus, "docs_files", lambda: [])
-    assert len([text for text in copies if not corpus.in_validation(text, 0.1)]) > 20
+    assert len([text for text in copies if not documents.in_validation(text, 0.1)]) > 20
     folder = prepared("docs", tmp_path)
     whole = Tokenizer.load(folder).decode(np.fromfile(folder / "train.bin", np.uint16))
-    assert whole == "".join(f"{text}[SEP]" for text in texts if not corpus.in_validation(text, 0.1))
+    assert whole == "".join(f"{text}[SEP]" for text in texts if not documents.in_validation(text, 0.1))
 
 
 # ---- A prepared corpus, and the rows of a step ----------------------------------------------------------------------
 def test_rows_of_any_length_are_cls_and_documents_joined_by_sep(text, folder):
     expected = {"train": "", "val": ""}
-    for document in documents(text):
-        split = "val" if corpus.in_validation(document, 0.1) else "train"
+    for document in documents_of(text):
+        split = "val" if documents.in_validation(document, 0.1) else "train"
         expected[split] += f"{document.lower()}[SEP]"
     assert expected["val"].count("[SEP]") > 20
     for split, whole in expected.items():

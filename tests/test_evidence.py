@@ -12,7 +12,7 @@ import scipy.stats
 
 import train
 from bench import evidence, speed
-from support.run_folder import read_json, write_json
+from support.files import read_json, write_json
 
 
 def test_intervals_are_those_of_scipy_and_p_is_corrected_for_the_number_of_claims():

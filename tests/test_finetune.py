@@ -1,4 +1,4 @@
-"""Claims about finetune.py and the windows of support/squad.py: inputs, runs, sweeps."""
+"""Claims about finetune.py and the windows of support/heads.py: inputs, runs, sweeps."""
 import json
 import re
 
@@ -9,12 +9,11 @@ import torch
 import finetune
 from maelm import CLS, SEP
 from rank import RankConfig, subject_of_run
-from support import task_files, tasks
-from support.checkpoints import load_encoder
-from support.classify import Classification, Encoded, labels_and_scale
-from support.run_folder import read_json, write_json
-from support.squad import Spans, answer_tokens, spans_of
-from support.task_files import Example, Question
+from support import tasks
+from support.files import read_json, write_json
+from support.heads import Classification, Encoded, Spans, answer_tokens, labels_and_scale, spans_of
+from support.models import load_encoder
+from support.tasks import Example, Question
 from support.tokenizer import Tokenizer
 from support.worker import Worker
 from tests.common import fails, little_documents, sentence
@@ -89,7 +88,7 @@ def test_each_epoch_is_a_permutation():
 
 def test_fine_tuning_learns(finished, tmp_path, monkeypatch):
     documents = [(tasks.TASKS["docs"].labels[i % 4], sentence(i)) for i in range(1600)]  # labelled by subject
-    monkeypatch.setattr(task_files, "read_docs", lambda: documents)
+    monkeypatch.setattr(tasks, "read_docs", lambda: documents)
     flags = "--epochs 4 --learning-rate 3e-3 --seeds 1".split()
     assert tune(finished, "docs", tmp_path, *flags)["median"] > 80
 

@@ -10,18 +10,18 @@ from urllib.parse import unquote, urlsplit
 
 import pandas
 
-from support.run_folder import read_json
+from support.files import read_json
 from tests.common import QUICK, ROOT, sentence, write_corpus
 from tests.test_hub import write_hub_model
 
 PROGRAM = """
 import json, sys, time
 import finetune, rank, train
-from support import convert, corpus
+from support import convert, documents
 
 out, quick = sys.argv[1], [*sys.argv[2:], "--vocab-size", "320"]
 cache = ["--cache", f"{out}/cache"]
-print(len([*corpus.documents(corpus.sources("hf:user/texts"))]))
+print(len([*documents.documents(documents.sources("hf:user/texts"))]))
 train.main(["--data", "hf:user/texts", "--out", f"{out}/run", "--tokenizer", "hf:user/bert", *cache, *quick])
 convert.main(["import", "hf:user/bert", f"{out}/bert"])
 rank.main(["hf:user/bert", "--data", "hf:user/texts", "--val-share", "1", "--out", f"{out}/rank"])

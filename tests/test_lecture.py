@@ -5,7 +5,7 @@ import nbformat
 from nbclient import NotebookClient
 
 import rank
-from support.run_folder import read_json
+from support.files import read_json
 from tests.common import ROOT, write_corpus
 
 NOTEBOOK = ROOT / "course" / "lecture.ipynb"

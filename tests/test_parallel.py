@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from support.run_folder import read_log
+from support.log import read_log
 from tests.common import ROOT, arguments, checkpoints, last_checkpoint, losses, short_run
 
 PROGRAM = """

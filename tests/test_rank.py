@@ -9,8 +9,8 @@ import maelm
 import rank
 from conftest import generator
 from course import copying, theory
-from support.checkpoints import checkpoints, load_encoder
-from support.run_folder import read_json
+from support.files import read_json
+from support.models import checkpoints, load_encoder
 from tests.common import fails, little_documents
 from tests.test_homework import TAUS
 from tests.test_hub import write_hub_model

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import train
-from support import checkpoints, worker
+from support import models, worker
 from support.cli import UserError
-from support.run_folder import lock_folder, read_json
+from support.files import lock_folder, read_json
 from tests.common import ROOT, arguments, contents, fails, last_checkpoint, losses, same, short_run, write_corpus
 
 
@@ -28,7 +28,7 @@ def copy(finished, tmp_path):
 
 def checkpoint_names(out):
     """The names of a run's checkpoints."""
-    return [path.name for path in checkpoints.checkpoints(out)]
+    return [path.name for path in models.checkpoints(out)]
 
 
 # ---- Runs that end early --------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class FullDisk(io.FileIO):
 def test_a_full_disk_destroys_nothing(text, finished, tmp_path, monkeypatch, capsys):
     out = short_run(text, tmp_path / "run", "--stop-at", 3)
     before = contents(out)
-    monkeypatch.setattr(checkpoints, "open", FullDisk, raising=False)
+    monkeypatch.setattr(models, "open", FullDisk, raising=False)
     assert "No space left on device: '" in fails(lambda: short_run(text, out), capsys)
     monkeypatch.undo()
     assert contents(out)["step_0000003.pt"] == before["step_0000003.pt"]
@@ -122,11 +122,11 @@ def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path, monkeypatch, cap
 
 
 def test_weights_that_are_not_finite_are_not_saved(copy):
-    model, _ = checkpoints.load_model(copy)
+    model, _ = models.load_model(copy)
     before = contents(copy)
     model.head.bias.data[7] = math.inf
     with pytest.raises(UserError, match="step 7: head.bias is not finite"):
-        checkpoints.save_checkpoint(copy, 7, model, [], 0.0, keep=1)
+        models.save_checkpoint(copy, 7, model, [], 0.0, keep=1)
     assert contents(copy) == before
 
 
@@ -140,7 +140,7 @@ def test_want_of_memory_names_the_flag(text, tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_without_a_checkpoint_can_begin_anew(text, copy):
-    for path in checkpoints.checkpoints(copy):
+    for path in models.checkpoints(copy):
         path.unlink()
     short_run(text, copy, "--learning-rate", "1e-3")
     assert read_json(copy / "config.json")["learning_rate"] == 1e-3
@@ -169,7 +169,7 @@ def test_a_checkpoint_that_is_not_of_this_model_is_refused(part, change, message
     state = last_checkpoint(copy)
     torch.save(state | {part: state[part] | change}, copy / "step_0000006.pt")
     with pytest.raises(UserError, match=f"step_0000006.pt: {message}"):
-        checkpoints.load_model(copy)
+        models.load_model(copy)
 
 
 class Code:
@@ -182,7 +182,7 @@ def test_a_checkpoint_runs_no_code(copy, capsys):
     for name in ("step_0000006.pt", "encoder.pt"):
         torch.save({"model": Code(), "config": {}}, copy / name)
         with pytest.raises(UserError, match=f"{name}: damaged, or not written by this project"):
-            checkpoints.load_encoder(copy / name)
+            models.load_encoder(copy / name)
     assert "code was run" not in capsys.readouterr().out
 
 

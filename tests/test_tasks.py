@@ -8,9 +8,9 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 
-from support import metrics, squad, task_files, tasks
+from support import heads, metrics, tasks
 from support.cli import UserError
-from support.corpus import in_validation
+from support.documents import in_validation
 from tests.common import SUBJECTS, sentence
 
 FORMATS = {  # header, row and labels of the original releases
@@ -66,8 +66,8 @@ def test_metrics_equal_scipy_and_scikit_learn(n):
 
 def squad_score(answer, *true):
     """EM and F1 of an answer to a question with these true answers."""
-    question = task_files.Question("1", "?", "", tuple((0, text) for text in true))
-    return squad.squad_metrics([question], {"1": answer})
+    question = tasks.Question("1", "?", "", tuple((0, text) for text in true))
+    return heads.squad_metrics([question], {"1": answer})
 
 
 def test_squad_metrics_are_those_of_the_official_evaluation():
@@ -103,7 +103,7 @@ def test_tasks_and_grids_are_those_of_the_paper():
 
 @pytest.mark.parametrize("name", tasks.GLUE)
 def test_original_files_are_read_as_they_are(name, tmp_path):
-    splits, remarks = task_files.read_task(name, str(write_glue(tmp_path)), 0.01)
+    splits, remarks = tasks.read_task(name, str(write_glue(tmp_path)), 0.01)
     assert list(splits) == (["train", "dev", "dev_mm"] if name == "mnli" else ["train", "dev"])
     assert all("not comparable with published numbers" in remark for remark in remarks)
     _, _, labels = FORMATS[tasks.TASKS[name].folder]
@@ -115,32 +115,32 @@ def test_original_files_are_read_as_they_are(name, tmp_path):
 def test_odd_rows_of_qqp_are_read(tmp_path):
     rows = ['1\t1\t2\tNone\tsay "yes\t1', "2\t1\t2\tcut off", "3\t1\t2\tHow?\t\t0"]
     (tmp_path / "train.tsv").write_text("\n".join([FORMATS["QQP"][0], *rows]))
-    found = task_files.read_file("qqp", tmp_path / "train.tsv")
+    found = tasks.read_file("qqp", tmp_path / "train.tsv")
     assert found == [("None", 'say "yes', "1", 1), ("How?", "", "0", 3)]
 
 
 def test_remarks_tell_what_is_not_official(tmp_path, monkeypatch):
     monkeypatch.setitem(tasks.TASKS, "rte", tasks.TASKS["rte"]._replace(official=(12, 12)))
     folder = str(write_glue(tmp_path))
-    assert task_files.read_task("rte", folder, 0.01)[1] == []
+    assert tasks.read_task("rte", folder, 0.01)[1] == []
     (tmp_path / "MNLI" / "dev_mismatched.tsv").unlink()
-    assert task_files.read_task("mnli", folder, 0.01)[1][-1] == "dev_mm is missing: not evaluated"
+    assert tasks.read_task("mnli", folder, 0.01)[1][-1] == "dev_mm is missing: not evaluated"
 
 
 def test_squad_files_are_read_and_checked(tmp_path):
     write_squad(tmp_path / "dev.json")
-    questions = task_files.read_squad(tmp_path / "dev.json")
+    questions = tasks.read_squad(tmp_path / "dev.json")
     assert questions[4] == ("q2", "who is it?", sentence(2), ((0, "my friend"),))
     assert questions[5].answers == ()
     write_squad(tmp_path / "moved.json", start=3)
     with pytest.raises(UserError, match="question q0: answer 'the cat' is not at character 3"):
-        task_files.read_squad(tmp_path / "moved.json")
+        tasks.read_squad(tmp_path / "moved.json")
 
 
 def test_docs_leave_the_validation_part_alone(monkeypatch):
     documents = [(("torch", "numpy", "tqdm")[i % 3], f"{sentence(i)} {i}") for i in range(3000)]
-    monkeypatch.setattr(task_files, "read_docs", lambda: documents)
-    splits, _ = task_files.read_task("docs", None, 0.3)
+    monkeypatch.setattr(tasks, "read_docs", lambda: documents)
+    splits, _ = tasks.read_task("docs", None, 0.3)
     assert len(splits["train"]) == 200 and not set(splits["train"]) & set(splits["dev"])
     for text, _, library, _ in splits["train"] + splits["dev"]:
         assert library != "tqdm" and (library, text) in documents and not in_validation(text, 0.3)
@@ -153,7 +153,7 @@ def test_all_formats_of_custom_files_agree(tmp_path):
     frame.to_json(tmp_path / "a.jsonl", orient="records", lines=True)
     frame.to_parquet(tmp_path / "a.parquet")
     for path in tmp_path.iterdir():
-        found = task_files.read_file("custom", path)
+        found = tasks.read_file("custom", path)
         assert found == [(*row, number) for number, row in enumerate(frame.values)]
 
 
@@ -171,5 +171,5 @@ def test_bad_files_are_refused(name, file, content, message, tmp_path):
         (tmp_path / path).write_text(content)
     with pytest.raises(UserError, match=message):
         if file.startswith("a"):
-            task_files.read_inputs(name, str(tmp_path / file))
-        task_files.read_task(name, str(tmp_path), 0.01)
+            tasks.read_inputs(name, str(tmp_path / file))
+        tasks.read_task(name, str(tmp_path), 0.01)

@@ -1,4 +1,4 @@
-"""Claims about pre-training: train.py, support/optim.py, support/fill_mask.py, support/cost.py."""
+"""Claims about pre-training: train.py, support/optim.py, support/fill_mask.py, support/models.py."""
 import sys
 import time
 from dataclasses import asdict, replace
@@ -12,11 +12,12 @@ import torch
 import train
 from conftest import tiny
 from maelm import CLS, MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head
-from support import cost, optim
-from support.checkpoints import load_model
+from support import models, optim
 from support.cli import printable
-from support.rows import evenly, rows_of_step, unigram_entropy
-from support.run_folder import read_json, read_log
+from support.corpus import evenly, rows_of_step, unigram_entropy
+from support.files import read_json
+from support.log import read_log
+from support.models import load_model
 from support.worker import Worker
 from tests.common import contents, same, short_run
 
@@ -185,13 +186,13 @@ def test_matrices_of_layers_go_to_muon():
 # ---- Costs, presets, flags ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ablation, flops", [("mae-lm", 338_826_571_776), ("mlm", 289_493_876_736)])
 def test_a_step_of_base_has_as_many_flops(ablation, flops):
-    assert cost.flops(train.make_config("base", ablation)) == flops
+    assert models.flops(train.make_config("base", ablation)) == flops
 
 
 @pytest.mark.parametrize("name, peak", [("NVIDIA L40", 181e12), ("NVIDIA L4", 121e12), ("NVIDIA H100 PCIe", 756e12),
                                         ("NVIDIA H100 80GB HBM3", 989e12), ("Tesla T4", None)])
 def test_a_gpu_has_its_own_peak_in_bf16_only(name, peak):
-    assert cost.peak_of(name, torch.bfloat16) == peak and cost.peak_of(name, torch.float32) is None
+    assert models.peak_of(name, torch.bfloat16) == peak and models.peak_of(name, torch.float32) is None
 
 
 def test_help_shows_the_values_of_the_preset(capsys):

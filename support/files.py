@@ -1,8 +1,7 @@
-"""Run folders: a lock, whole files, settings in config.json, the log."""
+"""Files that are written whole, JSON, figures, and the lock and settings of a folder."""
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,50 +104,12 @@ def open_folder(folder: Path, settings: dict[str, object], may_change: Container
     write_json(path, settings)
 
 
-# ---- The log ------------------------------------------------------------------------------------------------
-def read_log(out: Path) -> list[dict]:
-    """The lines of a run's log.jsonl. It says on stderr how many it leaves out, as a crash or a disk damaged them."""
-    path, found, damaged = out / "log.jsonl", [], 0
-    for text in path.read_bytes().splitlines() if path.is_file() else []:
-        try:
-            line = json.loads(text)
-            found.append(line | {"step": int(line["step"])})
-        except (ValueError, TypeError, KeyError):
-            damaged += 1
-    if damaged:
-        print(f"{path}: left out damaged lines: {damaged}", file=sys.stderr)
-    return found
-
-
-class RunLog:
-    """log.jsonl of a run folder; with a project of Weights & Biases it goes there, too."""
-    def __init__(self, out: Path, step: int, project: str, settings: dict):
-        """Go on after `step`. What an interrupted run logged later goes: those steps are trained again."""
-        self.path = out / "log.jsonl"
-        kept = [line for line in read_log(out) if line["step"] <= step and step > 0]
-        write_texts(out, {"log.jsonl": json_lines(kept)})
-        self.wandb = open_wandb(project, out, settings) if project else None
-
-    def write(self, **line):
-        """Append a line."""
-        with named(self.path), open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        if self.wandb is not None:
-            self.wandb.log(line)
-
-    def close(self):
-        """Tell Weights & Biases that the run has ended."""
-        if self.wandb is not None:
-            self.wandb.finish()
-
-
-def open_wandb(project: str, out: Path, settings: dict):
-    """The run of Weights & Biases that belongs to a run folder: new, or the one that it names."""
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("--wandb: this needs the package wandb: pip install wandb") from None
-    known = short_hash(str(out.resolve()))
-    run = wandb.init(project=project, id=known, resume="allow", name=str(out), dir=str(out), config=settings)
-    run.define_metric("*", step_metric="step")  # a run that continues may log a step again
-    return run
+@contextmanager
+def figure(path: Path, panels: int = 1) -> Iterator[tuple]:
+    """Yield a matplotlib figure and its axes, side by side; then write it to `path`. Without pyplot: no display."""
+    import matplotlib.figure
+    with matplotlib.rc_context({"text.parse_math": False}):  # a $ in a name is a $
+        drawn = matplotlib.figure.Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
+        yield drawn, drawn.subplots(1, panels)
+        with atomic(path) as temporary:
+            drawn.savefig(temporary, dpi=120, format="png")
