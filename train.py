@@ -34,7 +34,7 @@ from support.documents import CACHE, VAL_SHARE
 from support.files import lock_folder, open_folder, short_hash
 from support.fill_mask import examples, fill_mask
 from support.log import RunLog, draw_loss
-from support.models import (checkpoint_of, checkpoints, copy_weights, load_model, load_weights, make_model,
+from support.models import (check, checkpoint_of, checkpoints, copy_weights, load_model, load_weights, make_model,
                             read_tensors, run_settings, save_checkpoint, use_of_gpu)
 from support.optim import make_optimizers
 from support.tokenizer import Tokenizer
@@ -144,7 +144,7 @@ def make_config(preset: str = "base", ablation: str | None = None, there: Config
         start |= {name: getattr(Config, name) for name in OBJECTIVE}
         # A decoder that is new is as deep as those of the presets.
         start["decoder_layers"] = there.decoder_layers or max(1, min(4, there.encoder_layers // 3))
-    config = Config(**start | ABLATIONS[ablation or "mae-lm"] | flags)
+    config = check(Config(**start | ABLATIONS[ablation or "mae-lm"] | flags))
     for name in SHAPE if there is not None else ():
         if getattr(config, name) != getattr(there, name):
             raise ValueError(f"{name}={getattr(config, name)!r}: the weights of --init have {getattr(there, name)!r}")

@@ -19,7 +19,7 @@ from torch import nn
 from maelm import CLS, MAELM, PAD, SEP, Config
 from support.cli import Parser, UserError, clear_errors, root_cause
 from support.files import atomic, refuse_other_files, write_json
-from support.models import load_model, read_tensors, save_checkpoint
+from support.models import check, load_model, read_tensors, save_checkpoint
 from support.tokenizer import Tokenizer
 
 OFFSET = 2  # RoBERTa and MPNet count positions from after their padding id, 1
@@ -229,10 +229,11 @@ def read_config(name: str, theirs) -> Config:
     for field, value in wanted.items():
         if getattr(theirs, field, value) != value:
             raise UserError(f"{name}: has {field}={getattr(theirs, field)!r}, and maelm can only do {value!r}")
-    return Config(vocab_size=theirs.vocab_size, seq_len=theirs.max_position_embeddings - OFFSET,
-                  encoder_layers=theirs.num_hidden_layers, encoder_dim=theirs.hidden_size,
-                  encoder_heads=theirs.num_attention_heads, dropout=theirs.hidden_dropout_prob,
-                  rel_pos_buckets=0, mask_in_encoder=1.0, decoder_layers=0)  # a standard MLM
+    return check(Config(
+        vocab_size=theirs.vocab_size, seq_len=theirs.max_position_embeddings - OFFSET,
+        encoder_layers=theirs.num_hidden_layers, encoder_dim=theirs.hidden_size,
+        encoder_heads=theirs.num_attention_heads, dropout=theirs.hidden_dropout_prob,
+        rel_pos_buckets=0, mask_in_encoder=1.0, decoder_layers=0))  # a standard MLM
 
 
 def read_tokenizer(name: str, theirs, size: int):

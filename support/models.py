@@ -1,5 +1,6 @@
 """A model for any Config, what a step costs, and checkpoints: written whole, read without running code."""
 import functools
+import math
 import pickle
 import zipfile
 from dataclasses import asdict, fields
@@ -20,6 +21,7 @@ from support.worker import Worker
 # ---- 1. A model for any Config -----------------------------------------------------------------------------
 def make_model(config: Config, position_init: str = "normal") -> MAELM:
     """A new model; only decoders with cross-attention have a class of their own. position_init: normal | sinusoid."""
+    check(config)
     model = MAELM(config) if config.decoder == "bi" else CrossMAELM(config)
     if position_init == "sinusoid":
         sinusoid_(model.encoder.position_embedding.weight, config.init_std)
@@ -37,6 +39,31 @@ def sinusoid_(table, std: float):
     angle = torch.arange(n, device=table.device)[:, None] * rates  # (n, d / 2)
     waves = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :d]  # an odd d has one less
     table.data.copy_(std * 2 ** 0.5 * waves)  # sin and cos have 1 / sqrt(2)
+
+
+def check(config: Config) -> Config:
+    """The same Config. Raises ValueError for the first field with an impossible value."""
+    def need(field, possible, valid):
+        if not possible:
+            raise ValueError(f"{field}={getattr(config, field)!r}: use {valid}")
+    c, d, heads, buckets = config, config.encoder_dim, config.encoder_heads, config.rel_pos_buckets
+    for field, least in (("vocab_size", 261), ("seq_len", 2), ("encoder_layers", 1), ("encoder_dim", 1)):
+        need(field, getattr(config, field) >= least, f"{least} or more")
+    need("encoder_heads", heads > 0 and d % heads == 0, f"a divisor of encoder_dim={d}")
+    need("dropout", 0 <= c.dropout < 1, "0 or more, below 1")
+    need("rel_pos_buckets", buckets == 0 or (buckets > 3 and buckets % 2 == 0), "0, 4, 6, 8 ...")
+    need("rel_pos_max_distance", c.rel_pos_max_distance > buckets // 4, f"more than {buckets // 4}")
+    need("mask_rate", 0 < c.mask_rate < 1, "between 0 and 1")
+    need("norm", c.norm in ("post", "pre"), "post or pre")
+    need("init_std", 0 < c.init_std < math.inf, "a number above 0")
+    need("mask_in_encoder", 0 <= c.mask_in_encoder <= 1, "0 to 1")
+    need("encoder_fill", c.encoder_fill in ("mask", "random"), "mask or random")
+    need("decoder", c.decoder in ("bi", "bi+cross", "uni+cross", "cross"), "bi, bi+cross, uni+cross or cross")
+    mlm = c.decoder_layers == 0 and c.mask_in_encoder == 1 and c.decoder == "bi"
+    need("decoder_layers", c.decoder_layers > 0 or mlm, "1 or more, or mask_in_encoder=1")
+    whole = c.decoder_dim == 0 or (c.decoder_dim > 0 and c.decoder_dim % (d // heads) == 0 and not mlm)
+    need("decoder_dim", whole, f"0, or with a decoder a multiple of {d // heads}")
+    return config
 
 
 # ---- 2. What a step costs ----------------------------------------------------------------------------------
@@ -109,7 +136,7 @@ def read_tensors(path: Path, *wanted: str) -> dict:
     try:
         differs = state["config"].keys() ^ {field.name for field in fields(Config)}
         if not differs:
-            return state | {"config": Config(**state["config"])}
+            return state | {"config": check(Config(**state["config"]))}
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{path}: damaged configuration ({error}); delete it, or use another") from error
     raise UserError(f"{path}: written by another version of maelm, which differs in {', '.join(sorted(differs))}; use "

@@ -187,8 +187,8 @@ def test_documentation_is_read_without_importing_and_kept(tmp_path, monkeypatch)
 def test_docs_leave_out_near_duplicates_of_validation(tmp_path, monkeypatch):
     texts = [" ".join(20 * [f"word{i}"]) for i in range(400)]
     copies = [f"Copied: {text.upper()} and more" for text in texts if documents.in_validation(text, 0.1)]
-    monkeypatch.setattr(corpus, "read_docs", lambda cache: [("python", text) for text in texts + copies])
-    monkeypatch.setattr(corpus, "docs_files", lambda: [])
+    monkeypatch.setattr(documents, "read_docs", lambda cache: [("python", text) for text in texts + copies])
+    monkeypatch.setattr(documents, "docs_files", lambda: [])
     assert len([text for text in copies if not documents.in_validation(text, 0.1)]) > 20
     folder = prepared("docs", tmp_path)
     whole = Tokenizer.load(folder).decode(np.fromfile(folder / "train.bin", np.uint16))

@@ -10,7 +10,7 @@ import maelm
 import train
 from conftest import generator, model_and_batch, random_tokens, tiny
 from support import cross_attention
-from support.models import make_model
+from support.models import check, make_model
 from test_maelm import close, copy_attention, copy_layer, exact
 from tests.common import SHAPE
 
@@ -53,7 +53,7 @@ def test_uni_predicts_all_tokens_but_the_first():
 def test_a_field_that_is_not_possible_is_named(field, values):
     for value in values:
         with pytest.raises(ValueError, match=f"{field}={value!r}: use "):
-            maelm.Config(mask_in_encoder=float(value == -1), **{field: value})
+            check(maelm.Config(mask_in_encoder=float(value == -1), **{field: value}))
 
 
 @pytest.mark.parametrize("ablation", maelm.ABLATIONS)
