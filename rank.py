@@ -134,7 +134,7 @@ def subject_of_run(name: str, config: RankConfig, device: torch.device) -> Subje
     positions = torch.arange(shape.seq_len, device=device)[None]  # (1, n)
 
     def encode(tokens):
-        return encoder(tokens.to(device), positions, all_layers=True)
+        return encoder.hidden_states(tokens.to(device), positions)
 
     reads_mask = shape.mask_in_encoder > 0 and shape.encoder_fill == "mask"
     return Subject(name, encode, rows, text, shape.encoder_dim, shape.seq_len, MASK, list(range(NUM_SPECIAL)), encoder,

@@ -33,40 +33,49 @@ def at_positions(x, at):
 
 # ---- Section 3: removing the masked positions -----------------------------------------------------------------------
 @task("corrupt")
-def test_every_row_has_exactly_k_masks():
-    for rate, k in ((0.25, 6), (0.15, 4)):  # of 24 tokens, rounded to the nearest
-        masked, kept, inputs = maelm.corrupt(random_tokens(50), tiny(mask_rate=rate), generator(0))
-        assert masked.sum(1).tolist() == [k] * 50
-        assert kept.shape == inputs.shape == (50, 24 - k)
-    assert maelm.Config().masks_per_row(512) == 77  # App. C
+def test_every_sequence_has_exactly_m_masks():
+    for rate, m in ((0.25, 6), (0.15, 4)):  # of 24 tokens, rounded to the nearest
+        corrupted, masked, kept = maelm.corrupt(random_tokens(50), tiny(mask_rate=rate), generator(0))
+        assert masked.shape == (50, m) and kept.shape == (50, 24 - m)
+        assert [len(row.unique()) for row in masked] == [m] * 50
+        assert (corrupted == maelm.MASK).sum(1).tolist() == [m] * 50
+    assert maelm.Config().num_masked(512) == 77  # App. C
 
 
 @task("corrupt")
 def test_only_real_or_given_positions_are_masked():
     tokens = random_tokens(50)
     tokens[:, 3:6] = torch.tensor([maelm.PAD, maelm.SEP, maelm.MASK])
-    assert tokens[maelm.corrupt(tokens, tiny(), generator(0)).masked].min() >= maelm.NUM_SPECIAL
+    masked = maelm.corrupt(tokens, tiny(), generator(0)).masked
+    assert tokens.gather(1, masked).min() >= maelm.NUM_SPECIAL
     given = (torch.arange(24) < 6).expand(50, -1)  # as many as there are masks, special tokens among them
     exact(maelm.draw_masks(given, 6, generator(0)).sort(1).values, torch.arange(6).expand(50, -1))
 
 
 @task("corrupt")
 def test_kept_positions_are_the_rest_in_order():
-    tokens = random_tokens()
-    masked, kept, inputs = maelm.corrupt(tokens, tiny(), generator(0))
+    corrupted, masked, kept = maelm.corrupt(random_tokens(), tiny(), generator(0))
     for row in range(6):
-        assert kept[row].tolist() == [i for i in range(24) if not masked[row, i]]
-    exact(inputs, tokens.gather(1, kept))
+        assert kept[row].tolist() == [i for i in range(24) if i not in masked[row]]
+
+
+@task("corrupt")
+def test_the_masked_text_differs_from_the_text_at_masks_only():
+    tokens = random_tokens()
+    corrupted, masked, _ = maelm.corrupt(tokens, tiny(), generator(0))
+    exact(corrupted, tokens.scatter(1, masked, maelm.MASK))
 
 
 @task("corrupt")
 def test_masks_are_uniform_over_real_tokens():
-    """Any two positions are masked together equally often, and equally often shown to the encoder together."""
-    masked, kept, _ = maelm.corrupt(random_tokens(4000), tiny(mask_in_encoder=0.5), generator(0))
-    shown = masked & torch.zeros_like(masked).scatter(1, kept, True)
-    for drawn, k in ((masked, 6), (shown, 3)):
+    """Any two positions are masked together equally often, and equally often seen by the encoder together."""
+    tokens = random_tokens(4000)
+    corrupted, masked, kept = maelm.corrupt(tokens, tiny(mask_in_encoder=0.5), generator(0))
+    is_masked = torch.zeros_like(tokens).scatter(1, masked, 1)
+    seen = is_masked * torch.zeros_like(tokens).scatter(1, kept, 1)
+    for drawn, m in ((is_masked, 6), (seen, 3)):
         x = drawn[:, 1:-1].double()
-        p = torch.full((22, 22), k / 22 * (k - 1) / 21).fill_diagonal_(k / 22)
+        p = torch.full((22, 22), m / 22 * (m - 1) / 21).fill_diagonal_(m / 22)
         deviations = (x.T @ x / 4000 - p).abs() / (p * (1 - p) / 4000).sqrt()
         assert deviations.max() < 5
 
@@ -83,21 +92,33 @@ def test_corrupt_is_a_pure_function():
 
 
 @task("corrupt")
-def test_delta_is_the_share_of_masks_read():
-    tokens = random_tokens()
-    for delta, shown in ((0, 0), (0.25, 2), (0.5, 3), (0.75, 4), (1, 6)):  # of 6; round half to even
-        masked, kept, inputs = maelm.corrupt(tokens, tiny(mask_in_encoder=delta), generator(0))
-        read = masked.gather(1, kept)
-        assert [masked.sum(1).tolist(), read.sum(1).tolist()] == [[6] * 6, [shown] * 6]
-        exact(inputs, tokens.gather(1, kept).masked_fill(read, maelm.MASK))
+def test_delta_is_the_share_of_masks_that_the_encoder_sees():
+    for delta, seen in ((0, 0), (0.25, 2), (0.5, 3), (0.75, 4), (1, 6)):  # of 6; round half to even
+        corrupted, masked, kept = maelm.corrupt(random_tokens(), tiny(mask_in_encoder=delta), generator(0))
+        assert (corrupted.gather(1, kept) == maelm.MASK).sum(1).tolist() == [seen] * 6
+        assert kept.shape == (6, 18 + seen)
+
+
+@task("corrupt")
+def test_any_number_of_masks_can_be_applied():
+    tokens = random_tokens(3)
+    for m in (1, 2, 23):  # the config's mask_rate would have 6
+        masked = torch.arange(m).expand(3, -1)
+        corruption = maelm.apply_masks(tokens, masked, tiny(), generator(0))
+        exact(corruption.masked, masked)
+        exact(corruption.kept, torch.arange(m, 24).expand(3, -1))
+    twice = torch.tensor([[1, 2], [3, 3], [4, 5]])  # the second sequence would keep one token more
+    with pytest.raises((ValueError, RuntimeError)):
+        maelm.apply_masks(tokens, twice, tiny(), generator(0))
 
 
 @task("corrupt")
 def test_a_random_fill_is_any_real_token():
     tokens = random_tokens(4000)
-    masked, _, inputs = maelm.corrupt(tokens, tiny(mask_in_encoder=1.0, encoder_fill="random"), generator(0))
-    assert inputs[masked].unique().tolist() == list(range(4, 300))
-    exact(inputs[~masked], tokens[~masked])
+    config = tiny(mask_in_encoder=1.0, encoder_fill="random")
+    corrupted, masked, _ = maelm.corrupt(tokens, config, generator(0))
+    assert corrupted.gather(1, masked).unique().tolist() == list(range(4, 300))
+    exact(corrupted.scatter(1, masked, 0), tokens.scatter(1, masked, 0))
 
 
 @task("corrupt")
@@ -105,7 +126,7 @@ def test_too_few_tokens_or_no_mask_are_refused():
     tokens = random_tokens()
     tokens[2] = maelm.SEP
     tokens[2, :6] = maelm.NUM_SPECIAL  # the first id that is real
-    assert maelm.corrupt(tokens, tiny(), generator(0)).masked[2].tolist() == [True] * 6 + [False] * 18
+    assert sorted(maelm.corrupt(tokens, tiny(), generator(0)).masked[2].tolist()) == [0, 1, 2, 3, 4, 5]
     tokens[2, 0] = maelm.CLS
     for refused, rate in ((tokens, 0.25), (random_tokens(), 0.02)):
         with pytest.raises(ValueError):
@@ -117,30 +138,33 @@ def test_masked_tokens_do_not_leak():
     for name in ("mae-lm", "mlm", "enc-mask", "random-replace"):
         config, tokens = tiny(**maelm.ABLATIONS[name]), random_tokens()
         corruption = maelm.corrupt(tokens, config, generator(1))
-        changed = torch.where(corruption.masked, (tokens + 1).clamp(4, 299), tokens)
+        changed = tokens.scatter(1, corruption.masked, 42)
         close(maelm.corrupt(changed, config, generator(1)), corruption)
 
 
-@task("Encoder.forward")
+@task("Encoder.hidden_states")
 def test_removing_equals_hiding():
     """The encoder on the kept tokens = the encoder on all tokens whose masked keys are hidden."""
     for norm in ("post", "pre"):
-        model, tokens, corruption = model_and_batch(norm=norm)
-        hidden = model.encoder(tokens, torch.arange(24).expand(6, -1), padding=corruption.masked)
-        close(model.encode(corruption), at_positions(hidden, corruption.kept), atol=1e-5, rtol=1e-4)
+        model, tokens, (corrupted, masked, kept) = model_and_batch(norm=norm)
+        hidden = torch.zeros_like(tokens).scatter(1, masked, 1).bool()
+        h = model.encoder(tokens, torch.arange(24).expand(6, -1), padding=hidden)
+        found = model.encode(maelm.Corruption(corrupted, masked, kept))
+        close(found, at_positions(h, kept), atol=1e-5, rtol=1e-4)
 
 
 def test_positions_skip_removed_tokens_if_aligned():
     for aligned in (True, False):
-        model, tokens, corruption = model_and_batch(aligned_positions=aligned)
+        model, _, corruption = model_and_batch(aligned_positions=aligned)
         positions = corruption.kept if aligned else torch.arange(18).expand(6, -1)
-        close(model.encode(corruption), model.encoder(corruption.read, positions))
+        seen = corruption.corrupted.gather(1, corruption.kept)
+        close(model.encode(corruption), model.encoder(seen, positions))
 
 
 # ---- Section 3: the decoder's input ---------------------------------------------------------------------------------
-@task("MAELM.decoder_input")
-def test_decoder_input_is_the_two_case_formula():
-    masked = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]]).bool()
+@task("MAELM.fill_gaps")
+def test_gaps_are_filled_by_the_two_case_formula():
+    masked = torch.tensor([[1, 2], [3, 0]])
     kept = torch.tensor([[0, 1, 3], [1, 2, 3]])  # one of two masked positions is kept
     h = torch.randn(2, 3, 32, generator=generator(0))
     for reset in (False, True):
@@ -148,14 +172,15 @@ def test_decoder_input_is_the_two_case_formula():
         e = model.encoder.token_embedding.weight[maelm.MASK]
         rows = [[h[0, 0], e if reset else h[0, 1], e, h[0, 2]], [e, h[1, 0], h[1, 1], e if reset else h[1, 2]]]
         expected = torch.stack([torch.stack(row) for row in rows])
-        exact(model.decoder_input(h, maelm.Corruption(masked, kept, kept)), expected)
+        corruption = maelm.Corruption(torch.zeros(2, 4, dtype=torch.int64), masked, kept)
+        exact(model.fill_gaps(h, corruption), expected)
 
 
-@task("MAELM.decoder_input")
+@task("MAELM.fill_gaps")
 def test_the_mask_embedding_learns_from_every_gap():
     model, _, corruption = model_and_batch()
     h = torch.zeros(6, 18, 32, dtype=torch.bfloat16, requires_grad=True)
-    x = model.decoder_input(h, corruption)
+    x = model.fill_gaps(h, corruption)
     assert x.dtype == torch.bfloat16
     x.sum().backward()
     assert model.encoder.token_embedding.weight.grad[maelm.MASK].tolist() == [36] * 32
@@ -226,9 +251,11 @@ def test_the_fast_bias_is_the_plain_lookup_and_hides_padding():
     exact(bias(positions), plain)
     padding = torch.tensor([[False, False, True], [False, True, False]])
     hidden = plain.masked_fill(padding[:, None, None, :], -math.inf)
-    exact(maelm.attention_bias(bias, positions, padding), hidden)
-    exact(maelm.attention_bias(None, positions, padding).expand(-1, 4, 3, -1), hidden - plain)
-    assert maelm.attention_bias(None, positions, None) is None
+    stack = maelm.Stack(tiny(), 32, 1, 0.0, relative=False)
+    assert stack.attention_bias(positions) is None
+    exact(stack.attention_bias(positions, padding).expand(-1, 4, 3, -1), hidden - plain)
+    stack.relative_bias = bias
+    exact(stack.attention_bias(positions, padding), hidden)
 
 
 @task("RelativeBias.forward")
@@ -334,62 +361,60 @@ def test_a_layer_equals_pytorchs_own():
         close(block(x), theirs(x), atol=1e-5, rtol=1e-5)
 
 
-@task("Encoder.forward")
+@task("Encoder.hidden_states")
 def test_the_first_state_sums_embeddings():
-    model, _, (_, kept, tokens) = model_and_batch()
+    model, _, (corrupted, _, kept) = model_and_batch()
+    tokens = corrupted.gather(1, kept)
     model.encoder.norm = torch.nn.Identity()
     model.encoder.token_embedding.weight.data[:] = torch.arange(300)[:, None]
     model.encoder.position_embedding.weight.data[:] = 1000 * torch.arange(24)[:, None]
-    state = model.encoder(tokens, kept, all_layers=True)[0]
+    state = model.encoder.hidden_states(tokens, kept)[0]
     exact(state[..., 7], (tokens + 1000 * kept).float())
 
 
-@task("Encoder.forward")
+@task("Encoder.hidden_states")
 def test_all_layers_are_listed_and_normalised():
     torch.manual_seed(0)
     encoder, tokens, positions = maelm.Encoder(tiny(norm="pre")), random_tokens(), torch.arange(24)[None]
-    states = encoder(tokens, positions, all_layers=True)
+    states = encoder.hidden_states(tokens, positions)
     assert [state.shape for state in states] == [(6, 24, 32)] * 3
     exact(states[-1], encoder(tokens, positions))
     for state in (states[0], states[-1]):
         close(state.var(-1, correction=0), torch.ones(6, 24), atol=1e-3, rtol=0)
 
 
-@task("Encoder.forward")
+@task("Encoder.hidden_states")
 def test_padding_changes_nothing():
     for buckets in (32, 0):  # with and without relative positions
         model, tokens, _ = model_and_batch(rel_pos_buckets=buckets)
         positions, lengths = torch.arange(24)[None], torch.tensor([10, 24, 13, 2, 20, 5])
         padding = positions >= lengths[:, None]
-        states = model.encoder(tokens.masked_fill(padding, maelm.PAD), positions, padding, all_layers=True)
-        first = model.encoder(tokens, positions, padding, at=torch.tensor([[0, 1]] * 6))
-        close(first, states[-1][:, :2], atol=1e-5, rtol=1e-4)
+        states = model.encoder.hidden_states(tokens.masked_fill(padding, maelm.PAD), positions, padding)
         for row, length in enumerate(lengths):
-            short = model.encoder(tokens[row:row + 1, :length], positions[:, :length], all_layers=True)
+            short = model.encoder.hidden_states(tokens[row:row + 1, :length], positions[:, :length])
             close([state[row:row + 1, :length] for state in states], short, atol=1e-5, rtol=1e-4)
 
 
-@task("Encoder.forward")
-def test_the_last_layer_at_some_positions_is_the_same():
+def test_a_layer_at_some_positions_is_the_same():
     for norm in ("post", "pre"):
-        model, _, corruption = model_and_batch(norm=norm, **maelm.ABLATIONS["mlm"])
-        at = corruption.masked.int().topk(6).indices
-        expected = at_positions(model.encode(corruption), at)
-        close(model.encode(corruption, at), expected, atol=1e-5, rtol=1e-4)
+        block, at = maelm.Block(tiny(norm=norm), 32, 4, 0.0), torch.tensor([[5, 0], [3, 6]])
+        x = torch.randn(2, 7, 32, generator=generator(0))
+        close(block(x, at=at), at_positions(block(x), at), atol=1e-5, rtol=1e-5)
 
 
-def test_a_prediction_does_not_depend_on_others():
-    for fields in (dict(), dict(norm="pre"), dict(decoder="bi+cross"), dict(decoder="cross")):
+def test_a_prediction_does_not_depend_on_which_others_are_asked_for():
+    """With masks that the encoder sees all, the loss at fewer positions needs the same model input."""
+    for fields in (dict(**maelm.ABLATIONS["mlm"]), dict(mask_in_encoder=1.0), dict(mask_in_encoder=1.0, norm="pre"),
+                   dict(mask_in_encoder=1.0, decoder="bi+cross"), dict(mask_in_encoder=1.0, decoder="cross")):
         model, _, corruption = model_and_batch(**fields)
-        at, everywhere = corruption.masked.int().topk(6).indices, torch.arange(24).expand(6, -1)
-        expected = at_positions(model.logits(corruption, everywhere), at)
-        close(model.logits(corruption, at), expected, atol=1e-5, rtol=1e-4)
+        fewer = corruption._replace(masked=corruption.masked[:, [4, 1]])
+        close(model.logits(fewer), model.logits(corruption)[:, [4, 1]], atol=1e-5, rtol=1e-4)
 
 
-@task("Encoder.forward")
+@task("Encoder.hidden_states")
 def test_embeddings_have_dropout_in_training_only():
     model, tokens, _ = model_and_batch(dropout=0.5, encoder_layers=1)
-    calm, again, training = (model.encoder.train(on)(tokens, torch.arange(24)[None], all_layers=True)[0]
+    calm, again, training = (model.encoder.train(on).hidden_states(tokens, torch.arange(24)[None])[0]
                              for on in (False, False, True))
     exact(calm, again)
     assert (training == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
@@ -400,7 +425,7 @@ def test_dropout_is_in_the_encoder_only():
     model.train()
     h, other = model.encode(corruption), model.encode(corruption)
     assert not torch.allclose(h, other)
-    x, positions = model.decoder_input(h, corruption), torch.arange(24)[None]
+    x, positions = model.fill_gaps(h, corruption), torch.arange(24)[None]
     exact(model.decoder(x, positions), model.decoder(x, positions))
 
 
@@ -416,18 +441,49 @@ def test_initial_weights_are_normal():
 
 
 # ---- Eq. (1): the loss ----------------------------------------------------------------------------------------------
+def is_masked(corruption):
+    """(B, n) bool, True at the masked positions."""
+    return torch.zeros_like(corruption.corrupted).scatter(1, corruption.masked, 1).bool()
+
+
 @task("MAELM.forward")
 def test_loss_is_the_mean_over_masked_positions():
     model, tokens, corruption = model_and_batch()
-    log_p = model.logits(corruption, torch.arange(24).expand(6, -1)).log_softmax(-1)  # (6, 24, V)
-    by_hand = [-log_p[b, i, tokens[b, i]] for b, i in corruption.masked.nonzero().tolist()]
+    log_p = model.logits(corruption).log_softmax(-1)  # (6, m, V)
+    by_hand = []
+    for b in range(6):
+        for j, i in enumerate(corruption.masked[b].tolist()):
+            by_hand.append(-log_p[b, j, tokens[b, i]])
     close(model(tokens, corruption), torch.stack(by_hand).mean())
+
+
+@task("MAELM.forward")
+def test_the_loss_is_where_the_corruption_says():
+    """Not where the config would mask: here are two masks per sequence, and the config has six."""
+    model, tokens, _ = model_and_batch()
+    masked = torch.tensor([[7, 2]] * 6)
+    corruption = maelm.apply_masks(tokens, masked, model.config, generator(0))
+    log_p = model.logits(corruption).log_softmax(-1)
+    expected = -(log_p[:, 0, :].gather(1, tokens[:, 7:8]) + log_p[:, 1, :].gather(1, tokens[:, 2:3])) / 2
+    close(model(tokens, corruption), expected.mean())
 
 
 @task("MAELM.forward")
 def test_mlm_is_the_textbook_mlm():
     model, tokens, corruption = model_and_batch(**maelm.ABLATIONS["mlm"])
-    h = model.encoder(tokens.masked_fill(corruption.masked, maelm.MASK), torch.arange(24).expand(6, -1))
+    masked = is_masked(corruption)
+    h = model.encoder(tokens.masked_fill(masked, maelm.MASK), torch.arange(24).expand(6, -1))
     logits = model.head(h, model.encoder.token_embedding.weight)
-    loss = F.cross_entropy(logits[corruption.masked], tokens[corruption.masked])
-    close(model(tokens, corruption), loss)
+    close(model(tokens, corruption), F.cross_entropy(logits[masked], tokens[masked]))
+
+
+@task("MAELM.forward")
+def test_mae_lm_is_the_papers_figure_2():
+    """Encoder without masked positions, e_[MASK] in the gaps, decoder over all positions, head at the masked ones."""
+    model, tokens, corruption = model_and_batch()
+    masked, everywhere = is_masked(corruption), torch.arange(24).expand(6, -1)
+    h = model.encoder(tokens.gather(1, corruption.kept), corruption.kept)
+    x = model.encoder.token_embedding.weight[maelm.MASK].expand(6, 24, -1)
+    x = x.scatter(1, corruption.kept[:, :, None].expand_as(h), h)
+    logits = model.head(model.decoder(x, everywhere), model.encoder.token_embedding.weight)
+    close(model(tokens, corruption), F.cross_entropy(logits[masked], tokens[masked]))

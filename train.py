@@ -405,7 +405,7 @@ def open_run(command: Command, folder: Path, worker: Worker) -> Run:
     config, train, out, start = command.config, command.train, command.out, command.start
     n = config.seq_len
     rows = {split: Rows(folder, split, n) for split in SPLITS}
-    k, least = config.masks_per_row(n), (n - 1) // 2  # real tokens in a row, even if each document has one
+    k, least = config.num_masked(n), (n - 1) // 2  # real tokens in a row, even if each document has one
     if k > least:
         least = min(split.fewest_real_tokens() for split in rows.values())
     if not 0 < k <= least:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.utils.benchmark import Timer
 
-from maelm import ABLATIONS, MASK, NUM_SPECIAL, Config, Corruption, corrupt
+from maelm import ABLATIONS, NUM_SPECIAL, Config, Corruption, corrupt
 from support.cli import Parser, clear_errors
 from support.files import write_json
 from support.models import flops, make_model, peak_of
@@ -58,8 +58,9 @@ class Roberta(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor, masks: Corruption) -> torch.Tensor:
         """tokens (B, n) int64 and their masks -> the loss."""
-        labels = tokens.masked_fill(~masks.masked, -100)
-        return self.model(input_ids=tokens.masked_fill(masks.masked, MASK), labels=labels).loss
+        true = tokens.gather(1, masks.masked)
+        labels = torch.full_like(tokens, -100).scatter(1, masks.masked, true)  # -100: no loss there
+        return self.model(input_ids=masks.corrupted, labels=labels).loss
 
 
 class Contestant:

@@ -31,11 +31,11 @@ TASKS = {  # function or Class.method: its file; each one calls only those above
     "RelativeBias.forward": "maelm.py",
     "Attention.forward": "maelm.py",
     "corrupt": "maelm.py",
-    "Encoder.forward": "maelm.py",
-    "MAELM.decoder_input": "maelm.py",
+    "Encoder.hidden_states": "maelm.py",
+    "MAELM.fill_gaps": "maelm.py",
     "MAELM.forward": "maelm.py",
 }
-STEPS = {"corrupt": ("draw_masks", "remove_masks")}  # functions that belong to a task, too
+STEPS = {"corrupt": ("draw_masks", "apply_masks")}  # functions that belong to a task, too
 TESTS = ("test_maelm.py", "tests/test_homework.py")
 COPIED = ("*.py", "support/*.py", "tests/test_homework.py", "course/assign.py", "course/tasks.md", "*.txt", "LICENSE")
 STUBS = {  # what students get for files that show solutions

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from maelm import MAELM, NUM_SPECIAL, SEP, Attention, attention, draw_masks, remove_masks
+from maelm import MAELM, NUM_SPECIAL, SEP, Attention, apply_masks, attention, draw_masks
 from rank import RankConfig, subject_of_run
 from support.cli import Parser, clear_errors
 from support.corpus import evenly
@@ -19,10 +19,10 @@ from support.models import load_model
 def losses(model: MAELM, tokens, maskable, seed: int):
     """Mask tokens (B, n), as many as in training, where maskable (B, n) bool is True -> -log p(x_i | x-hat) at the
     masked positions, in nats, and these positions: both (B, k)."""
-    k = model.config.masks_per_row(tokens.shape[1])
+    k = model.config.num_masked(tokens.shape[1])
     generator = torch.Generator().manual_seed(seed)
     at = draw_masks(maskable, k, generator)
-    logits = model.logits(remove_masks(tokens, at, model.config, generator), at)  # (B, k, V)
+    logits = model.logits(apply_masks(tokens, at, model.config, generator))  # (B, k, V)
     return F.cross_entropy(logits.mT, tokens.gather(1, at), reduction="none"), at
 
 
@@ -95,7 +95,7 @@ def what_vectors_hold(model: MAELM, tokens):
     """Print how much the encoder's attention helps, and how much token and position explain."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     variance = []
-    for h in model.encoder(tokens, positions, all_layers=True):
+    for h in model.encoder.hidden_states(tokens, positions):
         variance.append(f"{explained(h, tokens):.0%} and {explained(h, positions):.0%}")
 
     before, _ = losses(model, tokens, tokens >= NUM_SPECIAL, seed=0)

@@ -14,9 +14,8 @@ def readings(words: list[str], corruption: Corruption) -> tuple[list[str], list[
     """What encoder and decoder read at the n positions of one row, as in Figure 2; "" where a token is removed."""
     encoder = [""] * len(words)
     decoder = ["e_[MASK]"] * len(words)
-    _, kept, read = corruption
-    for i, token in zip(kept[0].tolist(), read[0].tolist()):
-        encoder[i] = "[MASK]" if token == MASK else words[i]
+    for i in corruption.kept[0].tolist():
+        encoder[i] = "[MASK]" if corruption.corrupted[0, i] == MASK else words[i]
         decoder[i] = f"h_{i}"
     return encoder, decoder
 

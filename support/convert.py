@@ -88,10 +88,10 @@ LAYER = {  # our modules in a layer, RoBERTa's and MPNet's; the one for keys and
     "self_attention.query": ("attention.self.query", "attention.attn.q"),
     "self_attention.key_value": ("attention.self.key attention.self.value", "attention.attn.k attention.attn.v"),
     "self_attention.output": ("attention.output.dense", "attention.attn.o"),
-    "self_residual.norm": ("attention.output.LayerNorm", "attention.LayerNorm"),
+    "attention_norm": ("attention.output.LayerNorm", "attention.LayerNorm"),
     "ffn.0": ("intermediate.dense", "intermediate.dense"),
     "ffn.2": ("output.dense", "output.dense"),
-    "ffn_residual.norm": ("output.LayerNorm", "output.LayerNorm"),
+    "ffn_norm": ("output.LayerNorm", "output.LayerNorm"),
 }
 
 

@@ -3,7 +3,7 @@ import re
 
 import torch
 
-from maelm import CLS, MAELM, MASK, SEP, remove_masks
+from maelm import CLS, MAELM, MASK, SEP, apply_masks
 from support.cli import UserError, printable
 from support.corpus import Rows, evenly
 from support.tokenizer import Tokenizer
@@ -14,8 +14,8 @@ SHOWN = 6  # examples at the end of a run
 @torch.no_grad()
 def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, at) -> list[list[tuple[str, float]]]:
     """For each position of at (1, k) int64 in tokens (1, n), the best three and their probabilities."""
-    corruption = remove_masks(tokens, at, model.config, torch.Generator().manual_seed(0))
-    logits = model.logits(corruption, at)  # (1, k, V)
+    corruption = apply_masks(tokens, at, model.config, torch.Generator().manual_seed(0))
+    logits = model.logits(corruption)  # (1, k, V)
     best = logits[0].float().softmax(-1).topk(3)
     found = []
     for ids, probabilities in zip(best.indices.tolist(), best.values.tolist()):

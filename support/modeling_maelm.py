@@ -63,7 +63,7 @@ class MAELMModel(PreTrainedModel):
         if n > limit:
             raise ValueError(f"{n} tokens, but this model reads at most {limit}; give the tokenizer truncation=True")
         real, positions = read(input_ids, attention_mask, position_ids)
-        states = self.encoder(input_ids, positions, ~real, all_layers=True)  # H^0 ... H^L, (B, n, d) each
+        states = self.encoder.hidden_states(input_ids, positions, ~real)  # H^0 ... H^L, (B, n, d) each
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         return outputs.BaseModelOutput(states[-1], tuple(states) if output_hidden_states else None)

@@ -71,13 +71,14 @@ def check(config: Config) -> Config:
 def flops(config: Config) -> int:
     """FLOPs of all matrix products of a training step on one row, as PyTorch counts them: 2 for each multiply-add."""
     n = config.seq_len
-    k = config.masks_per_row(n)
-    m = n - k + round(config.mask_in_encoder * k)  # tokens that the encoder reads
+    m = config.num_masked(n)
+    r = n - m + round(config.mask_in_encoder * m)  # tokens that the encoder sees
     # Shapes without memory. The counter does not know a GPU's attention kernel; here attention is the formula.
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         tokens = torch.zeros(1, n, dtype=torch.int64)
-        kept = torch.zeros(1, m, dtype=torch.int64)
-        make_model(config)(tokens, Corruption(tokens.bool(), kept, kept)).backward()
+        masked = torch.zeros(1, m, dtype=torch.int64)
+        kept = torch.zeros(1, r, dtype=torch.int64)
+        make_model(config)(tokens, Corruption(tokens, masked, kept)).backward()
     return counter.get_total_flops()
 
 

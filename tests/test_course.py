@@ -38,7 +38,7 @@ def test_the_handout_is_new_and_has_every_test_and_no_line_of_a_solution(tmp_pat
             assert source(texts[file.rpartition("/")[2]], part) == blank(OURS[file], part)
         assert [test for test in claims_of(name) if f"def {test.partition('::')[2]}(" not in tests] == []
     assert not {"copying.py", "test_mistakes.py"} & texts.keys()
-    assert "remove_masks" not in texts["fill_mask.py"]
+    assert "apply_masks" not in texts["fill_mask.py"]
     collected = subprocess.run([sys.executable, "-m", "pytest", "-q", "--collect-only"], cwd=tmp_path / "homework",
                                capture_output=True, text=True)
     assert f"{sum(len(claims_of(name)) for name in TASKS)} tests collected" in collected.stdout, collected.stdout
@@ -95,10 +95,10 @@ def test_what_goes_wrong_in_a_task_costs_that_task_only(tmp_path, capsys):
         "effective_rank": "0/4 not attempted",
         "attention": "2/4 failed: test_attention_and_its_gradients_are_the_formulas",
         "Attention.forward": "3/3 full marks",
-        "corrupt": "0/9 no report: it cannot be imported, takes over 60 s, or ends Python",
+        "corrupt": "0/11 no report: it cannot be imported, takes over 60 s, or ends Python",
     }
     assert main(["--grade", str(tmp_path), "--only", *expected]) == 1
     *lines, total = capsys.readouterr().out.splitlines()
     for line, (name, text) in zip(lines, expected.items(), strict=True):
         assert line.startswith(f"{name} {text}")
-    assert total == "total 5/26"
+    assert total == "total 5/28"

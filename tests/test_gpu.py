@@ -25,10 +25,10 @@ def test_fused_attention_and_its_gradients_are_the_formulas():
 
 def test_rows_of_a_bias_are_aligned():
     model, _, _ = model_and_batch()
-    relative, positions = model.encoder.stack.relative_bias.cuda(), torch.arange(21, device="cuda")[None]
+    stack, positions = model.encoder.stack.cuda(), torch.arange(21, device="cuda")[None]
     padding = positions.expand(6, -1) > 9
     with make_worker("bf16", "cuda").autocast():
-        bias = maelm.attention_bias(relative, positions, padding)
+        bias = stack.attention_bias(positions, padding)
     assert bias.dtype == torch.bfloat16 and bias.stride(-2) % 8 == 0
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save
 import rank
 from conftest import generator, model_and_batch
 from finetune import Tuned
-from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP, remove_masks
+from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP, apply_masks
 from support import convert
 from support.files import write_json
 from support.heads import ClassifierHead
@@ -95,7 +95,7 @@ def assert_same(model, encoder, with_head=None, order=SAME_IDS):
     # A model with mask_in_encoder=0.5 reads some of several masks and none of one.
     tokens, real = texts(every=N if model.config.mask_in_encoder == 0.5 else 7)
     inputs = dict(input_ids=order[tokens], attention_mask=real.long())
-    wanted = model.encoder(tokens, torch.arange(N)[None], ~real, all_layers=True)
+    wanted = model.encoder.hidden_states(tokens, torch.arange(N)[None], ~real)
     found = encoder(**inputs, output_hidden_states=True).hidden_states
     for a, b in zip(found, wanted, strict=True):
         assert_close(a[real], b[real])
@@ -106,8 +106,8 @@ def assert_same(model, encoder, with_head=None, order=SAME_IDS):
         text = tokens[row:row + 1, :length]
         masked = text == MASK
         at = masked.nonzero()[:, 1][None]
-        corruption = remove_masks(text, at, model.config, generator(0))
-        assert_close(logits[row, at[0]], model.logits(corruption, at)[0])
+        corruption = apply_masks(text, at, model.config, generator(0))
+        assert_close(logits[row, at[0]], model.logits(corruption)[0])
 
 
 # ---- Export ---------------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def test_a_run_is_measured_on_its_validation_text(finished):
     document = next(text for text in little_documents() if rank.in_validation(text, 0.1))
     tokens = torch.from_numpy(subject.rows[[0, 1, 2]])
     assert tokenizer.decode(tokens[:, 1:].flatten()).startswith(document.lower())
-    states = encoder(tokens, torch.arange(24)[None], all_layers=True)
+    states = encoder.hidden_states(tokens, torch.arange(24)[None])
     assert all(map(torch.equal, subject.encode(tokens), states))
 
 
@@ -179,8 +179,8 @@ def test_copying_is_seen_in_a_model_that_copies(finished, capsys):
         """At position i of [CLS] A [SEP] A, with A of ten tokens, predicts the token eleven before."""
         config = maelm.Config(mask_in_encoder=1.0, decoder_layers=0)
 
-        def logits(self, corruption, at):
-            return torch.nn.functional.one_hot(corruption.read.gather(1, at - 11), 300).float() * 50
+        def logits(self, corruption):
+            return torch.nn.functional.one_hot(corruption.corrupted.gather(1, corruption.masked - 11), 300).float() * 50
 
     rows = torch.randint(maelm.NUM_SPECIAL, 300, (8, 22), generator=generator(0))
     same, other, second = copying.twice(rows)
