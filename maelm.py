@@ -1,23 +1,23 @@
 """MAE-LM: "Representation Deficiency in Masked Language Modeling" (Meng et al., ICLR 2024). A masked language
 model (MLM) spends dimensions of its encoder on [MASK], which no downstream text contains (section 2). MAE-LM
-removes masked positions from the encoder and lets a shallow decoder predict them (section 3). If M = {2, 5}:
+removes masked positions from the encoder's input. A shallow decoder predicts them (section 3). M = {2, 5}:
 
     x       the   cat   sat   on    the   mat
              |     |           |     |
           [      encoder, L layers        ]       sees real tokens only, at their own positions
              |     |           |     |
-    H^L     h_0   h_1 [MASK]  h_3   h_4 [MASK]    e_[MASK] fills the gaps
+            h_0   h_1         h_3   h_4           H^L; e_[MASK] fills the gaps in front of the decoder
           [      decoder, 4 layers        ]       discarded after pre-training, like the head
                          |                 |
                         sat               mat     predicted at masked positions only
 
-Letters, as in the paper, and their values for its base model:
-    B   sequences in a batch                        d     dimensions of the encoder (768)
+Letters, as in the paper, with their values for its base model:
+    B   sequences in a batch                        d     dimensions of the encoder (768); d_h of a head (64)
     n   tokens in a sequence (512)                  V     tokens in the vocabulary (32,768)
     m   masked positions in a sequence (77)         e_x   embedding of token x
     r   tokens that the encoder sees, n - m (435)   p_i   embedding of position i
     t   tokens that a layer sees, r or n            H^l   output of layer l; H^0 is the input of layer 1
-The README has an example to run; train.py pre-trains the model.
+The README has an example to run.
 """
 import math
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # the first token ids; the bytes and the merges follow
+CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # 0 to 3, and how many; bytes and merges follow
 
 
 # ---- 1. Configuration: section 4.1 -------------------------------------------------------------------------
@@ -39,20 +39,20 @@ class Config:
     encoder_layers: int = 12  # L
     encoder_dim: int = 768  # d
     encoder_heads: int = 12  # each of size d / heads, also in the decoder
-    decoder_layers: int = 4  # 0 for a standard MLM, whose encoder predicts
+    decoder_layers: int = 4  # 0 for a standard MLM, with mask_in_encoder=1
     dropout: float = 0.1  # in the encoder; the decoder has none (App. C)
     rel_pos_buckets: int = 32  # groups of distances between tokens; 0 for no relative positions
-    rel_pos_max_distance: int = 128  # all distances from here on share the last group of their side
-    mask_rate: float = 0.15  # share of the tokens that is masked
+    rel_pos_max_distance: int = 128  # the last group holds all distances from here on
+    mask_rate: float = 0.15  # fraction of the tokens to mask
     # For small presets (bench/results/presets.md):
     norm: str = "post"  # post | pre: LayerNorm after or before the sub-layers
     init_std: float = 0.02  # of the initial weights
     decoder_relative: bool = False  # whether the decoder also has relative positions
     # For Table 2 (see ABLATIONS) and Figure 4:
-    mask_in_encoder: float = 0.0  # delta in Figure 4: share of the masked positions that the encoder sees
-    encoder_fill: str = "mask"  # mask | random: the token that the encoder sees there
-    decoder_reset: bool = False  # whether the decoder replaces these encoder outputs with e_[MASK]
-    aligned_positions: bool = True  # whether the encoder's tokens keep their positions; if not, 0 to r - 1
+    mask_in_encoder: float = 0.0  # delta in Figure 4: fraction of the masked positions that the encoder sees
+    encoder_fill: str = "mask"  # mask | random: the token at these positions
+    decoder_reset: bool = False  # whether the decoder sees e_[MASK] there anyway
+    aligned_positions: bool = True  # whether the encoder's tokens keep their positions; else 0 to r - 1
     decoder_dim: int = 0  # 0 for encoder_dim
     decoder: str = "bi"  # bi | bi+cross | uni+cross | cross; all but bi: support/cross_attention.py
 
@@ -61,7 +61,7 @@ class Config:
 
     @property
     def decoder_width(self):
-        return self.decoder_dim if self.decoder_dim > 0 else self.encoder_dim
+        return self.decoder_dim or self.encoder_dim
 
 
 # ---- 2. Masking: section 3, App. C -------------------------------------------------------------------------
@@ -73,39 +73,38 @@ class Corruption(NamedTuple):
 
 
 def corrupt(tokens, config, generator):
-    """Mask a random share of the tokens (B, n) int64, but no special token -> Corruption."""
+    """Mask a random mask_rate of the tokens (B, n) int64, but never a special token -> Corruption."""
     m = config.num_masked(tokens.shape[1])
     masked = draw_masks(tokens >= NUM_SPECIAL, m, generator)
     return apply_masks(tokens, masked, config, generator)
 
 
 def draw_masks(maskable, m, generator):
-    """Draw m positions per sequence where maskable (B, n) bool is True -> (B, m) int64, in random order.
-    Raises ValueError if a sequence has fewer than m of them, or m < 1."""
+    """m random positions per sequence where maskable (B, n) bool is True -> (B, m) int64, or ValueError."""
     fewest = int(maskable.sum(1).min())
     if not 0 < m <= fewest:
         raise ValueError(f"cannot mask {m} tokens of each sequence: use 1 to {fewest}")
-    # Each position draws a number between 0 and 1. The m smallest numbers win.
+    # Each position draws a number below 1. The m smallest are masked; their order is random.
     number = torch.rand(maskable.shape, generator=generator, device=maskable.device)
     number = number.masked_fill(~maskable, 2.0)
     return number.topk(m, largest=False).indices
 
 
 def apply_masks(tokens, masked, config, generator):
-    """Mask tokens (B, n) int64 at distinct positions per sequence, masked (B, m) int64 -> Corruption.
+    """Mask tokens (B, n) int64 at distinct positions, masked (B, m) int64 -> Corruption, or ValueError.
     Example for MAE-LM: tokens 10 11 12 13 10 14, masked 5 2 -> corrupted 10 11 3 13 10 3, kept 0 1 3 4."""
-    B, n = tokens.shape
-    m = masked.shape[1]
+    B, m = masked.shape
+    is_masked = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, masked, True)
+    if is_masked.sum() != B * m:
+        raise ValueError("the masked positions of a sequence must be distinct")
     replacement = torch.full_like(masked, MASK)  # at all masked positions, whereas BERT leaves some unchanged
     if config.encoder_fill == "random":
         replacement.random_(NUM_SPECIAL, config.vocab_size, generator=generator)
     corrupted = tokens.scatter(1, masked, replacement)
 
-    num_seen = round(config.mask_in_encoder * m)  # masked positions that the encoder sees: none in MAE-LM
-    removed = masked[:, num_seen:]  # a random choice, as `masked` is in random order
-    is_kept = torch.ones_like(tokens, dtype=torch.bool).scatter(1, removed, False)
-    # nonzero lists the kept positions of one sequence after the other. view fails if some sequence has more.
-    kept = is_kept.nonzero()[:, 1].view(B, n - m + num_seen)
+    visible = masked[:, :round(config.mask_in_encoder * m)]  # to the encoder: none in MAE-LM, else random
+    is_removed = is_masked.scatter(1, visible, False)
+    kept = (~is_removed).nonzero()[:, 1].view(B, -1)  # ascending, sequence by sequence
     return Corruption(corrupted, masked, kept)
 
 
@@ -129,11 +128,11 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.p = heads, dropout
         self.query = nn.Linear(dim, dim)  # for all heads: W^Q = [W_1^Q ... W_N^Q]
-        self.key_value = nn.Linear(dim, 2 * dim)  # apart from query for cross-attention (Table 2)
+        self.key_value = nn.Linear(dim, 2 * dim)  # separate from query, for cross-attention
         self.output = nn.Linear(dim, dim)
 
     def forward(self, x, bias=None, memory=None):
-        """x (B, t, d) -> (B, t, d). Keys and values are of x, in cross-attention of memory (B, s, d)."""
+        """x (B, t, d) -> (B, t, d). Keys and values come from x or, in cross-attention, memory (B, s, d)."""
         q = self.query(x)
         k, v = self.key_value(x if memory is None else memory).chunk(2, dim=-1)
         q, k, v = [y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v)]  # (B, heads, t, d_h)
@@ -153,10 +152,10 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x, bias=None, at=None):
-        """x (B, t, d) -> (B, t, d), or only the outputs at the indices `at` (B, m) int64: (B, m, d)."""
+        """x (B, t, d) -> (B, t, d), or in the last layer only the outputs at the indices `at`: (B, m, d)."""
         if self.post_norm:  # the paper's
             y = self.dropout(self.self_attention(x, bias))
-            x = self.attention_norm(x + y).to(y.dtype)  # under autocast, LayerNorm returns float32
+            x = self.attention_norm(x + y).to(y.dtype)  # autocast's LayerNorm returns float32
         else:
             x = x + self.dropout(self.self_attention(self.attention_norm(x), bias))
 
@@ -174,16 +173,16 @@ class RelativeBias(nn.Module):
     def __init__(self, config, heads):
         super().__init__()
         self.table = nn.Embedding(config.rel_pos_buckets, heads)
-        distance = torch.arange(1 - config.seq_len, config.seq_len)  # all possible ones: 2n - 1
+        distance = torch.arange(1 - config.seq_len, config.seq_len)  # all that occur: 2n - 1
         bucket = relative_bucket(distance, config.rel_pos_buckets, config.rel_pos_max_distance)
         self.register_buffer("bucket", bucket, persistent=False)
 
     def forward(self, positions):
-        """positions (B, t) int64 -> (B, heads, t, t)."""
-        values = self.table(self.bucket)  # (2n - 1, heads)
+        """positions (B, t) int64, or (1, t) if all sequences have the same -> (B or 1, heads, t, t)."""
+        values = self.table(self.bucket)  # one per distance and head: (2n - 1, heads)
         distance = positions[:, None, :] - positions[:, :, None]  # key minus query: (B, t, t)
         index = distance + len(values) // 2  # distance 0 is in the middle of values
-        return lookup(values, index)  # values[index], with the heads in front
+        return lookup(values, index)  # values[index], with heads in front; section 7
 
 
 class Stack(nn.Module):
@@ -193,10 +192,10 @@ class Stack(nn.Module):
         heads = dim * config.encoder_heads // config.encoder_dim
         self.relative_bias = RelativeBias(config, heads) if relative and config.rel_pos_buckets > 0 else None
         self.blocks = nn.ModuleList([Block(config, dim, heads, dropout) for _ in range(layers)])
-        self.final_norm = nn.LayerNorm(dim) if config.norm == "pre" else nn.Identity()
+        self.final_norm = nn.Identity() if config.norm == "post" else nn.LayerNorm(dim)
 
     def forward(self, x, positions, padding=None, at=None):
-        """H^0, x (B, t, d), and its positions (B, t) -> [H^0, ..., H^L], of H^L only the indices `at`."""
+        """H^0, x (B, t, d), and positions (B, t) -> [H^0, ..., H^L]. With `at`, H^L is (B, m, d)."""
         bias = self.attention_bias(positions, padding)
         *lower, last = self.blocks
         states = [x]
@@ -228,14 +227,13 @@ class Encoder(nn.Module):
         self.stack = Stack(config, d, config.encoder_layers, config.dropout, relative=True)
 
     def forward(self, tokens, positions, padding=None, at=None):
-        """tokens (B, r) int64 and their positions in the sequence, (B, r) int64 -> H^L (B, r, d). In
-        fine-tuning, padding (B, r) bool is True at tokens to be ignored."""
+        """tokens, positions (B, r) int64 -> H^L (B, r, d). padding (B, r) bool, True at tokens to ignore."""
         return self.hidden_states(tokens, positions, padding, at)[-1]
 
     def hidden_states(self, tokens, positions, padding=None, at=None):
         """The same arguments -> [H^0, ..., H^L], (B, r, d) each."""
         h = self.token_embedding(tokens) + self.position_embedding(positions)  # h_i^0 = e_{x_i} + p_i
-        # Differs from the paper: its formula has no LayerNorm here, but its code does.
+        # Differs from the paper: the formula has no LayerNorm here; the authors' code has one.
         h = self.dropout(self.norm(h))
         return self.stack(h, positions, padding, at)
 
@@ -245,15 +243,15 @@ class Decoder(nn.Module):
     """A shallow stack over all n positions, used in pre-training only."""
     def __init__(self, config):
         super().__init__()
-        d = config.decoder_width
-        self.project = nn.Linear(config.encoder_dim, d) if config.encoder_dim != d else nn.Identity()
-        # Differs from the paper: its formulas share p_i with the encoder, but its code does not.
-        self.position_embedding = nn.Embedding(config.seq_len, d)
-        self.norm = nn.LayerNorm(d)
-        self.stack = Stack(config, d, config.decoder_layers, dropout=0.0, relative=config.decoder_relative)
+        width = config.decoder_width
+        self.project = nn.Linear(config.encoder_dim, width) if config.encoder_dim != width else nn.Identity()
+        # Differs from the paper: there p_i is the encoder's; in the authors' code it is not.
+        self.position_embedding = nn.Embedding(config.seq_len, width)
+        self.norm = nn.LayerNorm(width)
+        self.stack = Stack(config, width, config.decoder_layers, 0.0, config.decoder_relative)  # no dropout
 
     def forward(self, x, positions, padding=None, at=None):
-        """x (B, n, d), without gaps -> (B, n, decoder_width), or at the positions `at` (B, m) int64 only."""
+        """x (B, n, d), with its gaps filled -> (B, n, decoder_width), or only the positions `at` (B, m)."""
         h = self.project(x) + self.position_embedding(positions)  # h-hat_i^0; e_[MASK] is also projected
         return self.stack(self.norm(h), positions, padding, at)[-1]
 
@@ -264,7 +262,7 @@ class Head(nn.Module):
     def __init__(self, config):
         super().__init__()
         d = config.encoder_dim
-        # Differs from the paper: Eq. (1) has e_x^T h_i, but its code transforms h_i first and adds a bias.
+        # Differs from the paper: Eq. (1) has e_x^T h_i; the authors' code transforms h_i and adds a bias.
         self.transform = nn.Sequential(nn.Linear(config.decoder_width, d), nn.GELU(), nn.LayerNorm(d))
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
@@ -279,6 +277,8 @@ class MAELM(nn.Module):
         super().__init__()
         if config.decoder != "bi":
             raise ValueError(f"decoder={config.decoder!r}: use support.models.make_model")
+        if config.decoder_layers == 0 and config.mask_in_encoder < 1:
+            raise ValueError("without a decoder, the encoder must see all masks: mask_in_encoder=1")
         self.config = config
         self.encoder = Encoder(config)
         self.decoder = Decoder(config) if config.decoder_layers > 0 else None
@@ -297,7 +297,7 @@ class MAELM(nn.Module):
         """The true tokens (B, n) int64 -> the mean of -log p(x_i | x-hat) over i in M, in nats; Eq. (1)."""
         logits = self.logits(corruption)  # (B, m, V)
         targets = tokens.gather(1, corruption.masked)  # (B, m)
-        # Differs from the paper: Eq. (1) is a sum, but its code takes the mean.
+        # Differs from the paper: Eq. (1) is a sum; the authors' code takes the mean.
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def logits(self, corruption):
@@ -310,7 +310,7 @@ class MAELM(nn.Module):
         return self.head(h, self.encoder.token_embedding.weight)
 
     def encode(self, corruption, at=None):
-        """H^L at the kept positions, (B, r, d), or if r = n only at the positions `at`, (B, m, d)."""
+        """H^L at the kept positions, (B, r, d), or in a standard MLM (r = n) at positions `at`: (B, m, d)."""
         seen = corruption.corrupted.gather(1, corruption.kept)  # (B, r)
         n, r = corruption.corrupted.shape[1], seen.shape[1]
         if not self.config.aligned_positions:  # Table 2: misaligned
@@ -330,12 +330,12 @@ class MAELM(nn.Module):
     def fill_gaps(self, h, corruption):
         """Put h_i^L, h (B, r, d), at the kept positions and e_[MASK] at all others -> (B, n, d)."""
         B, n = corruption.corrupted.shape
-        sequence = torch.arange(B, device=h.device)[:, None]  # (B, 1)
+        row = torch.arange(B, device=h.device)[:, None]  # (B, 1)
         e_mask = self.encoder.token_embedding.weight[MASK].to(h.dtype)  # (d,)
         x = e_mask.expand(B, n, -1).clone()
-        x[sequence, corruption.kept] = h
+        x[row, corruption.kept] = h
         if self.config.decoder_reset:  # Table 2: forget the encoder's output at masked positions that it saw
-            x[sequence, corruption.masked] = e_mask
+            x[row, corruption.masked] = e_mask
         return x
 
 
@@ -360,21 +360,21 @@ ABLATIONS = {  # Table 2, as differences from MAE-LM
 # ---- 7. Details: T5's buckets, and the same results in less time -------------------------------------------
 def relative_bucket(distance, num_buckets, max_distance):
     """T5's bucket (Raffel et al., 2019) per distance, key minus query, int64 -> int64. For (32, 128), the
-    distances -200 -9 -1 0 1 9 have the buckets 15 8 1 0 17 24."""
-    # The paper cites T5, but its code has another formula.
+    distances -200 -9 -1 0 1 9 fall into the buckets 15 8 1 0 17 24."""
+    # The formula is T5's, which the paper cites. The authors' code has another one.
     half = num_buckets // 2  # keys to the right of the query have the upper half
     max_exact = half // 2  # distances below this have buckets of their own
     size = distance.abs()
-    # From max_exact to max_distance, buckets are equally wide in the logarithm. 1e-9 absorbs rounding errors.
-    share = (size.clamp(min=max_exact).double() / max_exact).log() / math.log(max_distance / max_exact)
-    far = max_exact + ((half - max_exact) * share + 1e-9).long()
+    # From 0 at max_exact to 1 at max_distance in the logarithm. 1e-9, as log(16) / log(256) may be below 1/2.
+    way = (size.clamp(min=max_exact).double() / max_exact).log() / math.log(max_distance / max_exact)
+    far = max_exact + ((half - max_exact) * way + 1e-9).long()
     far = far.clamp(max=half - 1)  # the last bucket is open-ended
     bucket = torch.where(size < max_exact, size, far)
     return torch.where(distance > 0, half + bucket, bucket)
 
 
 def lookup(values, index):
-    """values[index].permute(0, 3, 1, 2), but faster: values (2n - 1, heads), index (B, t, t)."""
+    """values[index].permute(0, 3, 1, 2), its gradient faster: values (2n - 1, heads), index (B, t, t)."""
     B, t, _ = index.shape
     flat = index.view(B, 1, t * t).expand(-1, values.shape[1], -1)  # (B, heads, t * t)
     return values.t().expand(B, -1, -1).gather(2, flat).unflatten(2, (t, t))
@@ -387,4 +387,4 @@ def align_for_cuda(bias):
     if torch.is_autocast_enabled("cuda"):
         bias = bias.to(torch.get_autocast_dtype("cuda"))
     t = bias.shape[-1]
-    return F.pad(bias, (0, -t % 8))[..., :t]  # rows begin at multiples of 8 numbers
+    return F.pad(bias, (0, -t % 8))[..., :t]  # each row starts at a multiple of 8 elements

@@ -196,7 +196,7 @@ def test_a_gpu_has_its_own_peak_in_bf16_only(name, peak):
 
 
 def test_help_shows_the_values_of_the_preset(capsys):
-    comment = "--mask-in-encoder FLOAT delta in Figure 4: share of the masked positions that the encoder sees [0.0]"
+    comment = "--mask-in-encoder FLOAT delta in Figure 4: fraction of the masked positions that the encoder sees [0.0]"
     for flags, values in ([], ("[1900]", "[2048]", comment)), (["--preset=base++"], ("[2000000]", "[64000]")):
         pytest.raises(SystemExit, train.main, [*flags, "-h"])
         printed = " ".join(capsys.readouterr().out.split())
