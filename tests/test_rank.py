@@ -117,8 +117,7 @@ def test_masks_are_15_percent_of_real_tokens():
     assert torch.equal(masked[~at], rows[~at]) and not torch.equal(masked, measure(1)[1])
 
 
-def test_the_command_writes_ranks_and_a_figure(text, finished, tmp_path, monkeypatch):
-    monkeypatch.setenv("MPLBACKEND", "module://no_such_notebook.backend")
+def test_the_command_writes_ranks_and_a_figure(text, finished, tmp_path):
     names = [str(path) for path in (finished, *checkpoints(finished))]
     command = [*names, *f"--data {text} --val-share 1 --tau 0.5 --out {tmp_path}".split()]
     rank.main(command)
