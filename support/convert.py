@@ -24,13 +24,7 @@ from support.hub import from_hub, model_from_hub, transformers_library
 from support.models import check, load_encoder, load_model, read_tensors, save_checkpoint
 from support.tokenizer import Tokenizer
 
-UNFINISHED = ".unfinished"  # a file that is in a folder while it is written
-
-
-def refuse_finished(folder: Path):
-    """Raises UserError if a folder has files, unless an export or import that was killed left them."""
-    if not (folder / UNFINISHED).is_file():
-        refuse_other_files(folder)
+UNFINISHED = ".unfinished"  # a file that is in a folder while others are written there
 
 
 @contextmanager
@@ -69,18 +63,18 @@ def read_tuned(file: Path) -> Exported:
     encoder, tokenizer, config, _ = load_encoder(file)
     weights = {f"encoder.{name}": weight for name, weight in encoder.state_dict().items()}
     state = read_tensors(file, "model", "task", "labels", "scale")
-    layers = {"head.1": "classifier.1", "head.4": "classifier.4"}
-    head, labels = "ForSequenceClassification", state["labels"] or ["number"]
+    head, module, layers = "ForSequenceClassification", "classifier", ["head.1", "head.4"]
+    labels = state["labels"] or ["number"]
     if state["task"] == "squad2":
-        head, labels, layers = "ForQuestionAnswering", [], {"head": "qa_outputs"}
-    expected = {f"{layer}.{parameter}": (layer, parameter) for layer in layers for parameter in ("weight", "bias")}
-    differs = expected.keys() ^ {name for name in state["model"] if not name.startswith("encoder.")}
+        head, module, layers, labels = "ForQuestionAnswering", "qa_outputs", ["head"], []
+    names = {f"{layer}.{parameter}" for layer in layers for parameter in ("weight", "bias")}
+    differs = names ^ {name for name in state["model"] if not name.startswith("encoder.")}
     if differs:
         raise UserError(f"{file}: its head is not one of finetune.py's, which differ in {', '.join(sorted(differs))}")
-    for name, (layer, parameter) in expected.items():
+    for name in names:
         # The last layer gives a number in its own unit.
-        scale = state["scale"] if layer == "head.4" else 1.0
-        weights[f"{layers[layer]}.{parameter}"] = scale * state["model"][name]
+        scale = state["scale"] if name.startswith("head.4") else 1.0
+        weights[name.replace("head", module)] = scale * state["model"][name]
     return Exported(config, weights, tokenizer, head, labels)
 
 
@@ -229,7 +223,8 @@ def main(argv=None):
     add("out", type=Path, help="the folder to write")
     options = parser.parse_args(argv)
     with clear_errors("support.convert"):
-        refuse_finished(options.out)
+        if not (options.out / UNFINISHED).is_file():
+            refuse_other_files(options.out)
         if options.command == "export":
             export(Path(options.source), options.out)
         else:
