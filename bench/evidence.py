@@ -1,10 +1,10 @@
-"""The evidence in docs/results.md: what a laptop can check of the paper's claims, with seeds and intervals.
+"""The evidence in docs/results.md: which of the paper's claims small models show, with seeds and intervals.
 
     SEEDS="3 4 5" bash runs/evidence.sh TEXT GLUE out/evidence   # pre-train, measure, fine-tune; again to continue
-    python -m bench.evidence --collect out/evidence              # what has ended so far: evidence.json, .md and .png
-    python -m bench.evidence --report                            # the project's record: tables, docs/results.md
+    python -m bench.evidence --collect out/evidence              # what has ended so far: evidence.json, .md, rank.png
+    python -m bench.evidence --report                            # the project's record: docs/results.md and rank.png
 
-runs/evidence.sh says what TEXT and GLUE are; at its end it collects. The tables need requirements-test.txt.
+runs/evidence.sh says what TEXT and GLUE are; at its end it collects. The verdicts need requirements-test.txt.
 """
 import math
 import re
@@ -16,34 +16,39 @@ import torch
 
 from bench.speed import HERE, commit, cpu_name
 from finetune import rank_after
-from rank import CURVES, LINES
+from rank import CENTERINGS, CURVES, LINES
 from support.cli import Parser, UserError, clear_errors
-from support.files import atomic, figure, read_json, write_json
+from support.files import figure, read_json, write_json, write_texts
 from support.log import read_log
 from support.models import run_settings
 
 RECORD = HERE / "results"
 PAGE = HERE.parent / "docs" / "results.md"
 MODELS = {"mae-lm": "MAE-LM", "mlm": "MLM"}
-# The score of always giving the most frequent answer of the dev part; a constant correlates with nothing.
-FREQUENT = {"docs": 12.5, "sst2": 50.9, "cola": 0.0, "mrpc": 68.4, "rte": 52.7, "stsb": 0.0}
 DECIDING = ("docs", "sst2")  # for Tables 1 and 3: what models of this size learn
 
 
 # ---- 1. From run folders to evidence.json -------------------------------------------------------------------
 def found_in(folder: Path) -> dict[str, object]:
-    """What a job found; {} if it has not ended. Of rank.json, rank_0.9 by model, layer, centering and curve."""
+    """What a job found; {} if it has not ended."""
     if (folder / "result.json").is_file():
         return read_json(folder / "result.json")
     if (folder / "rank.json").is_file():
         models = read_json(folder / "rank.json")["models"]
-        for model in models.values():
-            for layer in model["layers"]:
-                for centering, curves in layer.items():
-                    layer[centering] = {curve: ranks["0.9"] for curve, ranks in curves.items()}
-        return models
+        return {name: {"d": model["d"], "n": model["n"], "layers": layers_of(model)} for name, model in models.items()}
     losses = [[line["step"], round(line["val_loss"], 4)] for line in read_log(folder) if "val_loss" in line]
     return {"losses": losses} if losses and losses[-1][0] == run_settings(folder)["max_steps"] else {}
+
+
+def layers_of(model: dict) -> list[dict]:
+    """The ranks of a model in rank.json as evidence.json has them: by layer, centering and curve."""
+    layers = []
+    for layer in range(len(model["uncentered"]["with_mask"])):
+        ranks = {}
+        for centering in CENTERINGS:
+            ranks[centering] = {curve: model[centering][curve][layer] for curve in CURVES}
+        layers.append(ranks)
+    return layers
 
 
 def collect(out: Path):
@@ -67,10 +72,9 @@ def collect(out: Path):
 
 # ---- 2. A record and its numbers ----------------------------------------------------------------------------
 class Record(NamedTuple):
-    """The jobs of an evidence.json, by name. Lists and arrays go by seed of pre-training; an array is (seeds,) float64.
-    NaN is not measured. Ranks are rank_0.9, with one of CENTERINGS."""
+    """The jobs of an evidence.json, by name. Lists and arrays go by seed of pre-training; an array is (seeds,) float64,
+    and NaN where nothing was measured. Ranks are rank_0.9, uncentered."""
     jobs: dict[str, dict]
-    centering: str = "uncentered"
 
     @property
     def seeds(self) -> list[int]:
@@ -81,16 +85,12 @@ class Record(NamedTuple):
         """What the jobs of a kind found; {} for one that has not ended."""
         return [self.jobs.get(f"{job} {model} {seed}", {"found": {}})["found"] for seed in self.seeds]
 
-    def losses(self, model: str) -> list[list]:
-        """[step, validation loss] of each evaluation."""
-        return [found.get("losses", [[0, math.nan]]) for found in self.found("train", model)]
-
     def ranks(self, model: str, curve: str) -> list[list[float]]:
         """The ranks of layers 0 to L after the last step."""
         ranks = []
         for checkpoints in self.found("rank", model):
             layers = [*checkpoints.values()][-1]["layers"] if checkpoints else []
-            ranks.append([layer[self.centering][curve] for layer in layers] or [math.nan])
+            ranks.append([layer["uncentered"][curve] for layer in layers] or [math.nan])
         return ranks
 
     def rank(self, model: str, curve: str, layer: int = -1) -> np.ndarray:
@@ -105,10 +105,10 @@ class Record(NamedTuple):
         """MAE-LM's score minus the MLM's."""
         return self.score(task, "mae-lm") - self.score(task, "mlm")
 
-    def rank_after(self, task: str, model: str, when: str = "after") -> np.ndarray:
-        """The top rank after fine-tuning, at the best evaluation or `at_the_end`: the median over fine-tuning seeds."""
-        ranks = [found.get("effective_rank", {}) for found in self.found(task, model)]
-        return np.array([rank_after(one, self.centering, when) if when in one else None for one in ranks], float)
+    def rank_after(self, task: str, model: str) -> np.ndarray:
+        """The top rank after fine-tuning: the median over fine-tuning seeds."""
+        ranks = [found.get("effective_rank") for found in self.found(task, model)]
+        return np.array([rank_after(one, "uncentered") if one else None for one in ranks], float)
 
 
 # ---- 3. Intervals and claims --------------------------------------------------------------------------------
@@ -154,7 +154,6 @@ class Claim(NamedTuple):
     size: float | None  # the same for a model of 128 dimensions
     seeds: np.ndarray  # the number for each pre-training seed
     interval: Interval
-    centered: Interval  # the same with centered ranks
     p: float = 1.0  # corrected for the number of claims
 
     def verdict(self) -> str:
@@ -169,9 +168,9 @@ class Claim(NamedTuple):
         return f"{self.paper}: {self.size:.1f}, {place}"
 
 
-def rank_claims(record: Record) -> list[tuple]:
-    """The first fields of each claim about a difference of two ranks."""
-    found = [
+def claims(record: Record) -> list[Claim]:
+    """The paper's claims that are measured, of bench/results/plan.md."""
+    ranks = [
         ("Figure 1a", "MLM's top rank, text with `[MASK]` minus without", "above 0", None,
          record.rank("mlm", "with_mask") - record.rank("mlm", "without_mask")),
         ("Figure 1b", "MLM's rank at `[MASK]`, top minus embeddings", "above 0", None,
@@ -179,158 +178,76 @@ def rank_claims(record: Record) -> list[tuple]:
         ("Table 3", "top rank of text without `[MASK]`, MAE-LM minus MLM", "29 of 768", 29 / 6,
          record.rank("mae-lm", "without_mask") - record.rank("mlm", "without_mask"))]
     for task in DECIDING:
-        found.append((f"Table 3, {task}", "the same after fine-tuning", "62 of 768 (MNLI)", 62 / 6,
+        ranks.append((f"Table 3, {task}", "the same after fine-tuning", "62 of 768 (MNLI)", 62 / 6,
                       record.rank_after(task, "mae-lm") - record.rank_after(task, "mlm")))
-    return found
-
-
-def claims(record: Record) -> list[Claim]:
-    """The paper's claims that are measured, of bench/results/plan.md."""
-    found = []
-    for plain, centered in zip(rank_claims(record), rank_claims(record._replace(centering="centered"))):
-        found.append(Claim(*plain, interval_of(plain[-1], ranks=2), interval_of(centered[-1], ranks=2)))
+    found = [Claim(*fields, interval_of(fields[-1], ranks=2)) for fields in ranks]
     measured = [task for task in DECIDING if np.isfinite(record.score_gap(task)).any()]
     if measured:
         mean = np.mean([record.score_gap(task) for task in measured], axis=0)
         found.append(Claim("Table 1", f"score on {' and '.join(measured)}, MAE-LM minus MLM", "0.9 (GLUE)", 0.9, mean,
-                           interval_of(mean), interval_of(mean[:0])))
+                           interval_of(mean)))
     found = [claim for claim in found if np.isfinite(claim.seeds).any()]
     corrected = holm([claim.interval.p for claim in found])
     return [claim._replace(p=p) for claim, p in zip(found, corrected)]
 
 
 # ---- 4. The page --------------------------------------------------------------------------------------------
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [head, ["---"] * len(head), *rows])
-
-
-def format_numbers(values: np.ndarray, digits: int = 0) -> str:
-    """Numbers for print; - for what is not measured."""
-    return ", ".join("-" if math.isnan(value) else f"{value:.{digits}f}" for value in np.array(values, float))
-
-
 def verdicts(record: Record) -> str:
     """The table of verdicts, in Markdown, narrow enough for a phone."""
-    rows = []
+    lines = ["| above 0 if it holds | paper | here | p | verdict |", "| --- | --- | --- | --- | --- |"]
     for claim in claims(record):
         p = "< 0.001" if claim.p < 0.0005 else f"{claim.p:.3f}"
-        rows.append([f"{claim.where}: {claim.statement}", claim.power(), claim.interval, p, f"**{claim.verdict()}**"])
-    return table(["above 0 if it holds", "paper", "here", "p", "verdict"], rows)
-
-
-def tuned_rows(record: Record, task: str) -> list[list[str]]:
-    """What fine-tuning on a task gave: a row for each model, and one for the difference."""
-    rows, columns = [], []
-    for model, name in MODELS.items():
-        columns.append([record.rank_after(task, model), record.rank_after(f"common {task}", model),
-                        record.rank_after(task, model, "at_the_end")])
-        rows.append([task, name, format_numbers(record.score(task, model), 1), *map(format_numbers, columns[-1])])
-    gaps = [interval_of(ours - theirs, ranks=2) for ours, theirs in zip(*columns)]
-    return [*rows, [task, "MAE-LM minus MLM", interval_of(record.score_gap(task)), *gaps]]
-
-
-def details(record: Record) -> str:
-    """The long tables, in Markdown: origin, claims by seed, Figure 1, fine-tuning."""
-    jobs = record.jobs.values()
-    hours = sum(job["minutes"] for job in jobs) / 60
-    trained, rows, ranks, tuned, others = [], [], [], [], []
-    for model, name in MODELS.items():
-        trained.append([name, format_numbers([lines[-1][1] for lines in record.losses(model)], 3)])
-        for curve in CURVES:
-            ranks.append([name, curve, *map(format_numbers, record.ranks(model, curve))])
-    for claim in claims(record):
-        rows.append([claim.where, claim.interval, claim.centered, format_numbers(claim.seeds, 1)])
-    for task in FREQUENT:
-        if any(name.startswith(f"{task} ") for name in record.jobs):
-            tuned += tuned_rows(record, task)
-            floor = record.jobs.get(f"floor {task}", {"found": {}})["found"].get("median")
-            others.append([task, FREQUENT[task], format_numbers([floor], 1)])
-    made = sorted({f"{job['machine']} (commit {job['commit']})" for job in jobs})
-    return "\n\n".join([
-        f"{len(jobs)} jobs, {hours:.1f} hours one after another, on {', '.join(made)}. All commands: evidence.json.",
-        table(["", f"validation loss, seeds {format_numbers(record.seeds)}"], trained),
-        "The claims, each a number that is above 0 if it holds:",
-        table(["", "mean (95 % interval)", "with centered ranks", "by seed"], rows),
-        "Figure 1, rank_0.9 at layers 0 to L of the last checkpoint:",
-        table(["", "", *[f"seed {seed}" for seed in record.seeds]], ranks),
-        "Fine-tuning by pre-training seed, medians of 3 seeds without those that diverged:",
-        table(["task", "", "score", "rank_0.9 of H^L afterwards", "at 0.0004, if not chosen", "at the last step"],
-              tuned),
-        "What these scores are above, if anything is learned:",
-        table(["task", "the most frequent answer", "random weights"], others)]) + "\n"
+        cells = [f"{claim.where}: {claim.statement}", claim.power(), str(claim.interval), p, f"**{claim.verdict()}**"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def draw(record: Record, path: Path):
-    """The figure: losses, Figure 1, Table 3. Markers are those of rank.png."""
-    tasks = [task for task in FREQUENT if np.isfinite(record.score_gap(task)).all()]
-    with figure(path, panels=3) as (_, axes):
-        learned, layers, tuned = axes
-        for m, (model, name) in enumerate(MODELS.items()):
-            style = {"color": f"C{m}", "alpha": 0.6, "markersize": 4}
-            for curve, (_, line, _) in LINES.items():
-                for ranks in record.ranks(model, curve):
-                    layers.plot(ranks, line, **style)
-            for losses in record.losses(model):
-                learned.plot(*np.transpose(losses[1:]), **style)  # without that of step 0
-            before = record.rank(model, "without_mask")
-            tuned.plot([before, *[record.rank_after(task, model) for task in tasks]], "s", **style)
-            for axis in axes:
-                axis.plot([], [], f"C{m}s", label=name)
-        for _, line, label in LINES.values():
-            layers.plot([], [], line, color="gray", markersize=4, label=label)
-        for axis in axes:
-            axis.legend(fontsize="small")
-        learned.set(xlabel="step", ylabel="validation loss, nats per masked token", title="Learning")
-        layers.set(xticks=range(len(ranks)), xlabel="layer (0 = embeddings)", ylabel="rank_0.9", title="Figure 1")
-        tuned.set_xticks(range(1 + len(tasks)), ["before", *tasks])
-        tuned.set(xlabel="fine-tuned on", ylabel="rank_0.9 of H^L, text without [MASK]", title="Table 3")
-
-
-def first_picture(record: Record, path: Path):
-    """The README's figure: ranks by layer, means over the seeds, with the names on the lines."""
+    """The README's figure: ranks by layer, the means over the seeds that were measured, if any, with the names on the
+    lines."""
+    found = [one for model in MODELS for one in record.found("rank", model) if one]
+    if not found:
+        return
+    d = [*found[0].values()][-1]["d"]
     curves = {"without_mask": "text without [MASK]", "mask_only": "its vectors at [MASK]"}
     lines = []
     for m, (model, name) in enumerate(MODELS.items()):
         for curve, text in curves.items():
-            means = np.mean(record.ranks(model, curve), axis=0)  # (layers,)
-            lines.append((means, LINES[curve][1], f"C{m}", f"{name}: {text}"))
-    last, height = len(means) - 1, math.inf  # the top layer; the height of the name above
+            measured = [ranks for ranks in record.ranks(model, curve) if len(ranks) > 1]
+            if measured:
+                lines.append((np.mean(measured, axis=0), LINES[curve][1], f"C{m}", f"{name}: {text}"))
+    last, height = len(lines[0][0]) - 1, math.inf  # the top layer; the height of the name above
     with figure(path) as (drawn, axes):
         drawn.set_size_inches(7.5, 4.2)
         for means, style, color, name in sorted(lines, key=lambda line: -line[0][last]):
             axes.plot(means, style, color=color)
-            height = min(means[last], height - 5)
+            height = min(means[last], height - 0.04 * d)
             axes.text(last + 0.07, height, name, color=color, va="center")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set(xlabel="layer (0 = embeddings)", ylabel="effective rank, of 128 dimensions", xticks=range(last + 1),
+        axes.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, of {d} dimensions", xticks=range(last + 1),
                  ylim=0, xlim=(0, 1.75 * last))  # room for the names
 
 
-def write_between(mark: str, text: str):
-    """Replace what stands between <!-- MARK --> and <!-- end of MARK --> in docs/results.md. UserError without them."""
-    before, start, rest = PAGE.read_text(encoding="utf-8").partition(f"<!-- {mark} -->")
-    _, end, after = rest.partition(f"<!-- end of {mark} -->")
+def write_verdicts(text: str):
+    """Replace the verdicts in docs/results.md. Raises UserError if the page does not mark their place."""
+    before, start, rest = PAGE.read_text(encoding="utf-8").partition("<!-- verdicts -->")
+    _, end, after = rest.partition("<!-- end of verdicts -->")
     if not end:
-        raise UserError(f"{PAGE}: lacks <!-- {mark} --> and <!-- end of {mark} -->, between which the table goes")
-    with atomic(PAGE) as temporary:
-        temporary.write_text(f"{before}{start}\n{text}\n{end}{after}", encoding="utf-8")
+        raise UserError(f"{PAGE}: lacks <!-- verdicts --> and <!-- end of verdicts -->, between which the table goes")
+    write_texts(PAGE.parent, {PAGE.name: f"{before}{start}\n{text}\n{end}{after}"})
 
 
 def report(folder: Path):
-    """Write evidence.md and .png; of the project's record also the verdicts in docs/results.md."""
-    record = Record(read_json(folder / "evidence.json")["jobs"])
-    text, picture = details(record), folder / "evidence.png"
-    if folder != RECORD:
-        text = f"{verdicts(record)}\n\n![figure](evidence.png)\n\n{text}"
+    """Write evidence.md and rank.png; from the project's record docs/results.md and the README's figure."""
+    record = Record(read_json(folder / "evidence.json", "jobs")["jobs"])
+    page, picture = folder / "evidence.md", folder / "rank.png"
+    if folder == RECORD:
+        page, picture = PAGE, PAGE.with_name("rank.png")
+        write_verdicts(verdicts(record))
     else:
-        picture = PAGE.with_name("evidence.png")
-        write_between("verdicts", verdicts(record))
-        first_picture(record, PAGE.with_name("rank.png"))
-    with atomic(folder / "evidence.md") as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        write_texts(folder, {page.name: f"{verdicts(record)}\n\n![effective rank by layer]({picture.name})\n"})
     draw(record, picture)
-    print(f"{len(record.jobs)} jobs recorded: {folder / 'evidence.md'}, {picture}")
+    print(f"{len(record.jobs)} jobs recorded: {page}")
 
 
 # ---- 5. Command line ----------------------------------------------------------------------------------------

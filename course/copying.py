@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from maelm import MAELM, NUM_SPECIAL, SEP, Attention, apply_masks, attention, draw_masks
-from rank import RankConfig, subject_of_run
+from rank import RankConfig
 from support.cli import Parser, clear_errors
 from support.corpus import evenly
 from support.models import load_model
+from support.subjects import subject_of_run
 
 
 def losses(model: MAELM, tokens, maskable, seed: int):

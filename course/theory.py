@@ -4,13 +4,17 @@
 
 Eq. (3), the bound of Theorem 2.2 and its epsilon are in both_sides.
 """
+from pathlib import Path
+
 import torch
 from torch import nn
 
-from maelm import NUM_SPECIAL, draw_masks
-from rank import MASK_RATE, RankConfig, Subject, effective_rank, subject_of_run
+from maelm import Encoder
+from rank import RankConfig, effective_rank, masks_for
 from support.cli import Parser, clear_errors
-from support.corpus import evenly, seed_of
+from support.corpus import seed_of
+from support.models import load_encoder
+from support.subjects import subject_of_run
 
 
 def norm(x) -> float:
@@ -68,26 +72,26 @@ def both_sides(real, masks, qk, vo) -> dict[str, float]:
     return {"left": norm(left), "right": 4 * epsilon * norm(R) ** 3, "spread": spread, "eq3": eq3}
 
 
-def lemma_2_1(subject: Subject, states, masked):
+def lemma_2_1(encoder: Encoder, states, masked):
     """Print the ranks of P, E, H_M^0 and H_M^L of a model."""
-    P = subject.encoder.position_embedding.weight
-    E = subject.encoder.token_embedding.weight
+    P = encoder.position_embedding.weight
+    E = encoder.token_embedding.weight
     matrices = {"P": P.double(), "E": E.double(), "H_M^0": states[0][masked], "H_M^L": states[-1][masked]}
     for name, matrix in matrices.items():
         numerical = int(torch.linalg.matrix_rank(matrix))
         print(f"  {name:<6} rank_0.9 {effective_rank(matrix):>5}   numerical rank {numerical:>5}")
-    print(f"  the proof has rank(P) <= d - rank(E), d = {subject.dim}")
+    print(f"  the proof has rank(P) <= d - rank(E), d = {E.shape[1]}")
 
 
-def theorem_2_2(subject: Subject, states, masked):
+def theorem_2_2(encoder: Encoder, states, masked):
     """Print by layer the residual of the real tokens of masked text, and for one row both sides of the bound."""
     print("  layer  1h^T residual  pure attention  ||R'||_1,inf        bound     spread  Eq.(3) error")
     at = masked[0]
     pure = states[0][0][~at]  # the embeddings of one row's real tokens, through the attention weights only
     for layer, state in enumerate(states):
         line = f"  {layer:>5}  {residual(state[~masked]):13.3f}  {residual(pure):14.2e}"
-        if layer < len(subject.encoder.stack.blocks):
-            qk, vo = single_head(subject.encoder.stack.blocks[layer].self_attention)
+        if layer < len(encoder.stack.blocks):
+            qk, vo = single_head(encoder.stack.blocks[layer].self_attention)
             sides = both_sides(state[0][~at], state[0][at], qk, vo)
             line += f"  {sides['left']:12.3e} {sides['right']:12.3e} {sides['spread']:10.2f}  {sides['eq3']:12.3f}"
             pure = (pure @ qk @ pure.T).softmax(1) @ pure @ vo  # one single-head attention layer, H -> A H W^VO
@@ -108,15 +112,14 @@ def main(argv=None):
     parser.add_argument("run", help="a run folder or checkpoint of train.py")
     options = parser.parse_args(argv)
     with clear_errors("course.theory"):
+        encoder, *_ = load_encoder(Path(options.run))
         subject = subject_of_run(options.run, RankConfig(), torch.device("cpu"))
-        tokens = evenly(subject.rows, 16_384 // subject.seq_len)  # (B, n), about so many tokens of its text
-        maskable = tokens >= NUM_SPECIAL
-        chosen = draw_masks(maskable, round(MASK_RATE * tokens.shape[1]), torch.Generator().manual_seed(seed_of(0)))
-        masked = torch.zeros_like(maskable).scatter(1, chosen, True)
+        tokens = subject.sample(16_384)  # (B, n)
+        masked = masks_for(subject, tokens, seed_of(0))
         states = [h.double() for h in subject.encode(tokens.masked_fill(masked, subject.mask))]
-        print(f"Lemma 2.1 and Theorem 2.2 for {options.run}, d = {subject.dim}")
-        lemma_2_1(subject, states, masked)
-        theorem_2_2(subject, states, masked)
+        print(f"Lemma 2.1 and Theorem 2.2 for {options.run}, d = {states[0].shape[-1]}")
+        lemma_2_1(encoder, states, masked)
+        theorem_2_2(encoder, states, masked)
         print(ASSUMPTIONS)
 
 

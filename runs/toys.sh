@@ -1,15 +1,16 @@
 #!/bin/bash
 # Which part costs rank? Three seeds of eleven toys: bash runs/toys.sh [OUT]. The same command continues.
-# Each has a folder NAME-SEED and NAME-SEED.log in OUT [out/toys]; two train at a time, with one thread each.
+# In OUT [out/toys] each has NAME-SEED, NAME-SEED-rank with rank.json, and NAME-SEED.log; two train at a time, with one
+# thread each.
 set -eo pipefail
 export out=${1-out/toys} OMP_NUM_THREADS=1
 
 toy() {  # NAME SEED FLAGS...
     run=$out/$1-$2
-    [ ! -e "$run/rank.json" ] || return 0
+    [ ! -e "$run-rank/rank.json" ] || return 0
     echo "+ python train.py --seed $2 --out $run --eval-interval 500 ${*:3}" >> "$run.log"
     python train.py --seed "$2" --out "$run" --eval-interval 500 "${@:3}" >> "$run.log" 2>&1
-    python rank.py "$run" --out "$run" >> "$run.log" 2>&1
+    python rank.py "$run" --out "$run-rank" >> "$run.log" 2>&1
     echo "$(date +%H:%M) $1 $2"
 }
 
@@ -26,4 +27,3 @@ mkdir -p "$out"
     for model in mae-lm mlm; do each_seed "thin-$model" --ablation "$model" --encoder-layers 6 --encoder-dim 32; done
     for delta in 0.25 0.5 0.75; do each_seed "delta-$delta" --mask-in-encoder "$delta"; done
 } | xargs -P 2 -L 1 bash -eo pipefail -c '"$@"' -
-python -m bench.toys --collect "$out"

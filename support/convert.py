@@ -1,184 +1,100 @@
 """To Hugging Face and back.
 
-    python -m support.convert export out/toy DIR [--format auto|maelm]  # a folder for transformers
-    python -m support.convert import hf:roberta-base out/roberta        # a run folder, for --init
+    python -m support.convert export out/toy DIR                  # a folder for transformers, with our code in it
+    python -m support.convert import hf:roberta-base out/roberta  # a run folder, for --init
 
-A post-LN encoder is a RoBERTa, or with 32 buckets up to distance 128 an MPNet; with others go modeling_maelm.py and
-maelm.py. `import` reads a RoBERTa with a byte-level BPE.
+`import` reads a RoBERTa with a byte-level BPE.
 """
-import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 import torch
 from torch import nn
 
 from maelm import CLS, MAELM, PAD, SEP, Config
-from support.cli import Parser, UserError, clear_errors, root_cause
+from support.cli import Parser, UserError, clear_errors
+from support.cross_attention import CrossMAELM
 from support.files import atomic, refuse_other_files, write_json
-from support.models import check, load_model, read_tensors, save_checkpoint
+from support.hub import from_hub, model_from_hub, transformers_library
+from support.models import check, load_encoder, load_model, read_tensors, save_checkpoint
 from support.tokenizer import Tokenizer
 
-OFFSET = 2  # RoBERTa and MPNet count positions from after their padding id, 1
-EPS = nn.LayerNorm(1).eps  # of all our LayerNorms
-SEGMENT = "roberta.embeddings.token_type_embeddings.weight"
-CLASSES = {"roberta": "Roberta", "mpnet": "MPNet", "maelm": "MAELM"}
+UNFINISHED = ".unfinished"  # a file that is in a folder while others are written there
 
 
-# ---- 1. The library, and weights under our names and theirs -------------------------------------------------
-def transformers_library():
-    """The module transformers, silent. UserError if it is not installed, or too old."""
-    try:
-        import transformers
-        transformers.utils.versions.require_version("transformers>=4.55")
-    except ImportError as error:
-        raise UserError("this needs the package transformers, 4.55 or later: pip install -U transformers") from error
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
+@contextmanager
+def unfinished(folder: Path) -> Iterator[None]:
+    """Make a folder, and mark it while its files are written: if that is cut short, they may be written again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / UNFINISHED).touch()
+    yield
+    (folder / UNFINISHED).unlink()
 
 
-def from_hub(auto: str, name: str, **options):
-    """What a class of transformers reads from hf:NAME or a folder, whose code never runs. UserError if it cannot."""
-    auto_class = getattr(transformers_library(), auto)
-    name = name.removeprefix("hf:")
-    try:
-        return auto_class.from_pretrained(name, trust_remote_code=False, **options)
-    except Exception as error:  # a damaged file can make it raise anything
-        why = f"{type(error).__name__}: {root_cause(error)}"
-        raise UserError(f"hf:{name}: transformers cannot load it ({why})") from error
+# ---- 1. Export ----------------------------------------------------------------------------------------------
+class Exported(NamedTuple):
+    """What goes into an export."""
+    config: Config
+    weights: dict[str, torch.Tensor]  # by their names in modeling_maelm.py
+    tokenizer: Tokenizer
+    head: str  # the end of the name of their class there; "" is the encoder alone
+    labels: list[str]  # of a classifier; one for numbers
 
 
-def model_from_hub(auto: str, name: str) -> tuple[nn.Module, bool]:
-    """A model in fp32, in evaluation mode; whether its head is new. UserError if weights of its encoder are missing."""
-    model, loading = from_hub(auto, name, output_loading_info=True)
-    missing = [key for key in loading["missing_keys"] if not key.startswith(("pooler.", "lm_head."))]
-    if missing:
-        raise UserError(f"{name}: it lacks weights of the encoder, such as {min(missing)}")
-    return model.float().eval(), bool(loading["missing_keys"])
+def read_run(source: Path) -> Exported:
+    """A run folder or checkpoint of train.py. Decoders with cross-attention, and those of encoders that read random
+    tokens, cannot predict [MASK] in a text, and stay behind. Raises UserError for a model of any other kind."""
+    model, tokenizer = load_model(source)
+    if type(model) not in (MAELM, CrossMAELM):
+        raise UserError(f"{source}: support/modeling_maelm.py cannot compute a model of class {type(model).__name__}")
+    if type(model) is MAELM and model.config.encoder_fill == "mask":
+        return Exported(model.config, model.state_dict(), tokenizer, "ForMaskedLM", [])
+    weights = {f"encoder.{name}": weight for name, weight in model.encoder.state_dict().items()}
+    return Exported(model.config, weights, tokenizer, "", [])
 
 
-def open_hub(name: str) -> tuple[nn.Module, object, int]:
-    """An encoder of the Hub or a folder, its tokenizer, its longest input in tokens. UserError if there is none."""
-    model, _ = model_from_hub("AutoModel", name)
-    tokenizer = from_hub("AutoTokenizer", name)
-    if model.config.is_encoder_decoder:
-        model = model.get_encoder()
-    if tokenizer.mask_token_id is None:
-        raise UserError(f"{name}: it has no mask token; use an encoder trained with MLM")
-    # RoBERTa and its like count positions from after their padding id: of 514 they have 512.
-    longest = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", 514) - 2)
-    return model, tokenizer, longest
-
-
-OUTSIDE = {  # our modules and theirs outside the layers; {} is roberta or mpnet
-    "encoder.token_embedding": "{}.embeddings.word_embeddings",
-    "encoder.position_embedding": "{}.embeddings.position_embeddings",
-    "encoder.norm": "{}.embeddings.LayerNorm",
-    "encoder.stack.relative_bias.table": "{}.encoder.relative_attention_bias",
-    "head": "lm_head",
-    "head.transform.0": "lm_head.dense", "head.transform.2": "lm_head.layer_norm",
-    "classifier.1": "classifier.dense", "classifier.4": "classifier.out_proj",
-    "qa_outputs": "qa_outputs",
-}
-LAYER = {  # our modules in a layer, RoBERTa's and MPNet's; the one for keys and values is two of theirs
-    "self_attention.query": ("attention.self.query", "attention.attn.q"),
-    "self_attention.key_value": ("attention.self.key attention.self.value", "attention.attn.k attention.attn.v"),
-    "self_attention.output": ("attention.output.dense", "attention.attn.o"),
-    "attention_norm": ("attention.output.LayerNorm", "attention.LayerNorm"),
-    "ffn.0": ("intermediate.dense", "intermediate.dense"),
-    "ffn.2": ("output.dense", "output.dense"),
-    "ffn_norm": ("output.LayerNorm", "output.LayerNorm"),
-}
-
-
-def their_names(ours: str, kind: str) -> list[str]:
-    """What a RoBERTa or MPNet calls our weight `ours`: one name, or two for keys and values."""
-    module, parameter = ours.rsplit(".", 1)
-    if not module.startswith("encoder.stack.blocks."):
-        return [f"{OUTSIDE[module].format(kind)}.{parameter}"]
-    layer, module = module.removeprefix("encoder.stack.blocks.").split(".", 1)
-    roberta, mpnet = LAYER[module]
-    theirs = roberta if kind == "roberta" else mpnet
-    return [f"{kind}.encoder.layer.{layer}.{name}.{parameter}" for name in theirs.split()]
-
-
-def to_theirs(weights, kind: str):
-    """Our weights under the names of a RoBERTa or MPNet."""
-    found = {}
-    for ours, weight in weights.items():
-        names = their_names(ours, kind)
-        found.update(zip(names, weight.chunk(len(names))))  # the first half of our matrix are the keys
-    positions = f"{kind}.embeddings.position_embeddings.weight"
-    found[positions] = nn.functional.pad(found[positions], (0, 0, OFFSET, 0))  # rows of zeros before the first one
-    if kind == "roberta":
-        found[SEGMENT] = torch.zeros(1, found[positions].shape[1])
-    return found
-
-
-def to_ours(weights, names: Iterable[str], order):
-    """The weights of a RoBERTa under our `names`, with the rows of its vocabulary in the order (V,) int64."""
-    found = {}
-    for name in names:
-        found[name] = torch.cat([weights[part] for part in their_names(name, "roberta")])
-    positions = found["encoder.position_embedding.weight"][OFFSET:]
-    found["encoder.position_embedding.weight"] = positions + weights[SEGMENT]  # all tokens are in its one segment
-    for name in ("encoder.token_embedding.weight", "head.bias"):
-        found[name] = found[name][order]
-    return found
-
-
-# ---- 2. Export ----------------------------------------------------------------------------------------------
-def read_source(source: Path):
-    """What is exported -> configuration, weights, tokenizer, the end of the name of their class, labels."""
-    file = source / "encoder.pt" if source.is_dir() else source
-    if file.name != "encoder.pt" or not file.is_file():
-        model, tokenizer = load_model(source)
-        return model.config, model.state_dict(), tokenizer, "ForMaskedLM", []
+def read_tuned(file: Path) -> Exported:
+    """The encoder.pt of finetune.py. Raises UserError if its head is not one of finetune.py's."""
+    encoder, tokenizer, config, _ = load_encoder(file)
+    weights = {f"encoder.{name}": weight for name, weight in encoder.state_dict().items()}
     state = read_tensors(file, "model", "task", "labels", "scale")
-    head, module, labels = "ForSequenceClassification", "classifier", state["labels"] or ["number"]
+    head, module, layers = "ForSequenceClassification", "classifier", ["head.1", "head.4"]
+    labels = state["labels"] or ["number"]
     if state["task"] == "squad2":
-        head, module, labels = "ForQuestionAnswering", "qa_outputs", []
-    weights = {}
-    for name, weight in state["model"].items():
-        if name.startswith("head.4."):  # the last layer gives a number in its own unit
-            weight = state["scale"] * weight
-        weights[re.sub("^head", module, name)] = weight
-    return state["config"], weights, Tokenizer.load(file.parent), head, labels
+        head, module, layers, labels = "ForQuestionAnswering", "qa_outputs", ["head"], []
+    names = {f"{layer}.{parameter}" for layer in layers for parameter in ("weight", "bias")}
+    differs = names ^ {name for name in state["model"] if not name.startswith("encoder.")}
+    if differs:
+        raise UserError(f"{file}: its head is not one of finetune.py's, which differ in {', '.join(sorted(differs))}")
+    for name in names:
+        # The last layer gives a number in its own unit.
+        scale = state["scale"] if name.startswith("head.4") else 1.0
+        weights[name.replace("head", module)] = scale * state["model"][name]
+    return Exported(config, weights, tokenizer, head, labels)
 
 
-def exact_format(config: Config) -> str:
-    """The format that computes what an encoder of this configuration does, without our code if one does."""
-    if config.norm == "post" and config.rel_pos_buckets == 0:
-        return "roberta"
-    if config.norm == "post" and (config.rel_pos_buckets, config.rel_pos_max_distance) == (32, 128):
-        return "mpnet"
-    return "maelm"
-
-
-def hub_config(config: Config, kind: str, head: str, labels: list[str]) -> dict:
-    """config.json for the class whose name ends with `head`. Under "maelm" it has our own fields, in every format."""
+def hub_config(exported: Exported) -> dict:
+    """config.json: our fields under "maelm", and for other programs those that they look for."""
+    config, code = exported.config, "modeling_maelm.MAELM"  # our file, and how the names of its classes begin
     found = {
-        "model_type": kind, "vocab_size": config.vocab_size, "hidden_size": config.encoder_dim,
+        "model_type": "maelm", "vocab_size": config.vocab_size, "hidden_size": config.encoder_dim,
         "num_hidden_layers": config.encoder_layers, "num_attention_heads": config.encoder_heads,
-        "intermediate_size": 4 * config.encoder_dim, "layer_norm_eps": EPS, "hidden_dropout_prob": config.dropout,
-        "attention_probs_dropout_prob": config.dropout, "pad_token_id": PAD, "maelm": asdict(config),
-        "max_position_embeddings": config.seq_len + (0 if kind == "maelm" else OFFSET),
-        "type_vocab_size": 1,  # one segment, whose embedding is 0
-        "architectures": [CLASSES[kind] + (head or "Model")],
+        "intermediate_size": 4 * config.encoder_dim, "hidden_dropout_prob": config.dropout, "pad_token_id": PAD,
+        "max_position_embeddings": config.seq_len, "maelm": asdict(config),
+        "architectures": ["MAELM" + (exported.head or "Model")], "auto_map": {"AutoConfig": code + "Config"},
     }
-    if kind == "maelm":
-        code = "modeling_maelm.MAELM"  # our file, and how the names of its classes begin
-        found["auto_map"] = {"AutoConfig": code + "Config"}
-        for name in ("", "ForSequenceClassification", "ForQuestionAnswering", head):
-            found["auto_map"]["AutoModel" + name] = code + (name or "Model")
-    if labels:
-        found["problem_type"] = "regression" if len(labels) == 1 else "single_label_classification"
-        found["id2label"] = dict(enumerate(labels))
-        found["label2id"] = {label: i for i, label in enumerate(labels)}
+    for name in ("", "ForSequenceClassification", "ForQuestionAnswering", exported.head):
+        found["auto_map"]["AutoModel" + name] = code + (name or "Model")
+    if exported.labels:
+        is_number = len(exported.labels) == 1
+        found["problem_type"] = "regression" if is_number else "single_label_classification"
+        found["id2label"] = dict(enumerate(exported.labels))
+        found["label2id"] = {label: i for i, label in enumerate(exported.labels)}
     return found
 
 
@@ -195,30 +111,63 @@ def save_tokenizer(tokenizer: Tokenizer, seq_len: int, out: Path):
         "model_input_names": ["input_ids", "attention_mask"]})
 
 
-def export(source: Path, out: Path, wanted: str):
+def export(source: Path, out: Path):
     """Write a run folder, a checkpoint or what finetune.py keeps as a folder for transformers."""
     transformers_library()
-    config, weights, tokenizer, head, labels = read_source(source)
-    kind = exact_format(config) if wanted == "auto" else wanted
-    # A format without decoder cannot predict [MASK], nor can a model that reads more than a text with [MASK].
-    no_decoder = kind != "maelm" and config.decoder_layers > 0
-    if head == "ForMaskedLM" and (no_decoder or config.decoder != "bi" or config.encoder_fill == "random"):
-        head = ""
-        weights = {name: weight for name, weight in weights.items() if name.startswith("encoder.")}
-    if kind != "maelm":
-        weights = to_theirs(weights, kind)
-    import safetensors.torch  # comes with transformers; its save_file makes a file that only the owner can read
-    with atomic(out / "model.safetensors") as temporary:
-        temporary.write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
-    write_json(out / "config.json", hub_config(config, kind, head, labels))
-    save_tokenizer(tokenizer, config.seq_len, out)
-    if kind == "maelm":
-        for file in ("support/modeling_maelm.py", "maelm.py"):
-            shutil.copy(Path(__file__).parents[1] / file, out)
-    print(f"{out}: {kind}, for AutoModel{head}; any other class of model would have a random head")
+    import safetensors.torch  # comes with transformers
+    file = source / "encoder.pt" if source.is_dir() else source
+    is_tuned = file.name == "encoder.pt" and file.is_file()
+    exported = read_tuned(file) if is_tuned else read_run(source)
+    with unfinished(out):
+        with atomic(out / "model.safetensors") as temporary:
+            # Not save_file: it makes a file that only its owner can read.
+            temporary.write_bytes(safetensors.torch.save(exported.weights, {"format": "pt"}))
+        save_tokenizer(exported.tokenizer, exported.config.seq_len, out)
+        for code in ("support/modeling_maelm.py", "maelm.py"):
+            shutil.copy(Path(__file__).parents[1] / code, out)
+        write_json(out / "config.json", hub_config(exported))
+    print(f"{out}: for AutoModel{exported.head} with trust_remote_code=True; another class would have a random head")
 
 
-# ---- 3. Import ----------------------------------------------------------------------------------------------
+# ---- 2. Import ----------------------------------------------------------------------------------------------
+OFFSET = 2  # RoBERTa counts positions from after its padding id, 1
+EPS = nn.LayerNorm(1).eps  # of all our LayerNorms
+SEGMENT = "roberta.embeddings.token_type_embeddings.weight"
+OUTSIDE = {  # our modules outside the layers, and RoBERTa's
+    "encoder.token_embedding": "roberta.embeddings.word_embeddings",
+    "encoder.position_embedding": "roberta.embeddings.position_embeddings",
+    "encoder.norm": "roberta.embeddings.LayerNorm",
+    "head": "lm_head", "head.transform.0": "lm_head.dense", "head.transform.2": "lm_head.layer_norm",
+}
+LAYER = {  # our modules in a layer, and RoBERTa's; the one for keys and values is two of RoBERTa's
+    "self_attention.query": "attention.self.query",
+    "self_attention.key_value": "attention.self.key attention.self.value",
+    "self_attention.output": "attention.output.dense", "attention_norm": "attention.output.LayerNorm",
+    "ffn.0": "intermediate.dense", "ffn.2": "output.dense", "ffn_norm": "output.LayerNorm",
+}
+
+
+def their_names(ours: str) -> list[str]:
+    """What RoBERTa calls our weight `ours`: one name, or two for keys and values."""
+    module, parameter = ours.rsplit(".", 1)
+    if not module.startswith("encoder.stack.blocks."):
+        return [f"{OUTSIDE[module]}.{parameter}"]
+    layer, module = module.removeprefix("encoder.stack.blocks.").split(".", 1)
+    return [f"roberta.encoder.layer.{layer}.{name}.{parameter}" for name in LAYER[module].split()]
+
+
+def to_ours(weights, names: Iterable[str], order):
+    """The weights of a RoBERTa under our `names`, with the rows of its vocabulary in the order (V,) int64."""
+    found = {}
+    for name in names:
+        found[name] = torch.cat([weights[part] for part in their_names(name)])
+    positions = found["encoder.position_embedding.weight"][OFFSET:]
+    found["encoder.position_embedding.weight"] = positions + weights[SEGMENT]  # all tokens are in its one segment
+    for name in ("encoder.token_embedding.weight", "head.bias"):
+        found[name] = found[name][order]
+    return found
+
+
 def read_config(name: str, theirs) -> Config:
     """The configuration of a RoBERTa as one of ours. UserError names what ours cannot express."""
     if theirs.model_type != "roberta":
@@ -257,13 +206,14 @@ def import_model(name: str, out: Path):
     theirs, new_head = model_from_hub("AutoModelForMaskedLM", name)
     model = MAELM(config)
     model.load_state_dict(to_ours(theirs.state_dict(), model.state_dict(), order))
-    tokenizer.save(out)
-    write_json(out / "config.json", asdict(config) | {"init": name})
-    save_checkpoint(out, 0, model, [], 0.0, 0)
+    with unfinished(out):
+        tokenizer.save(out)
+        save_checkpoint(out, 0, model, [], 0.0, 0)
+        write_json(out / "config.json", asdict(config) | {"init": name})
     print(f"{out}: {name}" + (", with a new head for [MASK]" if new_head else ""))
 
 
-# ---- 4. Command line ----------------------------------------------------------------------------------------
+# ---- 3. Command line ----------------------------------------------------------------------------------------
 def main(argv=None):
     """The two commands."""
     parser = Parser("support.convert", __doc__)
@@ -271,12 +221,12 @@ def main(argv=None):
     add("command", choices=["export", "import"])
     add("source", help="export: a run folder, a checkpoint or an encoder.pt; import: hf:NAME or a folder")
     add("out", type=Path, help="the folder to write")
-    add("--format", default="auto", choices=["auto", "maelm"], help="of an export [auto: RoBERTa or MPNet if exact]")
     options = parser.parse_args(argv)
     with clear_errors("support.convert"):
-        refuse_other_files(options.out)
+        if not (options.out / UNFINISHED).is_file():
+            refuse_other_files(options.out)
         if options.command == "export":
-            export(Path(options.source), options.out, options.format)
+            export(Path(options.source), options.out)
         else:
             import_model(options.source, options.out)
 

@@ -2,7 +2,6 @@
 import json
 import math
 import os
-import shutil
 import subprocess
 from itertools import product
 
@@ -28,7 +27,7 @@ def test_intervals_are_those_of_scipy_and_p_is_corrected_for_the_number_of_claim
 def test_verdicts_say_effect_and_power():
     def claim(low, high, p):
         interval = evidence.Interval((low + high) / 2, low, high, p)
-        found = evidence.Claim("Table 3", "", "29 of 768", 4.8, None, interval, None, p)
+        found = evidence.Claim("Table 3", "", "29 of 768", 4.8, None, interval, p)
         return found.verdict(), found.power()
     cases = {(1, 9, 0.01): ("shown", "inside"), (-9, -1, 0.01): ("reversed", "outside"),
              (5, 9, 0.06): ("undecided", "outside"), (-9, 1, 0.1): ("undecided", "outside")}
@@ -41,10 +40,10 @@ def record_of(sign):
     found = {}
     for seed, (model, ahead) in product((3, 4, 5), (("mae-lm", sign), ("mlm", 0))):
         ranks = {"with_mask": 70, "without_mask": 60 + 9 * ahead, "mask_only": 30}
-        layers = [dict.fromkeys(("uncentered", "centered"), ranks | {"mask_only": low}) for low in (30 - 9 * sign, 30)]
+        layers = [{"uncentered": ranks | {"mask_only": low}} for low in (30 - 9 * sign, 30)]
         found[f"train {model} {seed}"] = {}
         found[f"rank {model} {seed}"] = dict.fromkeys("123456", {"layers": layers})
-        after = [None, {"uncentered": 40 + 9 * ahead, "centered": 40}]  # None: that seed diverged
+        after = [None, {"uncentered": 40 + 9 * ahead}]  # None: that seed diverged
         found[f"docs {model} {seed}"] = {"median": 50 + (1 + seed / 100) * ahead, "effective_rank": {"after": after}}
     return {name: {"found": one} for name, one in found.items()}
 
@@ -57,18 +56,29 @@ def test_claims_follow_the_sign_of_differences(sign, word):
 
 
 def test_project_record_gives_its_page(tmp_path, monkeypatch):
-    page, record = tmp_path / "results.md", tmp_path / "record"
+    page = tmp_path / "results.md"
     pages = [evidence.PAGE, page]
     page.write_text("before <!-- verdicts -->\nstale\n<!-- end of verdicts --> after")
-    shutil.copytree(evidence.RECORD, record)
-    committed = (record / "evidence.md").read_text(encoding="utf-8")
     monkeypatch.setattr(evidence, "PAGE", page)
-    monkeypatch.setattr(evidence, "RECORD", record)
     evidence.main(["--report"])
     ours, made = [path.read_text(encoding="utf-8").partition("<!-- verdicts -->")[2] for path in pages]
     assert made.endswith("<!-- end of verdicts --> after") and ours.startswith(made.removesuffix(" after"))
-    assert (record / "evidence.md").read_text(encoding="utf-8") == committed
-    assert (tmp_path / "evidence.png").is_file() and (tmp_path / "rank.png").is_file()
+    assert (tmp_path / "rank.png").is_file()
+
+
+def test_ranks_that_rank_py_wrote_are_drawn_before_all_has_ended(tmp_path):
+    curves = {"with_mask": [3, 5], "without_mask": [4, 6], "mask_only": [1, 2]}
+    model = {"uncentered": curves, "centered": curves, "d": 8, "n": {}}
+    write_json(tmp_path / "rank-mlm-3/rank.json", {"tau": 0.9, "models": {"RUN": model}})
+    for seed in (3, 4):
+        write_json(tmp_path / f"train-mlm-{seed}/config.json", {"init": "", "max_steps": 6})
+        (tmp_path / f"train-mlm-{seed}/log.jsonl").write_text(json.dumps({"step": 6, "val_loss": 3.0}))
+    for name in ("rank-mlm-3", "train-mlm-3", "train-mlm-4"):
+        (tmp_path / f"{name}.log").write_text("+ python rank.py RUN\n= 60 s\n")
+    evidence.main(["--collect", str(tmp_path)])
+    record = evidence.Record(read_json(tmp_path / "evidence.json")["jobs"])
+    assert record.ranks("mlm", "without_mask")[0] == [4, 6] and math.isnan(record.rank("mlm", "mask_only")[1])
+    assert (tmp_path / "rank.png").is_file()
 
 
 if hasattr(os, "fork"):  # not on Windows

@@ -8,7 +8,6 @@ import torch
 
 import finetune
 from maelm import CLS, SEP
-from rank import RankConfig, subject_of_run
 from support import tasks
 from support.files import read_json, write_json
 from support.heads import Classification, Encoded, Spans, answer_tokens, labels_and_scale, spans_of
@@ -108,7 +107,7 @@ def test_the_best_checkpoint_counts(finished, tmp_path, monkeypatch):
     assert torch.equal(load_encoder(tmp_path / "out")[0].norm.weight, weights[3])
 
 
-def test_a_result_can_be_read_and_continued(finished, text, tmp_path):
+def test_a_result_can_be_read_and_continued(finished, tmp_path):
     result = tune(finished, "mnli", tmp_path, "--learning-rate", "1e-3")
     assert result["metric"] == "accuracy" and result["metrics"].keys() == {"accuracy", "accuracy_mm"}
     assert len(result["values"]) == 2 and result["median"] == np.median(result["values"])
@@ -117,7 +116,7 @@ def test_a_result_can_be_read_and_continued(finished, text, tmp_path):
         assert 1 <= found["uncentered"] <= 32 and 1 <= found["centered"] <= 32
     (tmp_path / "out/encoder.pt").unlink()
     assert tune(finished, "mnli", tmp_path, "--learning-rate", "1e-3") == result  # what was lost is made again
-    encoder = subject_of_run(str(tmp_path / "out"), RankConfig(data=str(text)), ONE.device).encoder
+    encoder, *_ = load_encoder(tmp_path / "out")
     assert not torch.equal(encoder.norm.weight, load_encoder(finished)[0].norm.weight)
     assert tune(tmp_path / "out", "rte", tmp_path, out="next")["setting"].keys() == set(tasks.SWEPT)
 

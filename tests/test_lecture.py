@@ -27,6 +27,7 @@ def test_lecture_draws_what_rank_measures(tmp_path):
     found = json.loads(notebook.cells[-1].outputs[0].text)
     assert pictures(notebook) == committed == 11
 
-    rank.main(["models/mae-lm", "models/mlm", "--data", str(text), "--val-share", "1", "--out", str(tmp_path)])
-    measured = read_json(tmp_path / "rank.json")["models"]
+    out = tmp_path / "rank"
+    rank.main(["models/mae-lm", "models/mlm", "--data", str(text), "--val-share", "1", "--out", str(out)])
+    measured = read_json(out / "rank.json")["models"]
     assert list(found.values()) == list(measured.values())

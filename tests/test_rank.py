@@ -9,9 +9,11 @@ import maelm
 import rank
 from conftest import generator
 from course import copying, theory
+from support import subjects
+from support.documents import in_validation
 from support.files import read_json
 from support.models import checkpoints, load_encoder
-from tests.common import fails, little_documents
+from tests.common import contents, fails, little_documents, short_run, write_corpus
 from tests.test_homework import TAUS
 from tests.test_hub import write_hub_model
 
@@ -77,7 +79,7 @@ def made_up(tokens):
 
 
 def measure(seed, tau=0.9):
-    """Rows (40, 20), the masked ones that the encoder read, and its part of rank.json."""
+    """Sequences (40, 20), the masked ones that the encoder read, and its part of rank.json."""
     rows = torch.randint(maelm.NUM_SPECIAL, 300, (40, 20), generator=generator(3))
     rows[:, 0] = maelm.CLS
     rows[::2, 11] = maelm.SEP
@@ -87,11 +89,12 @@ def measure(seed, tau=0.9):
         read.append(tokens)
         return made_up(tokens)
 
-    subject = rank.Subject("made up", encode, rows.numpy(), "rows", 8, 20, maelm.MASK, [0, 1, 2, 3])
+    subject = subjects.Subject("made up", encode, rows.numpy(), "rows", maelm.MASK, [0, 1, 2, 3], True)
     config = rank.RankConfig(batch_size=7, tau=tau, seed=seed)
-    found = rank.ranks_by_layer(subject, rank.measure(subject, config), config)
-    assert torch.equal(torch.cat(read[1::2]), rows)
-    return rows, torch.cat(read[::2]), found
+    found = rank.model_ranks(subject, rank.measure(subject, config), tau)
+    _, *batches = read  # the first is one sequence, which tells the layers
+    assert torch.equal(torch.cat(batches[1::2]), rows)
+    return rows, torch.cat(batches[::2]), found
 
 
 def test_curves_hold_the_states_they_name():
@@ -102,10 +105,9 @@ def test_curves_hold_the_states_they_name():
         curves = {"with_mask": (masked, everywhere), "without_mask": (rows, everywhere), "mask_only": (masked, at)}
         for curve, (tokens, chosen) in curves.items():
             assert found["n"][curve] == chosen.sum()
-            for layer, h in zip(found["layers"], made_up(tokens), strict=True):
-                for centering, centered in rank.CENTERINGS.items():
-                    ranks, _ = svd_ranks(h[chosen].numpy(), centered)
-                    assert layer[centering][curve] == {str(tau): ranks[number]}
+            for centering, centered in rank.CENTERINGS.items():
+                ranks = [svd_ranks(h[chosen].numpy(), centered)[0][number] for h in made_up(tokens)]
+                assert found[centering][curve] == ranks
 
 
 def test_masks_are_15_percent_of_real_tokens():
@@ -117,35 +119,63 @@ def test_masks_are_15_percent_of_real_tokens():
 
 def test_the_command_writes_ranks_and_a_figure(text, finished, tmp_path):
     names = [str(path) for path in (finished, *checkpoints(finished))]
-    rank.main([*names, *f"--data {text} --val-share 1 --tau 0.5 --out {tmp_path}".split()])
+    command = [*names, *f"--data {text} --val-share 1 --tau 0.5 --out {tmp_path}".split()]
+    rank.main(command)
+    before = contents(tmp_path)
+    rank.main(command)  # writes over its own files
+    assert contents(tmp_path) == before and before.keys() == {"rank.json", "rank.png"}
     models = read_json(tmp_path / "rank.json")["models"]
-    assert list(models) == names and (tmp_path / "rank.png").is_file()
+    assert list(models) == names
     folder, first, last = models.values()
-    assert folder == last and folder["layers"] != first["layers"]  # a folder is its newest checkpoint
-    ranks = folder["layers"][2]["centered"]["mask_only"]
-    assert 1 <= ranks["0.5"] <= folder["d"] == 32
+    assert folder == last and folder["centered"] != first["centered"]  # a folder is its newest checkpoint
+    ranks = folder["centered"]["mask_only"]
+    assert len(ranks) == 3 and 1 <= ranks[2] <= folder["d"] == 32
+
+
+def test_files_of_others_are_not_written_over(finished, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    assert "not empty" in fails(lambda: rank.main([str(finished), "--out", str(tmp_path)]), capsys)
+    assert contents(tmp_path) == {"config.json": b"{}"}
 
 
 def test_a_run_is_measured_on_its_validation_text(finished):
-    subject = rank.subject_of_run(str(finished), rank.RankConfig(), CPU)
+    subject = subjects.open_subject(str(finished), rank.RankConfig(), CPU)
     encoder, tokenizer, *_ = load_encoder(finished)
-    document = next(text for text in little_documents() if rank.in_validation(text, 0.1))
+    document = next(text for text in little_documents() if in_validation(text, 0.1))
     tokens = torch.from_numpy(subject.rows[[0, 1, 2]])
     assert tokenizer.decode(tokens[:, 1:].flatten()).startswith(document.lower())
     states = encoder.hidden_states(tokens, torch.arange(24)[None])
     assert all(map(torch.equal, subject.encode(tokens), states))
 
 
+def test_a_run_keeps_its_tokenizer_when_its_text_has_changed(tmp_path):
+    text, config = write_corpus(tmp_path / "text.txt"), rank.RankConfig()
+    run = str(short_run(text, tmp_path / "run"))
+    before = subjects.open_subject(run, config, CPU).sample(1000)
+    text.write_text(text.read_text() + "\n\n" + 400 * "zyx wvu tsr qpo. ")
+    assert torch.equal(subjects.open_subject(run, config, CPU).sample(1000)[:5], before[:5])
+
+
 def test_a_hub_encoder_keeps_its_frame(text, tmp_path):
     model, tokenizer = write_hub_model(tmp_path)
     config = rank.RankConfig(data=str(text), val_share=1.0)
-    subject = rank.subject_of_hub(f"hf:{tmp_path}", config, CPU)
+    subject = subjects.open_subject(f"hf:{tmp_path}", config, CPU)
     tokens = torch.from_numpy(subject.rows[:3])
     for row in tokens.tolist():
         assert row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id
     assert tokenizer.decode(tokens[:, 1:-1].flatten()).startswith(little_documents()[0] + "</s>")
     torch.testing.assert_close(subject.encode(tokens)[-1], model.base_model(tokens).last_hidden_state)
     assert rank.measure(subject, config)["mask_only"][0].count == 4 * len(subject.rows)
+
+
+def test_a_hub_encoder_with_shorter_layers_gets_one_line(text, tmp_path, capsys):
+    import transformers
+    _, tokenizer = write_hub_model(tmp_path / "hub")
+    transformers.FunnelModel(transformers.FunnelConfig(
+        vocab_size=len(tokenizer), block_sizes=[1, 1], d_model=32, n_head=2, d_head=16, d_inner=64,
+    )).save_pretrained(tmp_path / "hub")
+    command = f"hf:{tmp_path / 'hub'} --data {text} --val-share 1 --seq-len 24 --out {tmp_path / 'out'}"
+    assert "one vector per token" in fails(lambda: rank.main(command.split()), capsys)
 
 
 @pytest.mark.parametrize("flags, message", [

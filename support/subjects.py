@@ -1,0 +1,129 @@
+"""What rank.py and the programs of course/ measure: the encoder of a run or of the Hub, and text as token ids."""
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from maelm import CLS, MASK, NUM_SPECIAL, SEP, Config
+from support.cli import UserError
+from support.corpus import Rows, corpus_settings, evenly, prepared_corpus
+from support.documents import documents, in_validation, sources
+from support.hub import encoder_from_hub
+from support.models import load_encoder
+from support.tokenizer import Tokenizer
+
+
+class Subject(NamedTuple):
+    """An encoder and its text, in sequences of n tokens."""
+    name: str
+    encode: Callable[[Tensor], list[Tensor]]  # (B, n) int64 on the CPU -> H^0 ... H^L, (B, n, d) float32
+    rows: np.ndarray | Rows  # rows[numbers] is (B, n) int64
+    text: str  # the source of the rows, such as docs
+    mask: int  # id of [MASK]
+    specials: list[int]  # ids of the tokens that are never masked
+    reads_mask: bool  # whether the encoder read [MASK] in training
+
+    def sample(self, tokens: int) -> Tensor:
+        """About so many tokens, spaced evenly over the text, or all of them: (rows, n) int64."""
+        n = self.rows[[0]].shape[1]
+        return evenly(self.rows, math.ceil(tokens / n))
+
+
+def open_subject(name: str, config, device: torch.device) -> Subject:
+    """The model that a command line names: hf:NAME, a run folder, or a checkpoint. The fields data, column, val_share,
+    tokens and seq_len of the config, a rank.RankConfig, choose its text. Raises UserError without a model or text."""
+    if name.startswith("hf:"):
+        return subject_of_hub(name, config, device)
+    return subject_of_run(name, config, device)
+
+
+# ---- 1. A run -----------------------------------------------------------------------------------------------
+def subject_of_run(name: str, config, device: torch.device) -> Subject:
+    """A model of ours. Without --data it reads the validation text of its run, and docs if it has none, as fine-tuned
+    and imported models."""
+    encoder, tokenizer, shape, settings = load_encoder(Path(name), device)
+    if config.data or "data" not in settings:
+        text = config.data or "docs"
+        rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config)
+    else:
+        text = settings["data"]
+        rows = validation_rows(settings, shape, tokenizer)
+    positions = torch.arange(shape.seq_len, device=device)[None]  # (1, n)
+
+    def encode(tokens):
+        return encoder.hidden_states(tokens.to(device), positions)
+
+    reads_mask = shape.mask_in_encoder > 0 and shape.encoder_fill == "mask"
+    return Subject(name, encode, rows, text, MASK, list(range(NUM_SPECIAL)), reads_mask)
+
+
+def validation_rows(settings: dict, shape: Config, tokenizer: Tokenizer) -> Rows:
+    """The validation text of the run with these settings, always in its own tokens."""
+    wanted = corpus_settings(shape, settings, tokenizer)
+    return Rows(prepared_corpus(wanted._replace(tokenizer=tokenizer)), "val", shape.seq_len)
+
+
+# ---- 2. An encoder of the Hub -------------------------------------------------------------------------------
+def subject_of_hub(name: str, config, device: torch.device) -> Subject:
+    """An encoder that transformers' AutoModel loads. It reads the validation documents of --data, or of docs."""
+    model, tokenizer, longest = encoder_from_hub(name)
+    model = model.to(device)
+
+    def encode_text(text: str) -> list[int]:
+        text = text.replace(tokenizer.mask_token, "")
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def encode(tokens):
+        tokens = tokens.to(device)
+        out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True)
+        # The last of hidden_states lacks the final LayerNorm in some families.
+        states = [*(out.hidden_states or ())[:-1], out.last_hidden_state]
+        lengths = sorted({h.shape[1] for h in states})
+        if lengths != [tokens.shape[1]] or len(states) == 1:
+            raise UserError(f"{name}: of {tokens.shape[1]} tokens its {len(states)} layers have {lengths} vectors; "
+                            "use an encoder whose layers all have one vector per token")
+        return states
+
+    text = config.data or "docs"
+    rows = text_rows(text, encode_text, frame_of(tokenizer), min(config.seq_len, longest), config)
+    specials = sorted(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
+    return Subject(name, encode, rows, text, tokenizer.mask_token_id, specials, reads_mask=True)
+
+
+Frame = tuple[list[int], list[int], list[int]]  # special tokens: before a sequence, between documents, after a sequence
+
+
+def frame_of(tokenizer) -> Frame:
+    """The special tokens with which a tokenizer of transformers frames a text. It encodes the letter "a" with and
+    without them, and looks for the one in the other: RoBERTa's `<s> a </s>` has `<s>` before and `</s>` after it."""
+    letter = tokenizer("a", add_special_tokens=False)["input_ids"]
+    framed = tokenizer("a")["input_ids"]
+    starts = [i for i in range(len(framed)) if framed[i:i + len(letter)] == letter]
+    start = starts[0] if starts else 0  # some tokenizers encode a letter differently inside of a frame
+    separator = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
+    between = [] if separator is None else [separator]
+    return framed[:start], between, framed[start + len(letter):]
+
+
+# ---- 3. Text of --data --------------------------------------------------------------------------------------
+def text_rows(source: str, encode: Callable[[str], np.ndarray | list[int]], frame: Frame, n: int, config):
+    """Validation documents of a source as sequences (rows, n) int64, each in the frame. Raises UserError if there is
+    less text than one sequence."""
+    before, between, after = frame
+    room = n - len(before) - len(after)
+    texts = (text for text in documents(sources(source, config.column)) if in_validation(text, config.val_share))
+    ids = []
+    for text in tqdm(texts, "tokenizing", unit="text", leave=False, disable=None):
+        ids += [*encode(text), *between]
+        if len(ids) >= config.tokens:
+            break
+    count = min(len(ids) // room, math.ceil(config.tokens / n)) if room > 0 else 0
+    if count == 0:
+        raise UserError(f"--data {source}: {len(ids)} validation tokens are less than a row of {n}; use --val-share 1")
+    rows = [[*before, *ids[i * room:(i + 1) * room], *after] for i in range(count)]
+    return np.array(rows, np.int64)
