@@ -27,7 +27,7 @@ from tqdm import tqdm
 from maelm import CLS, MASK, NUM_SPECIAL, SEP, Encoder, draw_masks
 from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of,
                          require, require_positive)
-from support.corpus import Rows, corpus_settings, evenly, prepared_corpus, seed_of
+from support.corpus import Rows, evenly, prepared_corpus, seed_of
 from support.documents import VAL_SHARE, documents, in_validation, sources
 from support.files import figure, lock_folder, write_json
 from support.models import load_encoder
@@ -130,7 +130,7 @@ def subject_of_run(name: str, config: RankConfig, device: torch.device) -> Subje
     if config.data or "data" not in settings:
         rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config)
     else:
-        rows = Rows(prepared_corpus(corpus_settings(shape, settings, tokenizer)), "val", shape.seq_len)
+        rows = Rows(prepared_corpus(settings, tokenizer), "val", shape.seq_len)
     positions = torch.arange(shape.seq_len, device=device)[None]  # (1, n)
 
     def encode(tokens):
