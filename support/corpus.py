@@ -69,9 +69,8 @@ def in_threads(function: Callable[[list[str]], list], texts: Iterator[str]) -> I
                 part, size = [], 0
             if len(waiting) > workers:
                 yield waiting.popleft().result()
-        waiting.append(pool.submit(function, part))
-        while waiting:
-            yield waiting.popleft().result()
+        yield from [future.result() for future in waiting]
+        yield function(part)
 
 
 def encode_part(texts: list[str], tokenizer: Tokenizer, val_share: float, known: set[str]) -> list[tuple]:
@@ -161,10 +160,10 @@ def describe(folder: Path) -> str:
     meta = read_meta(folder)
     if "documents" not in meta:
         return f"{folder}: prepared by an earlier version"
-    train, val = meta["tokens"]["train"], meta["tokens"]["val"]
-    dropped = [f"{count:,} {kind}" for kind, count in meta["dropped"].items()]
+    train, val = meta["tokens"].values()
+    dropped = ", ".join(f"{count:,} {kind}" for kind, count in meta["dropped"].items())
     return (f"{folder}: {meta['documents']:,} documents, {train:,} training tokens, {val:,} validation tokens, "
-            f"{meta['characters'] / max(train + val, 1):.2f} characters per token; dropped: {', '.join(dropped)}")
+            f"{meta['characters'] / max(train + val, 1):.2f} characters per token; dropped: {dropped}")
 
 
 def read_meta(folder: Path) -> dict:
@@ -178,17 +177,17 @@ def read_meta(folder: Path) -> dict:
     raise UserError(f"{folder}: this prepared corpus is damaged or incomplete; delete it, and it is made again")
 
 
-def note_changes(settings: dict, folder: Path):
-    """Print a line if the text of --data is no longer that of a prepared corpus."""
+def note_changes(settings: dict, folder: Path, meta: dict):
+    """Print a line if the text of --data is no longer that of a prepared corpus, or can no longer be read."""
     data = settings["data"]
     try:
         read = sources(data, settings.get("column", "text"), settings["cache"])
-        changed = text_hash(read) != read_meta(folder).get("text")
-    except (UserError, OSError):
-        print(f"{data} is no longer there: its tokens in {folder} are used")
+        changed = text_hash(read) != meta.get("text")
+    except (UserError, OSError) as error:
+        print(f"{error}; the tokens in {folder}, prepared earlier, are used")
         return
-    if changed:
-        print(f"{data} has changed since it was prepared: its tokens of then, in {folder}, are used")
+    if changed and "text" in meta:  # an earlier version did not write it
+        print(f"--data {data}: has changed; the tokens in {folder}, prepared earlier, are used")
 
 
 def text_hash(read: list[Source]) -> str:
@@ -206,9 +205,9 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
     speaks = os.environ.get("RANK", "0") == "0"  # one of torchrun's processes
     of_run = settings.get("corpus")
     if of_run and (cache / of_run / "meta.json").is_file():
-        read_meta(cache / of_run)
+        meta = read_meta(cache / of_run)
         if speaks:
-            note_changes(settings, cache / of_run)
+            note_changes(settings, cache / of_run, meta)
         return cache / of_run
 
     read = sources(settings["data"], settings.get("column", "text"), settings["cache"])
@@ -217,13 +216,13 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
     names = [short_hash(repr((*how, made_by))) for made_by in (None, tokenizer and tokenizer.model.to_str())]
     folder = cache / (of_run if of_run in names else names[1])
     if of_run and speaks:
-        print(f"{cache / of_run} is no longer there: today's text of {settings['data']} is prepared")
-    meta = folder / "meta.json"
-    if not meta.is_file():  # otherwise nothing is written: the disk may be read-only
+        print(f"{cache / of_run}: no longer there; today's text of --data {settings['data']} is prepared")
+    complete = folder / "meta.json"
+    if not complete.is_file():  # otherwise nothing is written: the disk may be read-only
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / ".lock"):
-                if not meta.is_file():
+                if not complete.is_file():
                     prepare(settings, read, text, tokenizer, folder)
         except (MemoryError, OSError) as error:
             raise UserError(f"{folder}: not prepared ({root_cause(error)}); is memory or disk full? --cache names "

@@ -47,14 +47,14 @@ def files_in(name: str) -> tuple[Path, ...]:
     given = Path(name).expanduser()
     paths = [given] if given.exists() else sorted(map(Path, glob.glob(str(given))))
     if not paths or not name:
-        raise UserError(f"--data: {name!r} is neither docs nor hf:NAME, and there is no such file or folder")
+        raise UserError(f"--data {name}: no such file or folder; other sources are docs and hf:NAME")
     found = []
     for path in paths:
         inside = glob.glob("**", root_dir=path, recursive=True)  # skips what is hidden
         files = [path / part for part in sorted(inside)] or [path]
         found += [file for file in files if file.is_file() and format_of(file) in FORMATS]
     if not found:
-        raise UserError(f"--data: {name!r} is not a file or folder with {', '.join(FORMATS)}; "
+        raise UserError(f"--data {name}: neither a file nor a folder with {', '.join(FORMATS)}; "
                         f"all but .parquet can be compressed ({', '.join(COMPRESSED)})")
     return tuple(found)
 

@@ -1,5 +1,6 @@
 """A byte-level BPE: learned and stored by `tokenizers`, run by `tiktoken`."""
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -43,8 +44,8 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int, uncased: bool) -> "Tokenizer":
         """Learn merges until `vocab_size` ids are used, special tokens and bytes included, or no pair is left."""
         learner = cls.of_merges([], uncased).model
-        trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - NUM_SPECIAL, show_progress=False,
-                                                 initial_alphabet=byte_letters())
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - NUM_SPECIAL, initial_alphabet=byte_letters(),
+                                                 show_progress=sys.stderr.isatty())
         # tokenizers needs a hundred times the memory of each text.
         learner.train_from_iterator(split_long(texts, 1 << 16), trainer)
         merges = json.loads(learner.to_str())["model"]["merges"]
@@ -126,7 +127,7 @@ class Tokenizer:
 
 
 def split_long(texts: Iterable[str], longest: int) -> Iterator[str]:
-    """Texts in pieces of at most `longest` characters."""
+    """Texts in pieces of at most `longest` characters; an empty text is one piece."""
     for text in texts:
-        for start in range(0, len(text), longest):
+        for start in range(0, max(len(text), 1), longest):
             yield text[start:start + longest]
