@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from maelm import CLS, NUM_SPECIAL, SEP
 from support.cli import UserError, root_cause
-from support.documents import Source, documents, in_validation, ngrams, sources, stripped
+from support.documents import Source, documents, in_validation, ngrams, sources, stripped, text_hash
 from support.files import read_json, short_hash, write_json
 from support.tokenizer import Tokenizer, split_long
 
@@ -143,6 +143,8 @@ def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer 
                     files[kind].write(stream.astype(dtype).tobytes())
                     tokens[kind] += len(stream)
                     found["characters"] += length
+        if not any(tokens.values()):
+            raise UserError(f"--data {data}: there is no text in it")
         even_out(files, tokens, dtype, val_share)
         for file in files.values():
             file.flush()
@@ -160,10 +162,10 @@ def describe(folder: Path) -> str:
     meta = read_meta(folder)
     if "documents" not in meta:
         return f"{folder}: prepared by an earlier version"
-    train, val = meta["tokens"].values()
+    train, val = [meta["tokens"][split] for split in SPLITS]
     dropped = ", ".join(f"{count:,} {kind}" for kind, count in meta["dropped"].items())
     return (f"{folder}: {meta['documents']:,} documents, {train:,} training tokens, {val:,} validation tokens, "
-            f"{meta['characters'] / max(train + val, 1):.2f} characters per token; dropped: {dropped}")
+            f"{meta['characters'] / (train + val):.2f} characters per token; dropped: {dropped}")
 
 
 def read_meta(folder: Path) -> dict:
@@ -179,20 +181,14 @@ def read_meta(folder: Path) -> dict:
 
 def note_changes(settings: dict, folder: Path, meta: dict):
     """Print a line if the text of --data is no longer that of a prepared corpus, or can no longer be read."""
-    data = settings["data"]
     try:
-        read = sources(data, settings.get("column", "text"), settings["cache"])
+        read = sources(settings["data"], settings.get("column", "text"), settings["cache"])
         changed = text_hash(read) != meta.get("text")
     except (UserError, OSError) as error:
         print(f"{error}; the tokens in {folder}, prepared earlier, are used")
         return
     if changed and "text" in meta:  # an earlier version did not write it
-        print(f"--data {data}: has changed; the tokens in {folder}, prepared earlier, are used")
-
-
-def text_hash(read: list[Source]) -> str:
-    """A hash of the content of sources."""
-    return short_hash(repr([source.content_hash() for source in read]))
+        print(f"--data {settings['data']}: has changed; the tokens in {folder}, prepared earlier, are used")
 
 
 def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:

@@ -177,6 +177,11 @@ def sources(data: str, column: str = "text", cache: str = CACHE) -> list[Source]
     return found
 
 
+def text_hash(read: list[Source]) -> str:
+    """A hash of what sources hold, together."""
+    return short_hash(repr([source.content_hash() for source in read]))
+
+
 def hub_texts(source: Source) -> Iterator[str]:
     """The texts of the split `train` of hf:NAME[:CONFIG], read as a stream. UserError if that fails."""
     import datasets  # here: it takes a second

@@ -93,7 +93,8 @@ def grouped(lines: Iterable[str]) -> Iterator[str]:
         if document and (blank or size >= GROUPED):
             yield "".join(document)
             document, size = [], 0
-    yield "".join(document)
+    if document:
+        yield "".join(document)
 
 
 def json_records(path: Path) -> Iterator[dict]:

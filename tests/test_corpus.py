@@ -90,7 +90,8 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
     ("a.txt", "text".encode("utf-16"), "a.txt: not UTF-8"), ("a.txt", "text".encode("utf-16-le"), "a.txt: not UTF-8"),
     ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),
     ("a.parquet", b"PAR1 not really", "a.parquet: cannot be read .Parquet magic bytes not found"),
-    ("a.txt", b"", "its train split has 0 tokens, too few for a row of seq_len=64"),
+    ("a.txt", b"few", "its train split has . tokens, too few for a row of seq_len=64"),
+    ("a.txt", b"\n", "a.txt: there is no text in it"),
     ("a.csv", b"a,b", "a.csv: neither a file nor a folder with .txt, .jsonl"),
     ("b[2].txt", None, "b.2..txt: no such file or folder"),
 ])
