@@ -21,8 +21,7 @@ from tqdm import tqdm
 
 from support.cli import UserError, root_cause
 from support.files import read_json, short_hash, write_json
-from support.texts import LONGEST, file_texts, files_in, format_of, grouped, readable, texts_in
-from support.tokenizer import split_long
+from support.texts import LONGEST, file_texts, files_in, format_of, grouped, readable, split_long, texts_in
 
 CACHE = "~/.cache/maelm"  # the folder for what can be made again, unless --cache names another
 PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib", "pyarrow",

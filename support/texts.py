@@ -141,3 +141,10 @@ def file_texts(file: Path, column: str) -> Iterator[str]:
     if format_of(file) == ".parquet":
         return texts_in(parquet_records(file, column), column, file)
     return texts_in(json_records(file), column, file)
+
+
+def split_long(texts: Iterable[str], longest: int) -> Iterator[str]:
+    """Texts in pieces of at most `longest` characters; an empty text is one piece."""
+    for text in texts:
+        for start in range(0, max(len(text), 1), longest):
+            yield text[start:start + longest]

@@ -1,7 +1,7 @@
 """A byte-level BPE: learned and stored by `tokenizers`, run by `tiktoken`."""
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import tiktoken
@@ -10,6 +10,7 @@ import tokenizers
 from maelm import NUM_SPECIAL
 from support.cli import UserError
 from support.files import write_texts
+from support.texts import split_long
 
 SPECIALS = ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]  # ids 0 to 3, as in maelm.py
 PIECES = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"  # no merge crosses the border of a piece
@@ -124,10 +125,3 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids. Bytes that are not UTF-8 become U+FFFD, unused ids nothing."""
         return self.tiktoken.decode([int(i) for i in ids if i < len(self)])
-
-
-def split_long(texts: Iterable[str], longest: int) -> Iterator[str]:
-    """Texts in pieces of at most `longest` characters; an empty text is one piece."""
-    for text in texts:
-        for start in range(0, max(len(text), 1), longest):
-            yield text[start:start + longest]
