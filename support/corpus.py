@@ -213,7 +213,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
     names = [short_hash(repr((*how, made_by))) for made_by in (None, tokenizer and tokenizer.model.to_str())]
     folder = cache / (of_run if of_run in names else names[1])
     if of_run and speaks:
-        print(f"{cache / of_run}: no longer there; today's text of --data {settings['data']} is prepared")
+        print(f"{cache / of_run}: no longer there; today's text of --data {settings['data']} takes its place")
     complete = folder / "meta.json"
     if not complete.is_file():  # otherwise nothing is written: the disk may be read-only
         try:
