@@ -4,13 +4,13 @@ A prepared corpus is a folder in --cache, named by a hash of the text and of how
 `val.bin` hold tokens, uint16 or uint32, with `[SEP]` after each document. `meta.json`, written last, tells whether all
 is there. The text is read twice, the first time for the tokenizer.
 """
-import functools
 import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -36,11 +36,11 @@ ENOUGH = 4096  # validation tokens that a corpus with few documents has, or a te
 
 # ---- 1. The tokenizer's sample -----------------------------------------------------------------------------
 def sample(texts: Iterator[str], val_share: float) -> tuple[list[bytes], int]:
-    """Pieces of the training documents, at most SAMPLE bytes, and the number of characters of all documents. Every
-    piece is taken, or every second, or every fourth ... of the whole text, whatever its files are."""
-    kept, size, step, number, characters = [], 0, 1, 0, 0
+    """Pieces of the training documents, at most SAMPLE bytes, and the number of all documents. Every piece is taken, or
+    every second, or every fourth ... of the whole text, whatever its files are."""
+    kept, size, step, number, count = [], 0, 1, 0, 0
     for text in texts:
-        characters += len(text)
+        count += 1
         if in_validation(text, val_share):
             continue
         for piece in split_long([text], PIECE):
@@ -52,7 +52,7 @@ def sample(texts: Iterator[str], val_share: float) -> tuple[list[bytes], int]:
             step *= 2
             kept = kept[::2]
             size = sum(map(len, kept))
-    return kept, characters
+    return kept, count
 
 
 # ---- 2. Documents as tokens ---------------------------------------------------------------------------------
@@ -107,32 +107,25 @@ def even_out(files: dict, tokens: dict[str, int], dtype: np.dtype, val_share: fl
 
 
 # ---- 3. A prepared corpus -----------------------------------------------------------------------------------
-def counted(texts: Iterator[str], what: str, total: int | None = None) -> Iterator[str]:
-    """The texts, while a terminal shows how many characters have been read, of `total` if that is known."""
-    with tqdm(total=total, desc=what, unit=" characters", unit_scale=True, leave=False, disable=None) as bar:
-        for text in texts:
-            yield text
-            bar.update(len(text))
-
-
 def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer | None, folder: Path):
     """Write the corpus of sources, whose hash is `text`, to `folder`. UserError for text that cannot be read."""
     data, val_share, start = settings["data"], settings["val_share"], time.perf_counter()
     size = sum(file.stat().st_size for source in read for file in source.files)
     print(f"preparing {data}" + (f", {size / 1e6:,.1f} MB" if size else "") + f", in {folder}")
-    characters = None
+    bar = partial(tqdm, unit=" documents", unit_scale=True, leave=False, disable=None)
+    count = None  # of documents, if it is known
     if tokenizer is None:
         with suppress(UserError):  # there is one if a preparation was interrupted later
             tokenizer = Tokenizer.load(folder)
     if tokenizer is None:
-        pieces, characters = sample(counted(documents(read), "reading"), val_share)
+        pieces, count = sample(bar(stripped(read), "reading"), val_share)
         tokenizer = Tokenizer.train(map(bytes.decode, pieces), settings["vocab_size"], settings["uncased"])
     tokenizer.save(folder)
     known = set()
     if any(source.kind == "docs" for source in read):  # whose texts repeat a lot
         known = known.union(*[ngrams(text) for text in documents(read) if in_validation(text, val_share)])
 
-    texts = counted(stripped(read), "tokenizing", characters)
+    texts = bar(stripped(read), "tokenizing", total=count)
     dtype = np.dtype("uint16" if settings["vocab_size"] <= 1 << 16 else "uint32")
     tokens, found = dict.fromkeys(SPLITS, 0), Counter()
     with open(folder / "train.bin", "wb+") as train, open(folder / "val.bin", "wb+") as val:
@@ -283,7 +276,7 @@ def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-@functools.lru_cache(maxsize=2)  # a step can be in two epochs
+@lru_cache(maxsize=2)  # a step can be in two epochs
 def permutation(seed: int, epoch: int, total: int):
     """The order (total,) int64 of the rows in an epoch."""
     return np.random.default_rng((seed, epoch)).permutation(total)

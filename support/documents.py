@@ -184,24 +184,24 @@ def text_hash(read: list[Source]) -> str:
 def hub_texts(source: Source) -> Iterator[str]:
     """The texts of the split `train` of hf:NAME[:CONFIG], read as a stream. UserError if that fails."""
     import datasets  # here: it takes a second
+    from huggingface_hub.constants import HF_HOME
     from huggingface_hub.errors import HTTPError
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log what we say
     datasets.disable_progress_bars()
     path, _, config = source.name.removeprefix("hf:").partition(":")
     if Path(path).exists():
         raise UserError(f"{source.name}: the folder {path} would be read in its place; start in another folder")
+    with suppress(OSError):
+        os.makedirs(HF_HOME, exist_ok=True)
+    if not os.access(HF_HOME, os.W_OK):
+        raise UserError(f"{source.name}: {HF_HOME}, for downloads, cannot be written; set HF_HOME to another folder")
     with readable(source.name, HTTPError, datasets.exceptions.DatasetsError):
-        try:
-            builder = datasets.load_dataset_builder(path, config or None)
-            records = builder.as_streaming_dataset(split="train")
-            if hasattr(builder.config, "sample_by"):  # text files, read line by line
-                yield from grouped(record["text"] + "\n" for record in records)
-            else:
-                yield from texts_in(records, source.column, source.name)
-        except OSError as error:
-            if error.filename:  # of this machine
-                raise UserError(f"{source.name}: {error}; HF_HOME names the folder for what is downloaded") from error
-            raise
+        builder = datasets.load_dataset_builder(path, config or None)
+        records = builder.as_streaming_dataset(split="train")
+        if hasattr(builder.config, "sample_by"):  # text files, read line by line
+            yield from grouped(record["text"] + "\n" for record in records)
+        else:
+            yield from texts_in(records, source.column, source.name)
 
 
 def texts_of(source: Source) -> Iterator[str]:

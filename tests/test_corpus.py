@@ -222,9 +222,9 @@ def test_few_documents_have_both_splits(documents, share, tmp_path):
 def test_the_tokenizers_sample_is_spread_evenly(monkeypatch):
     monkeypatch.setattr(corpus, "SAMPLE", 5000)
     texts = [f"{number:05}" * 10 for number in range(1000)]
-    pieces, characters = corpus.sample(iter(texts), 1e-9)
+    pieces, count = corpus.sample(iter(texts), 1e-9)
     found = [int(piece[:5]) for piece in pieces]
-    assert characters == 50_000 and 50 <= len(found) <= 100
+    assert count == 1000 and 50 <= len(found) <= 100
     assert set(np.diff(found)) == {found[1]} and found[-1] > 980
 
 
