@@ -28,7 +28,7 @@ from tqdm import tqdm
 from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
 from support.cli import (Interrupt, Parser, UserError, add_flags, clear_errors, explain_out_of_memory,
                          fields_of, require, require_positive)
-from support.corpus import (SPLITS, Rows, corpus_settings, evenly, prepared_corpus, rows_of_step, seed_of,
+from support.corpus import (SPLITS, Rows, describe, evenly, prepared_corpus, rows_of_step, seed_of,
                             unigram_entropy)
 from support.documents import CACHE, VAL_SHARE
 from support.files import lock_folder, open_folder, short_hash
@@ -493,14 +493,14 @@ def main(argv=None):
             model, tokenizer = load_model(Path(train.init or command.out))
             print(fill_mask(model, tokenizer, command.options.fill_mask))
             return
-        source = corpus_settings(config, asdict(train), command.tokenizer)
+        settings = asdict(config) | asdict(train)
         worker = make_worker(train.precision, train.device, small=config.encoder_dim < 256)
         micro_batch(train, worker.world_size)
         if command.options.prepare:
-            print(f"{prepared_corpus(source)}: prepared")
+            print(describe(prepared_corpus(settings, command.tokenizer)))
             return
         with lock_folder(command.out) if worker.is_main else nullcontext():
-            code = pretrain(open_run(command, prepared_corpus(source), worker))
+            code = pretrain(open_run(command, prepared_corpus(settings, command.tokenizer), worker))
             worker.destroy_process_group(code)
     if code:
         sys.exit(code)

@@ -1,22 +1,68 @@
 #!/bin/bash
 #SBATCH --job-name maelm
 #SBATCH --nodes 8
-#SBATCH --ntasks-per-node 1
+#SBATCH --ntasks-per-node 8
 #SBATCH --gpus-per-node 8
-#SBATCH --cpus-per-task 64
+#SBATCH --cpus-per-task 8
 #SBATCH --time 04:00:00
-#SBATCH --signal TERM@120
+#SBATCH --signal B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode append
 
-# base on 64 GPUs: sbatch runs/slurm.sh TEXT, from the root of the repository.
-# First, where the same folders are: python -m venv .venv, pip install -r requirements.txt into it, and
-#     python train.py --preset base --data TEXT --cache cache --prepare
-# 120 seconds before the time limit, Slurm sends SIGTERM. All processes finish their step, the first one writes a
-# checkpoint, and the job ends. Submit it again to go on. If one node fails, --kill-on-bad-exit ends the others.
-# --out and the cache have to be on a disk that all nodes share.
+# Trains base on 64 GPUs, one process per GPU. From the root of the repository, on a disk that all nodes share:
+#     python -m venv .venv && .venv/bin/pip install -r requirements.txt
+#     .venv/bin/python train.py --preset base --data TEXT --cache cache --prepare
+#     sbatch runs/slurm.sh --data TEXT [--FLAG VALUE ...]        all flags of train.py
+# The log of each process is logs/JOB/rank-N.log; that of rank 0 shows the progress.
+#
+# 300 seconds before the time limit, Slurm sends SIGUSR1 to this script, and srun passes it on to all processes. They
+# finish their step, rank 0 saves a checkpoint, and the job goes back to the queue, where the same command continues the
+# run. After any other error the job ends. Slurm itself requeues a job that is preempted or whose node fails.
+# Processes wait ten minutes for those of late nodes.
+#
+# This was tried on one machine, with stand-ins for srun and scontrol. That Slurm sends the signal in time, that srun
+# passes it on, and that the job may be requeued can be seen on a real cluster only: try a job with --time 00:10:00.
 
+set -euo pipefail
+
+fail() {
+    echo "slurm.sh: $1" >&2
+    exit 2
+}
+[[ -n ${SLURM_JOB_ID:-} ]] || fail "start it with sbatch runs/slurm.sh --data TEXT [--FLAG VALUE ...]"
+[[ $# -gt 0 ]] || fail "needs flags of train.py, at least --data TEXT"
+cd "$SLURM_SUBMIT_DIR"
+[[ -f train.py ]] || fail "$SLURM_SUBMIT_DIR has no train.py: call sbatch in the root of the repository"
+[[ -f .venv/bin/activate ]] || fail "$SLURM_SUBMIT_DIR has no .venv: make it as the comments in runs/slurm.sh say"
 source .venv/bin/activate
-head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1)
-srun --kill-on-bad-exit=1 --cpus-per-task "$SLURM_CPUS_PER_TASK" \
-    torchrun --nnodes "$SLURM_NNODES" --nproc_per_node 8 --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d \
-    --rdzv_endpoint "$head_node:29500" --shutdown-timeout 100 \
-    train.py --preset base --data "${1:?TEXT}" --cache cache
+python -c "import torch, datasets" || fail "PyTorch or datasets is missing in .venv: install requirements.txt"
+
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${hosts%%$'\n'*}  # the first node
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # another one for each job on that node
+logs=logs/$SLURM_JOB_ID
+mkdir -p "$logs"
+
+# Ranks come from Slurm, not from torchrun, whose flags differ from version to version and which takes 30 seconds at most
+# to stop. exec: the signal goes to the process that Slurm has started.
+srun --kill-on-bad-exit=1 --cpus-per-task "${SLURM_CPUS_PER_TASK:-8}" --output "$logs/rank-%t.log" --open-mode append \
+    bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec python train.py "$@"' \
+    train.py --preset base --cache cache "$@" &
+training=$!
+
+noticed=no
+notice() {
+    noticed=yes
+    kill -USR1 "$training"
+}
+trap notice USR1
+
+code=0
+wait "$training" || code=$?
+if [[ $noticed == yes ]]; then  # it interrupted `wait`
+    code=0
+    wait "$training" || code=$?
+    echo "slurm.sh: stopped with exit code $code before the time limit; back to the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

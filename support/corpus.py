@@ -1,111 +1,165 @@
 """From --data to a prepared corpus: documents, which of them are validation, and their tokens.
 
-A prepared corpus is a folder in --cache, named by a hash of what was read and how. `train.bin` and `val.bin` hold
-tokens, uint16 or uint32, with `[SEP]` after each document. `meta.json`, written last, tells whether all is there.
+A prepared corpus is a folder in --cache, named by a hash of the text and of how it was prepared. `train.bin` and
+`val.bin` hold tokens, uint16 or uint32, with `[SEP]` after each document. `meta.json`, written last, tells whether all
+is there. The text is read twice, the first time for the tokenizer.
 """
-import functools
-import itertools
 import os
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from filelock import FileLock
 from tqdm import tqdm
 
-from maelm import CLS, NUM_SPECIAL, SEP, Config
+from maelm import CLS, NUM_SPECIAL, SEP
 from support.cli import UserError, root_cause
-from support.documents import Source, documents, file_states, in_validation, ngrams, sources
+from support.documents import Source, documents, in_validation, ngrams, sources, stripped, text_hash
 from support.files import read_json, short_hash, write_json
+from support.texts import split_long
 from support.tokenizer import Tokenizer
 
-LAYOUT = 2  # version of the files of a prepared corpus: one of another version is not found
+LAYOUT = 3  # version of the files of a prepared corpus: one of another version is not found
 SPLITS = ("train", "val")
-SAMPLE = 200 * 10 ** 6  # characters that the tokenizer learns from, at most
+DROPPED = ("empty", "near-duplicates")  # documents
+SAMPLE = 200 * 10 ** 6  # bytes of text that the tokenizer learns from, at most
+PIECE = 1 << 16  # characters of a long document that the sample has or not
 LARGEST = 1 << 20  # vocabulary, more than any in use; far beyond it `tokenizers` ends the program
+ENOUGH = 4096  # validation tokens that a corpus with few documents has, or a tenth of it
 
 
 # ---- 1. The tokenizer's sample -----------------------------------------------------------------------------
-def sample(read: list[Source], val_share: float) -> Iterator[str]:
-    """Training documents for the tokenizer: of each source the first ones, SAMPLE characters over all sources."""
-    for source in read:
-        left = SAMPLE // len(read)
-        for text in documents([source]):
-            if left <= 0:
-                break
-            if not in_validation(text, val_share):
-                left -= len(text)
-                yield text
+def sample(texts: Iterator[str], val_share: float) -> tuple[list[bytes], int]:
+    """Pieces of the training documents, at most SAMPLE bytes, and the number of all documents. Every piece is taken, or
+    every second, or every fourth ... of the whole text, whatever its files are."""
+    kept, size, step, number, count = [], 0, 1, 0, 0
+    for text in texts:
+        count += 1
+        if in_validation(text, val_share):
+            continue
+        for piece in split_long([text], PIECE):
+            if number % step == 0:
+                kept.append(piece.encode())
+                size += len(kept[-1])
+            number += 1
+        while size > SAMPLE:
+            step *= 2
+            kept = kept[::2]
+            size = sum(map(len, kept))
+    return kept, count
 
 
 # ---- 2. Documents as tokens ---------------------------------------------------------------------------------
 def in_threads(function: Callable[[list[str]], list], texts: Iterator[str]) -> Iterator[list]:
-    """`function` of lists of texts, in order, in threads; only a few hundred texts are held at a time."""
-    with ThreadPoolExecutor() as pool:
-        while group := list(itertools.islice(texts, 256)):
-            yield from pool.map(function, [group[i:i + 16] for i in range(0, len(group), 16)])
+    """`function` of lists of texts, in order, in threads. Only a few million characters are held at a time, or a few
+    documents that are longer."""
+    workers = os.cpu_count() or 1
+    with ThreadPoolExecutor(workers) as pool:
+        waiting, part, size = deque(), [], 0
+        for text in texts:
+            part.append(text)
+            size += len(text)
+            if size >= PIECE:
+                waiting.append(pool.submit(function, part))
+                part, size = [], 0
+            if len(waiting) > workers:
+                yield waiting.popleft().result()
+        yield from [future.result() for future in waiting]
+        yield function(part)
 
 
-def encode_block(texts: list[str], tokenizer: Tokenizer, val_share: float, known: set[str]) -> list[tuple]:
-    """Split and tokens (length,) uint32 of each text, with `[SEP]`; not of training texts that have `known` ngrams."""
+def encode_part(texts: list[str], tokenizer: Tokenizer, val_share: float, known: set[str]) -> list[tuple]:
+    """(split, tokens (length,) uint32 with `[SEP]`, number of characters) of each text. In place of a split, texts that
+    are dropped have the reason: they are empty, or training texts with `known` ngrams."""
     found = []
     for text in texts:
         split = "val" if in_validation(text, val_share) else "train"
-        if split == "val" or not known or known.isdisjoint(ngrams(text)):
-            found.append((split, np.append(tokenizer.encode(text), np.uint32(SEP))))
+        if not text:
+            found.append(("empty", None, 0))
+        elif split == "train" and known and not known.isdisjoint(ngrams(text)):
+            found.append(("near-duplicates", None, len(text)))
+        else:
+            found.append((split, np.append(tokenizer.encode(text), np.uint32(SEP)), len(text)))
     return found
 
 
+def even_out(files: dict, tokens: dict[str, int], dtype: np.dtype, val_share: float):
+    """Move tokens from the end of one split to the end of the other if the validation split has less than half, or
+    more than twice, of what it should have, as can be with few documents. It changes `tokens`, their numbers."""
+    total = sum(tokens.values())
+    wanted = max(round(val_share * total), min(ENOUGH, total // 10))
+    if wanted / 2 <= tokens["val"] <= 2 * wanted:
+        return
+    source, target = ("train", "val") if tokens["val"] < wanted else ("val", "train")
+    count = abs(wanted - tokens["val"])
+    tokens[source] -= count
+    tokens[target] += count
+    files[source].seek(tokens[source] * dtype.itemsize)
+    files[target].write(files[source].read())
+    files[source].seek(tokens[source] * dtype.itemsize)
+    files[source].truncate()
+
+
 # ---- 3. A prepared corpus -----------------------------------------------------------------------------------
-class CorpusConfig(NamedTuple):
-    """What a corpus is made of, and how."""
-    data: str
-    cache: str
-    vocab_size: int
-    uncased: bool
-    val_share: float
-    column: str = "text"
-    tokenizer: Tokenizer | None = None  # without one, it is learned
-
-
-def corpus_settings(config: Config, settings: dict, tokenizer: Tokenizer | None) -> CorpusConfig:
-    """The corpus of a run, from its config.json, with a given tokenizer. UserError for a vocabulary that cannot be."""
-    if config.vocab_size > LARGEST:
-        raise UserError(f"vocab_size={config.vocab_size}: use at most {LARGEST:,}")
-    given = settings.get("init") or settings.get("tokenizer")
-    return CorpusConfig(settings["data"], settings["cache"], config.vocab_size, settings["uncased"],
-                        settings["val_share"], settings.get("column", "text"), tokenizer if given else None)
-
-
-def prepare(wanted: CorpusConfig, read: list[Source], folder: Path):
-    """Write a corpus, read from sources, to `folder`. UserError for text that is missing or bad."""
-    tokenizer = wanted.tokenizer
+def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer | None, folder: Path):
+    """Write the corpus of sources, whose hash is `text`, to `folder`. UserError for text that cannot be read."""
+    data, val_share, start = settings["data"], settings["val_share"], time.perf_counter()
+    size = sum(file.stat().st_size for source in read for file in source.files)
+    print(f"preparing {data}" + (f", {size / 1e6:,.1f} MB" if size else "") + f", in {folder}")
+    bar = partial(tqdm, unit=" documents", unit_scale=True, leave=False, disable=None)
+    count = None  # of documents, if it is known
     if tokenizer is None:
-        texts = tqdm(sample(read, wanted.val_share), "tokenizer's sample", unit=" texts", leave=False, disable=None)
-        # A list: learning does not hear Ctrl-C.
-        tokenizer = Tokenizer.train(list(texts), wanted.vocab_size, wanted.uncased)
+        with suppress(UserError):  # there is one if a preparation was interrupted later
+            tokenizer = Tokenizer.load(folder)
+    if tokenizer is None:
+        pieces, count = sample(bar(stripped(read), "reading"), val_share)
+        tokenizer = Tokenizer.train(map(bytes.decode, pieces), settings["vocab_size"], settings["uncased"])
     tokenizer.save(folder)
     known = set()
-    if any(source.loader == "docs" for source in read):  # whose texts repeat a lot
-        known = known.union(*[ngrams(text) for text in documents(read) if in_validation(text, wanted.val_share)])
-    texts = iter(tqdm(documents(read), "tokenizing", unit=" texts", mininterval=10, delay=10))
-    dtype = "uint16" if wanted.vocab_size <= 1 << 16 else "uint32"
-    tokens = dict.fromkeys(SPLITS, 0)
-    with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
+    if any(source.kind == "docs" for source in read):  # whose texts repeat a lot
+        known = known.union(*[ngrams(text) for text in documents(read) if in_validation(text, val_share)])
+
+    texts = bar(stripped(read), "tokenizing", total=count)
+    dtype = np.dtype("uint16" if settings["vocab_size"] <= 1 << 16 else "uint32")
+    tokens, found = dict.fromkeys(SPLITS, 0), Counter()
+    with open(folder / "train.bin", "wb+") as train, open(folder / "val.bin", "wb+") as val:
         files = {"train": train, "val": val}
-        for block in in_threads(lambda part: encode_block(part, tokenizer, wanted.val_share, known), texts):
-            for split, stream in block:
-                files[split].write(stream.astype(dtype).tobytes())
-                tokens[split] += len(stream)
+        for part in in_threads(lambda part: encode_part(part, tokenizer, val_share, known), texts):
+            for kind, stream, length in part:
+                found[kind] += 1
+                if kind in files:
+                    files[kind].write(stream.astype(dtype).tobytes())
+                    tokens[kind] += len(stream)
+                    found["characters"] += length
+        if not any(tokens.values()):
+            raise UserError(f"--data {data}: there is no text in it")
+        even_out(files, tokens, dtype, val_share)
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())  # or a power cut could leave meta.json without them
-    write_json(folder / "meta.json", {"data": wanted.data, "dtype": dtype, "tokens": tokens,
-                                      "tokenizer": short_hash((folder / "tokenizer.json").read_bytes())})
+    write_json(folder / "meta.json", {
+        "data": data, "text": text, "dtype": dtype.name, "tokens": tokens,
+        "documents": found["train"] + found["val"], "characters": found["characters"],
+        "dropped": {kind: found[kind] for kind in DROPPED},
+        "tokenizer": short_hash((folder / "tokenizer.json").read_bytes())})
+    print(f"prepared in {time.perf_counter() - start:,.1f} s")
+
+
+def describe(folder: Path) -> str:
+    """What a prepared corpus holds, in one line."""
+    meta = read_meta(folder)
+    if "documents" not in meta:
+        return f"{folder}: prepared by an earlier version"
+    train, val = [meta["tokens"][split] for split in SPLITS]
+    dropped = ", ".join(f"{count:,} {kind}" for kind, count in meta["dropped"].items())
+    return (f"{folder}: {meta['documents']:,} documents, {train:,} training tokens, {val:,} validation tokens, "
+            f"{meta['characters'] / (train + val):.2f} characters per token; dropped: {dropped}")
 
 
 def read_meta(folder: Path) -> dict:
@@ -119,22 +173,50 @@ def read_meta(folder: Path) -> dict:
     raise UserError(f"{folder}: this prepared corpus is damaged or incomplete; delete it, and it is made again")
 
 
-def prepared_corpus(wanted: CorpusConfig) -> Path:
-    """The folder of a corpus, which one process prepares if it is not there. UserError for damage or bad text."""
-    read = sources(wanted.data, wanted.column, wanted.cache)
-    states = [(source.name, source.column, file_states(source.files)) for source in read]
-    tokenizer = None if wanted.tokenizer is None else wanted.tokenizer.model.to_str()
-    made_of = LAYOUT, states, wanted.vocab_size, wanted.uncased, wanted.val_share, tokenizer
-    folder = Path(wanted.cache).expanduser() / short_hash(repr(made_of))
-    meta = folder / "meta.json"
-    if not meta.is_file():  # otherwise nothing is written: the disk may be read-only
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock"):
-            try:
-                if not meta.is_file():
-                    prepare(wanted, read, folder)
-            except (MemoryError, OSError) as error:
-                raise UserError(f"{folder}: not prepared ({root_cause(error)}); is memory or disk full?") from error
+def note_changes(settings: dict, folder: Path, meta: dict):
+    """Print a line if the text of --data is no longer that of a prepared corpus, or can no longer be read."""
+    try:
+        read = sources(settings["data"], settings.get("column", "text"), settings["cache"])
+        changed = text_hash(read) != meta.get("text")
+    except (UserError, OSError) as error:
+        print(f"{error}; the tokens in {folder}, prepared earlier, are used")
+        return
+    if changed and "text" in meta:  # an earlier version did not write it
+        print(f"--data {settings['data']}: has changed; the tokens in {folder}, prepared earlier, are used")
+
+
+def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
+    """The folder of the corpus that `settings`, as in a run's config.json, name; one process prepares it if it is not
+    there, with the given tokenizer, or else one that is learned. A run's own corpus (`corpus`) is used even if the
+    text has changed since. UserError for a damaged corpus, and for text that is missing or bad."""
+    cache, vocab_size = Path(settings["cache"]).expanduser(), settings["vocab_size"]
+    if vocab_size > LARGEST:
+        raise UserError(f"vocab_size={vocab_size}: use at most {LARGEST:,}")
+    speaks = os.environ.get("RANK", "0") == "0"  # one of torchrun's processes
+    of_run = settings.get("corpus")
+    if of_run and (cache / of_run / "meta.json").is_file():
+        meta = read_meta(cache / of_run)
+        if speaks:
+            note_changes(settings, cache / of_run, meta)
+        return cache / of_run
+
+    read = sources(settings["data"], settings.get("column", "text"), settings["cache"])
+    text = text_hash(read)
+    how = LAYOUT, text, vocab_size, settings["uncased"], settings["val_share"]
+    names = [short_hash(repr((*how, made_by))) for made_by in (None, tokenizer and tokenizer.model.to_str())]
+    folder = cache / (of_run if of_run in names else names[1])
+    if of_run and speaks:
+        print(f"{cache / of_run}: no longer there; today's text of --data {settings['data']} takes its place")
+    complete = folder / "meta.json"
+    if not complete.is_file():  # otherwise nothing is written: the disk may be read-only
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder / ".lock"):
+                if not complete.is_file():
+                    prepare(settings, read, text, tokenizer, folder)
+        except (MemoryError, OSError) as error:
+            raise UserError(f"{folder}: not prepared ({root_cause(error)}); is memory or disk full? --cache names "
+                            "another folder, HF_HOME the folder for downloads") from error
     read_meta(folder)
     return folder
 
@@ -164,8 +246,17 @@ class Rows:
         return np.insert(found, 0, CLS, axis=1)
 
     def fewest_real_tokens(self) -> int:
-        """The fewest tokens in a row that are not special. It reads the whole text."""
-        return int(np.count_nonzero(self.pieces >= NUM_SPECIAL, axis=1).min())
+        """The fewest tokens in a row that are not special. It reads the whole text once, and keeps the number."""
+        path = Path(self.pieces.filename).with_suffix(f".{self.pieces.shape[1] + 1}.json")
+        with suppress(OSError, UserError, KeyError):
+            return read_json(path)["fewest_real_tokens"]
+        fewest = self.pieces.shape[1]
+        for start in range(0, len(self), PIECE):
+            real = np.count_nonzero(self.pieces[start:start + PIECE] >= NUM_SPECIAL, axis=1)
+            fewest = min(fewest, int(real.min()))
+        with suppress(OSError):  # the disk may be read-only
+            write_json(path, {"fewest_real_tokens": fewest})
+        return fewest
 
 
 def evenly(rows: Rows | np.ndarray, most: int):
@@ -185,7 +276,7 @@ def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-@functools.lru_cache(maxsize=2)  # a step can be in two epochs
+@lru_cache(maxsize=2)  # a step can be in two epochs
 def permutation(seed: int, epoch: int, total: int):
     """The order (total,) int64 of the rows in an epoch."""
     return np.random.default_rng((seed, epoch)).permutation(total)

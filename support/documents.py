@@ -1,7 +1,9 @@
-"""Documents: of files, of the Hub, and the documentation on this machine, which `--data docs` reads."""
+"""Documents: of files, of the Hub, and the documentation on this machine, which `--data docs` reads.
+
+support/texts.py says where documents end in files. A document of more than 4 million characters is cut.
+"""
 import ast
 import functools
-import glob
 import hashlib
 import importlib.util
 import json
@@ -18,8 +20,8 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from support.cli import UserError, root_cause
-from support.files import short_hash, write_json
-from support.tokenizer import split_long
+from support.files import read_json, short_hash, write_json
+from support.texts import LONGEST, file_texts, files_in, format_of, grouped, readable, split_long, texts_in
 
 CACHE = "~/.cache/maelm"  # the folder for what can be made again, unless --cache names another
 PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib", "pyarrow",
@@ -27,7 +29,6 @@ PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggin
 TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
 DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give a docstring to C code
 VAL_SHARE = 0.01  # of the documents, held out for validation
-LONGEST = 1 << 22  # characters; a longer document, longer than any book, is cut
 NGRAM = 13  # words in a row that make two documents near-duplicates
 
 
@@ -70,21 +71,44 @@ def docs_files() -> list[tuple[str, Path]]:
     return found
 
 
-def file_states(files: Iterable[Path | str]) -> str:
-    """Names, sizes and times of files, by which it shows that they have changed."""
-    stats = [(str(file), os.stat(file)) for file in files]
-    return json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+def content_hashes(files: Iterable[Path], cache: str) -> list[str]:
+    """A hash of the content of each file. The folder `cache` remembers them by path, size and time of change, so that
+    200 GB of text are not read again at every start."""
+    remembered = Path(cache).expanduser() / "hashes.json"
+    known, found, changed = {}, [], False
+    with suppress(OSError, UserError):  # missing or damaged: the files are read again
+        known = read_json(remembered)
+    for file in tqdm(files, "comparing files", unit="file", leave=False, delay=2, disable=None):
+        stat = os.stat(file)
+        state = [stat.st_size, stat.st_mtime_ns]
+        path = os.path.abspath(file)
+        if known.get(path, [])[:2] != state:
+            with open(file, "rb") as content:
+                known[path] = [*state, hashlib.file_digest(content, "blake2b").hexdigest()[:32]]
+            changed = True
+        found.append(known[path][2])
+    if changed:
+        with suppress(OSError):
+            write_json(remembered, known)
+    return found
+
+
+@functools.cache
+def docs_hash(cache: str) -> str:
+    """A hash of the files that read_docs reads."""
+    files = docs_files()
+    hashes = content_hashes([path for _, path in files], cache)
+    return short_hash(json.dumps([(library, content) for (library, _), content in zip(files, hashes)]))
 
 
 @functools.cache
 def read_docs(cache: str = CACHE) -> list[tuple[str, str]]:
     """(library, text) of every distinct documentation string on this machine; kept in the folder `cache`."""
-    files = docs_files()
-    cached = Path(cache).expanduser() / f"docs-{short_hash(file_states(path for _, path in files))}.json"
+    cached = Path(cache).expanduser() / f"docs-{docs_hash(cache)}.json"
     with suppress(OSError, ValueError):  # missing or damaged: it is made again
         return [(library, text) for library, text in json.loads(cached.read_bytes())]
     first = {}  # the library in which a text was seen first
-    for library, path in tqdm(files, "reading documentation", unit="file", leave=False, disable=None):
+    for library, path in tqdm(docs_files(), "reading documentation", unit="file", leave=False, disable=None):
         for text in docstrings(path):
             first.setdefault(text, library)
     docs = [(library, text) for text, library in first.items()]
@@ -120,17 +144,22 @@ def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
 
 
 # ---- 3. Documents of --data ---------------------------------------------------------------------------------
-FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # suffix -> loader of `datasets`
-PACKED = {".gz", ".xz", ".bz2", ".zst"}
-
-
 class Source(NamedTuple):
-    """What is read at once: all of --data, or one of those that + joins."""
-    name: str  # docs, hf:NAME[:CONFIG], or as it is given
-    loader: str  # docs, hub, or one of `datasets`
-    files: tuple[str, ...] = ()
-    column: str = "text"  # the field of its records that holds the text
-    cache: str = CACHE  # where read_docs keeps its list
+    """One of the texts that + joins in --data."""
+    name: str  # docs, hf:NAME[:CONFIG], or a path as it is given
+    kind: str  # docs | hub | files
+    files: tuple[Path, ...] = ()
+    column: str = "text"  # the field of records that holds the text
+    cache: str = CACHE  # the folder where hashes of files, and the documentation, are kept
+
+    def content_hash(self) -> str:
+        """A hash of what the source holds; of a data set on the Hub, of its name."""
+        if self.kind == "docs":
+            return docs_hash(self.cache)
+        if self.kind == "hub":
+            return short_hash(f"{self.name} {self.column}")
+        formats = [format_of(file) for file in self.files]
+        return short_hash(repr([self.column, formats, content_hashes(self.files, self.cache)]))
 
 
 def sources(data: str, column: str = "text", cache: str = CACHE) -> list[Source]:
@@ -139,51 +168,61 @@ def sources(data: str, column: str = "text", cache: str = CACHE) -> list[Source]
     found = []
     for name in names:
         if name == "docs":
-            found.append(Source(name, "docs", tuple(str(path) for _, path in docs_files()), cache=cache))
+            found.append(Source(name, "docs", cache=cache))
         elif name.startswith("hf:") and name != "hf:":
             found.append(Source(name, "hub", column=column))
-        elif name and (by_loader := files_in(name)):
-            for loader, files in by_loader.items():
-                found.append(Source(name, loader, tuple(files), "text" if loader == "text" else column))
         else:
-            raise UserError(f"--data {data}: {name!r} is not docs, hf:NAME, or a file or folder with "
-                            f"{', '.join(FORMATS)}, also packed")
+            found.append(Source(name, "files", files_in(name), column, cache))
     return found
 
 
-def files_in(name: str) -> dict[str, list[str]]:
-    """Loader -> files that a path or a pattern such as texts/*.txt names, and all in its folders but hidden ones."""
-    given = Path(name).expanduser()
-    found = {}
-    for path in [given] if given.exists() else sorted(map(Path, glob.glob(str(given)))):
-        inside = glob.glob("**", root_dir=path, recursive=True)  # skips what is hidden
-        for file in sorted(path / part for part in inside) or [path]:
-            suffixes = [suffix.lower() for suffix in file.suffixes if suffix.lower() not in PACKED]
-            if file.is_file() and suffixes and suffixes[-1] in FORMATS:
-                found.setdefault(FORMATS[suffixes[-1]], []).append(str(file))
-    return found
+def text_hash(read: list[Source]) -> str:
+    """A hash of what sources hold, together."""
+    return short_hash(repr([source.content_hash() for source in read]))
+
+
+def hub_texts(source: Source) -> Iterator[str]:
+    """The texts of the split `train` of hf:NAME[:CONFIG], read as a stream. UserError if that fails."""
+    import datasets  # here: it takes a second
+    from huggingface_hub.constants import HF_HOME
+    from huggingface_hub.errors import HTTPError
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log what we say
+    datasets.disable_progress_bars()
+    path, _, config = source.name.removeprefix("hf:").partition(":")
+    if Path(path).exists():
+        raise UserError(f"{source.name}: the folder {path} would be read in its place; start in another folder")
+    with suppress(OSError):
+        os.makedirs(HF_HOME, exist_ok=True)
+    if not os.access(HF_HOME, os.W_OK):
+        raise UserError(f"{source.name}: {HF_HOME}, for downloads, cannot be written; set HF_HOME to another folder")
+    with readable(source.name, HTTPError, datasets.exceptions.DatasetsError):
+        builder = datasets.load_dataset_builder(path, config or None)
+        records = builder.as_streaming_dataset(split="train")
+        if hasattr(builder.config, "sample_by"):  # text files, read line by line
+            yield from grouped(record["text"] + "\n" for record in records)
+        else:
+            yield from texts_in(records, source.column, source.name)
 
 
 def texts_of(source: Source) -> Iterator[str]:
-    """The texts of a source as they are, "" for null. UserError for a record without text in its column."""
-    if source.loader == "docs":
+    """The texts of a source as they are, "" for those that are missing. UserError for what cannot be read."""
+    if source.kind == "docs":
         yield from [text for _, text in read_docs(source.cache)]
-        return
-    options = {"sample_by": "paragraph"} if source.loader == "text" else {}
-    for record in read_records(source.loader, source.files, source.name, **options):
-        if source.column not in record:
-            raise UserError(f"{source.name}: its records need a field `{source.column}`; "
-                            f"--column can be {', '.join(record)}")
-        text = record[source.column]
-        if not isinstance(text, str | None):
-            raise UserError(f"{source.name}: field `{source.column}` of its records holds {text!r:.40}, not text")
-        yield text or ""
+    if source.kind == "hub":
+        yield from hub_texts(source)
+    for file in source.files:
+        yield from file_texts(file, source.column)
+
+
+def stripped(read: list[Source]) -> Iterator[str]:
+    """The documents of sources without white space around them; those beyond LONGEST are cut, some can be empty."""
+    for source in read:
+        yield from map(str.strip, split_long(texts_of(source), LONGEST))
 
 
 def documents(read: list[Source]) -> Iterator[str]:
-    """The documents of sources; those beyond LONGEST are cut, and empty ones left out."""
-    for source in read:
-        yield from filter(None, map(str.strip, split_long(texts_of(source), LONGEST)))
+    """The documents of sources that are not empty."""
+    return filter(None, stripped(read))
 
 
 # ---- 4. Validation and near-duplicates -------------------------------------------------

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from maelm import CLS, MASK, NUM_SPECIAL, SEP, Config
+from maelm import CLS, MASK, NUM_SPECIAL, SEP
 from support.cli import UserError
-from support.corpus import Rows, corpus_settings, evenly, prepared_corpus
+from support.corpus import Rows, evenly, prepared_corpus
 from support.documents import documents, in_validation, sources
 from support.hub import encoder_from_hub
 from support.models import load_encoder
-from support.tokenizer import Tokenizer
 
 
 class Subject(NamedTuple):
@@ -52,7 +51,7 @@ def subject_of_run(name: str, config, device: torch.device) -> Subject:
         rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config)
     else:
         text = settings["data"]
-        rows = validation_rows(settings, shape, tokenizer)
+        rows = Rows(prepared_corpus(settings, tokenizer), "val", shape.seq_len)
     positions = torch.arange(shape.seq_len, device=device)[None]  # (1, n)
 
     def encode(tokens):
@@ -60,12 +59,6 @@ def subject_of_run(name: str, config, device: torch.device) -> Subject:
 
     reads_mask = shape.mask_in_encoder > 0 and shape.encoder_fill == "mask"
     return Subject(name, encode, rows, text, MASK, list(range(NUM_SPECIAL)), reads_mask)
-
-
-def validation_rows(settings: dict, shape: Config, tokenizer: Tokenizer) -> Rows:
-    """The validation text of the run with these settings, always in its own tokens."""
-    wanted = corpus_settings(shape, settings, tokenizer)
-    return Rows(prepared_corpus(wanted._replace(tokenizer=tokenizer)), "val", shape.seq_len)
 
 
 # ---- 2. An encoder of the Hub -------------------------------------------------------------------------------

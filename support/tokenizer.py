@@ -1,6 +1,7 @@
 """A byte-level BPE: learned and stored by `tokenizers`, run by `tiktoken`."""
 import json
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import tiktoken
@@ -9,6 +10,7 @@ import tokenizers
 from maelm import NUM_SPECIAL
 from support.cli import UserError
 from support.files import write_texts
+from support.texts import split_long
 
 SPECIALS = ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]  # ids 0 to 3, as in maelm.py
 PIECES = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"  # no merge crosses the border of a piece
@@ -43,8 +45,8 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int, uncased: bool) -> "Tokenizer":
         """Learn merges until `vocab_size` ids are used, special tokens and bytes included, or no pair is left."""
         learner = cls.of_merges([], uncased).model
-        trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - NUM_SPECIAL, show_progress=False,
-                                                 initial_alphabet=byte_letters())
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - NUM_SPECIAL, initial_alphabet=byte_letters(),
+                                                 show_progress=sys.stderr.isatty())
         # tokenizers needs a hundred times the memory of each text.
         learner.train_from_iterator(split_long(texts, 1 << 16), trainer)
         merges = json.loads(learner.to_str())["model"]["merges"]
@@ -123,10 +125,3 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids. Bytes that are not UTF-8 become U+FFFD, unused ids nothing."""
         return self.tiktoken.decode([int(i) for i in ids if i < len(self)])
-
-
-def split_long(texts: Iterable[str], longest: int) -> Iterator[str]:
-    """Texts in pieces of at most `longest` characters."""
-    for text in texts:
-        for start in range(0, len(text), longest):
-            yield text[start:start + longest]

@@ -1,31 +1,32 @@
-"""Claims about tokenizer, documentation, corpora and rows: their files in support/."""
+"""Claims about the files that --data reads, the documentation, prepared corpora, and the sequences of a step."""
+import bz2
 import gzip
 import json
 import lzma
 import os
 import re
 import shutil
-import sys
-import unicodedata
 from unittest.mock import Mock
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
-import tokenizers
 
 import train
-from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
+from maelm import CLS, NUM_SPECIAL, PAD
 from support import corpus, documents
 from support.cli import UserError
 from support.corpus import Rows, rows_of_step
-from support.tokenizer import SPECIALS, Tokenizer, byte_letters
+from support.tokenizer import Tokenizer
 from tests.common import contents, fails, little_documents, sentence, write_corpus
 
 
 def prepared(data, cache, **change):
     """The folder of a little corpus in a folder `cache`."""
     how = dict(vocab_size=320, uncased=True, val_share=0.1) | change
-    return corpus.prepared_corpus(corpus.CorpusConfig(str(data), str(cache), **how))
+    tokenizer = how.pop("tokenizer", None)
+    return corpus.prepared_corpus(how | {"data": str(data), "cache": str(cache)}, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -39,94 +40,32 @@ def documents_of(data):
     return list(documents.documents(documents.sources(str(data))))
 
 
-# ---- The tokenizer --------------------------------------------------------------------------------------------------
-ODD = ["The cat sees a tree.", "naïve café — ∑ 数学 🙂\t\r\n  x", "\x00\x7f ~", "a" * 500, "İstanbul ẞ", " ", "",
-       bytes(range(256)).decode("latin-1"), "ΑΣ ΣΑΣ. Σ ὈΔΥΣΣΕΎΣ"]
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["uncased", "cased"])
-def tokenizer(request):
-    """A tokenizer of the little language."""
-    return Tokenizer.train(map(sentence, range(100)), 320, request.param)
-
-
-def test_ids_are_specials_then_bytes_then_merges(tokenizer):
-    assert (CLS, PAD, SEP, MASK, NUM_SPECIAL) == (0, 1, 2, 3, 4)
-    assert [tokenizer.decode([i]) for i in range(4)] == SPECIALS == ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]
-    pieces = [tokenizer.tiktoken.decode_single_token_bytes(i) for i in range(4, len(tokenizer))]
-    assert pieces[:256] == [bytes([b]) for b in range(256)]
-    for i, piece in enumerate(pieces[256:], 256):  # each joins two tokens that come before it
-        assert any({piece[:cut], piece[cut:]} <= set(pieces[:i]) for cut in range(1, len(piece)))
-
-
-def test_odd_texts_come_back_from_their_tokens(tokenizer):
-    for text in (*ODD, "[CLS] [MASK]"):  # special tokens in a text are plain text
-        ids = tokenizer.encode(text)
-        assert all(NUM_SPECIAL <= i < len(tokenizer) for i in ids)
-        letters = map(str.lower, text) if tokenizer.uncased else text
-        assert tokenizer.decode(ids) == "".join(letters)
-
-
-def test_tiktoken_gives_the_ids_of_tokenizers(tokenizer):
-    letters = [chr(i) for i in range(sys.maxunicode + 1)]
-    letters = [letter for letter in letters if unicodedata.category(letter) not in ("Cn", "Co", "Cs")]
-    texts = ["".join(letters[i:i + 1000]) for i in range(0, len(letters), 1000)]
-    cased = [letter for letter in letters if letter.lower() != letter.upper()]
-    texts += [*ODD, " ".join(f"a{letter} B" for letter in cased)]  # also where a word ends
-    expected = tokenizer.model.encode_batch(texts, add_special_tokens=False)
-    for text, found in zip(texts, expected):
-        assert tokenizer.encode(text).tolist() == found.ids
-
-
-BYTES = tokenizers.pre_tokenizers.ByteLevel
-SPLIT = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r" ?\w+|\s|[^\w\s]+"), "isolated")
-
-
-@pytest.mark.parametrize("layers", [[BYTES(False)], [SPLIT, BYTES(False, use_regex=False)]], ids=["gpt2", "split"])
-def test_a_given_bpe_gives_its_ids_after_ours(layers, tmp_path):
-    learned = json.loads(Tokenizer.train(little_documents(), 300, uncased=False).model.to_str())["model"]
-    vocabulary = {token: i for i, token in enumerate([*reversed(byte_letters()), *list(learned["vocab"])[260:]])}
-    merges = [tuple(pair) for pair in learned["merges"]]
-    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
-    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(layers)
-    theirs.save(str(tmp_path / "t.json"))
-    ours = Tokenizer.read(str(tmp_path / "t.json"))
-    for example in (*little_documents(5), *ODD):
-        assert ours.encode(example).tolist() == [NUM_SPECIAL + i for i in theirs.encode(example).ids]
-
-
-def test_a_tokenizer_of_another_kind_is_refused(tmp_path):
-    tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0})).save(str(tmp_path / "t.json"))
-    for name, message in (("t.json", "not a byte-level BPE"), ("none.json", "cannot be read")):
-        with pytest.raises(UserError, match=message):
-            Tokenizer.read(str(tmp_path / name))
-
-
-@pytest.mark.parametrize("old, new", [('"b":', '"no byte":'), ('"b": 102', '"b": 103'), ("[CLS]", "[XYZ]"), ("{", "")])
-def test_a_damaged_tokenizer_is_refused_in_one_line(old, new, folder, tmp_path, capfd):
-    text = json.dumps(json.loads((folder / "tokenizer.json").read_text()))
-    assert old in text
-    (tmp_path / "tokenizer.json").write_text(text.replace(old, new))
-    with pytest.raises(UserError, match="tokenizer.json: damaged"):
-        Tokenizer.load(tmp_path)
-    assert capfd.readouterr().err == ""  # Rust prints before it panics
-
-
 # ---- Documents ------------------------------------------------------------------------------------------------------
 def test_every_format_gives_the_same_documents(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
     expected = little_documents(40)
-    plain = "\n\n".join(expected).encode()
-    lines = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in [*expected, None]).encode()
-    files = {"a.txt": plain, "a.txt.xz": lzma.compress(plain), "a.jsonl": lines, "a.jsonl.gz": gzip.compress(lines),
-             "inside/deep/A.JSONL": lines, "inside/deep/.a.txt": b"hidden", "inside/deep/a.csv": b"of another format"}
-    (tmp_path / "inside/deep").mkdir(parents=True)
+    plain = "\n \n".join(expected).encode()
+    records = [{"id": 1, "text": text} for text in expected] + [{"text": None, "other": {"a": []}}, {"id": "x"}]
+    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    files = {"a.txt": b"\xef\xbb\xbf" + plain, "a.txt.xz": lzma.compress(plain), "a.jsonl": lines,
+             "A.Jsonl.GZ": gzip.compress(lines), "a.json": json.dumps(records, indent=1).encode(),
+             "a.json.bz2": bz2.compress(lines), "a[1]/Book [vol 2].TXT": plain, "a[1]/.a.txt": b"hidden",
+             "a[1]/a.csv": b"of another format", "a.txt.zst": bytes(pyarrow.compress(plain, "zstd"))}
+    (tmp_path / "a[1]").mkdir()
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    pyarrow.parquet.write_table(pyarrow.table({"text": [*expected, None]}), tmp_path / "a.parquet")
-    for name in (*list(files)[:4], "a.parquet", "inside", "inside/*/*.JSONL"):
+    pyarrow.parquet.write_table(pyarrow.table({"text": [*expected, None], "n": range(41)}), tmp_path / "a.parquet")
+    for name in (*list(files)[:7], "a.txt.zst", "a.parquet", "a[1]", "a*/*.TXT"):
         assert documents_of(tmp_path / name) == expected, name
+
+
+def test_text_without_blank_lines_is_grouped(tmp_path):
+    lines = [f"{sentence(i)}\n" for i in range(2000)]
+    (tmp_path / "lines.txt").write_text("".join(lines))
+    found = documents_of(tmp_path / "lines.txt")
+    assert "\n".join(found) == "".join(lines).strip()
+    assert {10_000 <= len(text) + 1 < 10_100 for text in found[:-1]} == {True}
+    (tmp_path / "line.txt").write_text("word " * 1_000_000)  # of 5 million characters
+    assert [len(text) for text in documents_of(tmp_path / "line.txt")] == [1 << 22, 5_000_000 - (1 << 22) - 2]
 
 
 def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
@@ -139,21 +78,27 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
         documents_of("hf:here")
     write_corpus(tmp_path / "b.txt", 2)
     assert documents_of("b.txt+b.txt") == 2 * little_documents(2)
-    assert [source.loader for source in documents.sources("docs+hf:a/b:c+b.txt")] == ["docs", "hub", "text"]
+    assert [source.kind for source in documents.sources("docs+hf:a/b:c+b.txt")] == ["docs", "hub", "files"]
 
 
 @pytest.mark.parametrize("name, content, message", [
     ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl: its records need a field `text`; --column can be content, id"),
-    ("a.jsonl", b'{"text": 3}', "a.jsonl: field `text` of its records holds 3, not text"),
-    ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "a.jsonl: cannot be read .JSON parse error"),
-    ("a.txt", b"good text\n\ncaf\xe9", "a.txt: cannot be read .'utf-8' codec"),
+    ("a.jsonl", b'{"text": 3}', "a.jsonl: field `text` of record 1 holds 3, not text"),
+    ("a.jsonl", b'["text"]', "a.jsonl: record 1 is 'text', not an object with a field `text`"),
+    ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "a.jsonl, line 2: cannot be read .Expecting value"),
+    ("a.txt", b"good text\n\ncaf\xe9", "a.txt: not UTF-8 .'utf-8' codec.*; convert it: iconv"),
+    ("a.txt", "text".encode("utf-16"), "a.txt: not UTF-8"), ("a.txt", "text".encode("utf-16-le"), "a.txt: not UTF-8"),
     ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),
     ("a.parquet", b"PAR1 not really", "a.parquet: cannot be read .Parquet magic bytes not found"),
-    ("a.txt", b"", "its train split has 0 tokens, too few for a row of seq_len=64"),
-    ("a.csv", b"a,b", "a.csv' is not docs, hf:NAME, or a file or folder with .txt, .jsonl"),
+    ("a.txt", b"few", "its train split has . tokens, too few for a row of seq_len=64"),
+    ("a.txt", b"\n", "a.txt: there is no text in it"),
+    ("a.csv", b"a,b", "a.csv: neither a file nor a folder with .txt, .jsonl"),
+    ("b[2].txt", None, "b.2..txt: no such file or folder"),
 ])
 def test_unreadable_input_gets_one_line(name, content, message, tmp_path, capsys):
-    (tmp_path / name).write_bytes(content)
+    (tmp_path / "b1.txt").write_text("The name of another file is not its pattern.")
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
     flags = ["--data", str(tmp_path / name), "--out", str(tmp_path / "out"), "--cache", str(tmp_path)]
     line = fails(lambda: train.main(flags), capsys)
     assert re.search(message, line), line
@@ -212,32 +157,102 @@ def test_rows_of_any_length_are_cls_and_documents_joined_by_sep(text, folder):
             assert np.array_equal(rows[:, 1:].flatten(), tokens[:len(rows) * (n - 1)])
 
 
-def test_a_corpus_is_found_again_until_its_text_changes(tmp_path, monkeypatch):
+def test_the_fewest_real_tokens_are_counted_once(folder, tmp_path, monkeypatch):
+    there = shutil.copytree(folder, tmp_path / folder.name)
+    rows = Rows(there, "train", 24)
+    fewest = min(np.count_nonzero(rows[np.arange(len(rows))] >= NUM_SPECIAL, axis=1))
+    assert rows.fewest_real_tokens() == fewest < 23
+    monkeypatch.setattr(np, "count_nonzero", None)
+    assert Rows(there, "train", 24).fewest_real_tokens() == fewest
+
+
+def test_a_corpus_is_its_content_and_how_it_was_prepared(tmp_path, monkeypatch):
     text, records = write_corpus(tmp_path / "text.txt"), tmp_path / "a.jsonl"
     first = prepared(text, tmp_path)
     records.write_text("".join(json.dumps({"id": 1, "body": document}) + "\n" for document in little_documents()))
     assert contents(prepared(records, tmp_path, column="body"))["train.bin"] == contents(first)["train.bin"]
-    others = [prepared(text, tmp_path, uncased=False), prepared(text, tmp_path, tokenizer=Tokenizer.load(first))]
-    for more in ("", "\n\nOne more document."):
-        text.write_text(text.read_text() + more)
-        os.utime(text, ns=(0, 0))
-        others.append(prepared(text, tmp_path))
-    assert len({first, *others}) == 5
+    given = prepared(text, tmp_path, tokenizer=Tokenizer.load(first))
+    assert contents(given) == contents(first)
+    others = [given, prepared(text, tmp_path, uncased=False)]
+    (tmp_path / "hashes.json").write_text("{")  # damaged: files are read again
     monkeypatch.setattr(corpus, "FileLock", None)  # what is there is only read
-    assert prepared(text, tmp_path) == others[-1]
+    os.utime(text, ns=(0, 0))
+    assert prepared(text.rename(tmp_path / "moved.txt"), tmp_path) == first
+    monkeypatch.undo()
+    others.append(prepared(write_corpus(text, 401), tmp_path))
+    assert len({first, *others}) == 4
 
 
-BLOCK = [("val", np.arange(4))]  # is written before the error
+def test_a_run_keeps_its_corpus_and_tokenizer(tmp_path, capsys):
+    text = write_corpus(tmp_path / "text.txt")
+    first = prepared(text, tmp_path)
+    of_run = dict(corpus=first.name, tokenizer=Tokenizer.load(first))
+
+    def again():
+        capsys.readouterr()
+        return prepared(text, tmp_path, **of_run), capsys.readouterr().out
+
+    os.utime(text, ns=(0, 0))
+    assert again() == (first, "")
+    shutil.rmtree(first)
+    assert again()[0] == first  # the same text
+    text.write_text("zebra " * 20_000)
+    folder, line = again()
+    assert folder == first and line.count("\n") == 1 and "has changed" in line
+    shutil.rmtree(first)  # today's text by the tokenizer of the run
+    folder, lines = again()
+    assert folder != first and "no longer there" in lines and "zebra" not in (folder / "tokenizer.json").read_text()
+    of_run["corpus"] = folder.name
+    text.unlink()
+    folder, line = again()
+    assert folder.name == of_run["corpus"] and line.count("\n") == 1 and "no such file" in line
+
+
+@pytest.mark.parametrize("documents, share", [(1, 0.01), (3, 0.01), (2, 0.4), (1, 0.999)])
+def test_few_documents_have_both_splits(documents, share, tmp_path):
+    texts = [" ".join(map(sentence, range(i, 3000 + i))) for i in range(documents)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    folder = prepared(tmp_path / "a.jsonl", tmp_path, val_share=share)
+    train, val = [np.fromfile(folder / f"{split}.bin", np.uint16) for split in ("train", "val")]
+    assert share / 2 <= len(val) / (len(train) + len(val)) <= max(2 * share, 0.1)
+    wholes = [Tokenizer.load(folder).decode(np.append(*pair)) for pair in ((train, val), (val, train))]
+    assert "".join(f"{text.lower()}[SEP]" for text in texts) in wholes
+
+
+def test_the_tokenizers_sample_is_spread_evenly(monkeypatch):
+    monkeypatch.setattr(corpus, "SAMPLE", 5000)
+    texts = [f"{number:05}" * 10 for number in range(1000)]
+    pieces, count = corpus.sample(iter(texts), 1e-9)
+    found = [int(piece[:5]) for piece in pieces]
+    assert count == 1000 and 50 <= len(found) <= 100
+    assert set(np.diff(found)) == {found[1]} and found[-1] > 980
+
+
+def test_prepare_tells_what_it_made_and_dropped(tmp_path, capsys):
+    texts = [*little_documents(100), "", None, "  "]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    flags = f"--data {tmp_path}/a.jsonl --cache {tmp_path} --vocab-size 320 --prepare".split()
+    train.main(flags)
+    first, second, line = capsys.readouterr().out.splitlines()
+    assert "preparing" in first and "prepared in" in second
+    assert re.search(r"100 documents, [\d,]+ training tokens, [\d,]+ val.*3 empty, 0 near-duplicates", line)
+    train.main(flags)
+    assert capsys.readouterr().out == line + "\n"
+
+
+BLOCK = [("val", np.arange(4), 9)]  # is written before the error
 
 
 @pytest.mark.parametrize("function, results, seen", [
-    ("encode_block", [BLOCK, *20 * [KeyboardInterrupt]], KeyboardInterrupt),
-    ("encode_block", [BLOCK, *20 * [MemoryError]], UserError),
+    ("encode_part", [BLOCK, *20 * [KeyboardInterrupt]], KeyboardInterrupt),
+    ("encode_part", [BLOCK, *20 * [MemoryError]], UserError),
     ("write_json", KeyboardInterrupt, KeyboardInterrupt), ("write_json", OSError("No space left"), UserError)])
 def test_a_preparation_that_ends_early_is_never_used(function, results, seen, text, folder, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(seen):
         patch.setattr(corpus, function, Mock(side_effect=results))
+        patch.setattr(corpus, "PIECE", 500)
         prepared(text, tmp_path)
+    monkeypatch.setattr(Tokenizer, "train", None)  # it is not learned again
     assert contents(prepared(text, tmp_path)) == contents(folder)
 
 

@@ -18,7 +18,7 @@ from support.heads import ClassifierHead
 from support.models import load_model, save_checkpoint, write_tensors
 from support.tokenizer import SPECIALS, Tokenizer
 from tests.common import contents, fails, little_documents
-from tests.test_corpus import ODD
+from tests.test_tokenizer import ODD
 
 N, V = 160, 320  # longer than the last bucket of relative positions
 SAME_IDS = torch.arange(V)

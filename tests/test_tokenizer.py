@@ -1,0 +1,83 @@
+"""Claims about support/tokenizer.py."""
+import json
+import sys
+import unicodedata
+
+import pytest
+import tokenizers
+
+from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
+from support.cli import UserError
+from support.tokenizer import SPECIALS, Tokenizer, byte_letters
+from tests.common import little_documents, sentence
+
+ODD = ["The cat sees a tree.", "naïve café — ∑ 数学 🙂\t\r\n  x", "\x00\x7f ~", "a" * 500, "İstanbul ẞ", " ", "",
+       bytes(range(256)).decode("latin-1"), "ΑΣ ΣΑΣ. Σ ὈΔΥΣΣΕΎΣ"]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["uncased", "cased"])
+def tokenizer(request):
+    """A tokenizer of the little language."""
+    return Tokenizer.train(map(sentence, range(100)), 320, request.param)
+
+
+def test_ids_are_specials_then_bytes_then_merges(tokenizer):
+    assert (CLS, PAD, SEP, MASK, NUM_SPECIAL) == (0, 1, 2, 3, 4)
+    assert [tokenizer.decode([i]) for i in range(4)] == SPECIALS == ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]
+    pieces = [tokenizer.tiktoken.decode_single_token_bytes(i) for i in range(4, len(tokenizer))]
+    assert pieces[:256] == [bytes([b]) for b in range(256)]
+    for i, piece in enumerate(pieces[256:], 256):  # each joins two tokens that come before it
+        assert any({piece[:cut], piece[cut:]} <= set(pieces[:i]) for cut in range(1, len(piece)))
+
+
+def test_odd_texts_come_back_from_their_tokens(tokenizer):
+    for text in (*ODD, "[CLS] [MASK]"):  # special tokens in a text are plain text
+        ids = tokenizer.encode(text)
+        assert all(NUM_SPECIAL <= i < len(tokenizer) for i in ids)
+        letters = map(str.lower, text) if tokenizer.uncased else text
+        assert tokenizer.decode(ids) == "".join(letters)
+
+
+def test_tiktoken_gives_the_ids_of_tokenizers(tokenizer):
+    letters = [chr(i) for i in range(sys.maxunicode + 1)]
+    letters = [letter for letter in letters if unicodedata.category(letter) not in ("Cn", "Co", "Cs")]
+    texts = ["".join(letters[i:i + 1000]) for i in range(0, len(letters), 1000)]
+    cased = [letter for letter in letters if letter.lower() != letter.upper()]
+    texts += [*ODD, " ".join(f"a{letter} B" for letter in cased)]  # also where a word ends
+    expected = tokenizer.model.encode_batch(texts, add_special_tokens=False)
+    for text, found in zip(texts, expected):
+        assert tokenizer.encode(text).tolist() == found.ids
+
+
+BYTES = tokenizers.pre_tokenizers.ByteLevel
+SPLIT = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r" ?\w+|\s|[^\w\s]+"), "isolated")
+
+
+@pytest.mark.parametrize("layers", [[BYTES(False)], [SPLIT, BYTES(False, use_regex=False)]], ids=["gpt2", "split"])
+def test_a_given_bpe_gives_its_ids_after_ours(layers, tmp_path):
+    learned = json.loads(Tokenizer.train(little_documents(), 300, uncased=False).model.to_str())["model"]
+    vocabulary = {token: i for i, token in enumerate([*reversed(byte_letters()), *list(learned["vocab"])[260:]])}
+    merges = [tuple(pair) for pair in learned["merges"]]
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(layers)
+    theirs.save(str(tmp_path / "t.json"))
+    ours = Tokenizer.read(str(tmp_path / "t.json"))
+    for example in (*little_documents(5), *ODD):
+        assert ours.encode(example).tolist() == [NUM_SPECIAL + i for i in theirs.encode(example).ids]
+
+
+def test_a_tokenizer_of_another_kind_is_refused(tmp_path):
+    tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0})).save(str(tmp_path / "t.json"))
+    for name, message in (("t.json", "not a byte-level BPE"), ("none.json", "cannot be read")):
+        with pytest.raises(UserError, match=message):
+            Tokenizer.read(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("old, new", [('"b":', '"no byte":'), ('"b": 102', '"b": 103'), ("[CLS]", "[XYZ]"), ("{", "")])
+def test_a_damaged_tokenizer_is_refused_in_one_line(old, new, tmp_path, capfd):
+    text = json.dumps(json.loads(Tokenizer.train(little_documents(), 320, uncased=True).model.to_str()))
+    assert old in text
+    (tmp_path / "tokenizer.json").write_text(text.replace(old, new))
+    with pytest.raises(UserError, match="tokenizer.json: damaged"):
+        Tokenizer.load(tmp_path)
+    assert capfd.readouterr().err == ""  # Rust prints before it panics
