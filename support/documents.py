@@ -5,11 +5,9 @@ import glob
 import hashlib
 import importlib.util
 import json
-import lzma
 import os
 import sysconfig
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +15,9 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from support.cli import UserError, root_cause
+from support.cli import UserError
 from support.files import short_hash, write_json
+from support.records import read_records
 from support.tokenizer import split_long
 
 CACHE = "~/.cache/maelm"  # the folder for what can be made again, unless --cache names another
@@ -31,30 +30,7 @@ LONGEST = 1 << 22  # characters; a longer document, longer than any book, is cut
 NGRAM = 13  # words in a row that make two documents near-duplicates
 
 
-# ---- 1. Records of files and of the Hub --------------------------------------------------------------------
-def read_records(loader: str, files: Iterable[str], name: str, **options) -> Iterator[dict]:
-    """The records that `datasets` reads from files, or of the Hub's `name` without files. UserError if it cannot."""
-    import datasets  # here: it takes a second
-    from huggingface_hub.errors import HTTPError
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log what we say
-    datasets.disable_progress_bars()
-    options = {"split": "train", "streaming": True} | options
-    path, _, config = name.removeprefix("hf:").partition(":")
-    if loader == "hub" and Path(path).exists():
-        raise UserError(f"{name}: the folder {path} would be read in its place; start in another folder")
-    try:
-        if loader == "hub":
-            if hasattr(datasets.load_dataset_builder(path, config or None).config, "sample_by"):
-                options["sample_by"] = "paragraph"  # text files, as those on this machine
-            yield from datasets.load_dataset(path, config or None, **options)
-        else:
-            yield from datasets.load_dataset(loader, data_files=list(files), **options)
-    except (OSError, ValueError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, HTTPError,
-            datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{name}: cannot be read ({root_cause(error)})") from error
-
-
-# ---- 2. The documentation on this machine ------------------------------------------------------------------
+# ---- 1. The documentation on this machine ------------------------------------------------------------------
 @functools.cache
 def docs_files() -> list[tuple[str, Path]]:
     """(library, file) of all Python files of the standard library and of PACKAGES, in a fixed order."""
@@ -119,7 +95,7 @@ def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
     return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
-# ---- 3. Documents of --data ---------------------------------------------------------------------------------
+# ---- 2. Documents of --data ---------------------------------------------------------------------------------
 FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # suffix -> loader of `datasets`
 PACKED = {".gz", ".xz", ".bz2", ".zst"}
 
@@ -186,7 +162,7 @@ def documents(read: list[Source]) -> Iterator[str]:
         yield from filter(None, map(str.strip, split_long(texts_of(source), LONGEST)))
 
 
-# ---- 4. Validation and near-duplicates -------------------------------------------------
+# ---- 3. Validation and near-duplicates -------------------------------------------------
 def in_validation(text: str, share: float) -> bool:
     """Whether a document belongs to the validation split: those with the lowest hashes do."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) / 2 ** 32 < share
