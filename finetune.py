@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from maelm import PAD
 from rank import CENTERINGS, Moments, tau_rank
 from support import results
 from support.cli import Parser, add_flags, clear_errors, explain_out_of_memory, fields_of, require, require_positive
@@ -32,7 +31,7 @@ from support.corpus import rows_of_step, seed_of
 from support.documents import VAL_SHARE
 from support.examples import find_files, is_pair, read_inputs, read_task, submission
 from support.files import lock_folder, open_folder, read_json, short_hash, write_json, write_texts
-from support.heads import Classification, Encoded, Spans
+from support.heads import Classification, Encoded, Spans, Tuned, collate, make_kind
 from support.models import load_encoder, load_weights, make_model, read_tensors, write_tensors
 from support.records import split_name
 from support.results import Evaluation, Run
@@ -81,27 +80,6 @@ class Pretrained:
 
 
 # ---- 2. One run: section 4.1, Tables 5 and 6 ----------------------------------------------------------------
-class Tuned(nn.Module):
-    """An encoder with a head."""
-    def __init__(self, encoder: nn.Module, head: nn.Module):
-        super().__init__()
-        self.encoder, self.head = encoder, head
-
-    def forward(self, tokens, padding):
-        """tokens (B, m) int64, padding (B, m) bool -> the head's logits in float32, H^L (B, m, d)."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        h = self.encoder(tokens, positions, padding)
-        return self.head(h).float(), h
-
-
-def make_kind(task: str, pretrained: Pretrained, tune: TuneConfig, labels: Labels) -> Classification | Spans:
-    """What is trained on top of the encoder for a task: its inputs, head, loss and score."""
-    n = min(tune.seq_len, pretrained.config.seq_len)
-    if task == "squad2":
-        return Spans(pretrained.tokenizer, pretrained.config.encoder_dim, n, tune)
-    return Classification(pretrained.tokenizer, pretrained.config.encoder_dim, n, tune.dropout, labels)
-
-
 class Setup(NamedTuple):
     """What all runs of a task have in common. A run is a TuneConfig and a seed."""
     task: str
@@ -112,13 +90,6 @@ class Setup(NamedTuple):
     worker: Worker
     out: Path
     remarks: list[str]
-
-
-def collate(encoded: Encoded, chosen, device: torch.device):
-    """Inputs (B,) of a split -> tokens (B, m) int64, padding (B, m) bool, targets; m is the longest's length."""
-    ids = [torch.from_numpy(encoded.ids[i]) for i in chosen]
-    tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD).to(device)
-    return tokens, tokens == PAD, encoded.targets[chosen].to(device)
 
 
 def batches(encoded: Encoded, seed: int, steps: int, batch_size: int):
@@ -237,7 +208,7 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     rate = tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2
     tune = replace(tune, learning_rate=rate)
     examples, remarks = read_task(task, options.data, pretrained.settings.get("val_share", VAL_SHARE))
-    kind = make_kind(task, pretrained, tune, labels_of(task, examples["train"]))
+    kind = make_kind(task, pretrained.tokenizer, pretrained.config, tune, labels_of(task, examples["train"]))
     splits = {split: kind.encode(found) for split, found in examples.items()}
     for split, encoded in splits.items():
         remarks += [f"{split}: {remark}" for remark in encoded.remarks]
@@ -297,7 +268,7 @@ def predict_file(options: argparse.Namespace, device: torch.device):
     task, labels = state["task"], Labels(TASKS[state["task"]].metric, tuple(state["labels"]), state["scale"])
     tune = TuneConfig(**fields_of(TuneConfig, read_json(folder / "config.json") | vars(options)))
     pretrained = Pretrained(str(folder), 0.0)
-    kind = make_kind(task, pretrained, tune, labels)
+    kind = make_kind(task, pretrained.tokenizer, pretrained.config, tune, labels)
     model = Tuned(pretrained.new_encoder(0), kind.head()).to(device)
     load_weights(model, state["model"], folder / "encoder.pt")
     encoded = kind.encode(read_inputs(task, source, state.get("pairs")))
@@ -329,8 +300,8 @@ def parse(argv) -> argparse.Namespace:
     add("--seeds", type=int, help="runs whose median is the result [5]")
     add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
     add("--sweep", action="store_true", help="first try the grid of Table 5 or 6; flags replace its values")
-    add("--predict", metavar="FILE", help="predict, with the fine-tuned model in --init: lines (.txt), columns "
-        "text[,text2] (.csv, .tsv, .jsonl, .parquet), a test file of GLUE, the Hub or SQuAD, or hf:[SPLIT]")
+    add("--predict", metavar="FILE", help="predict, with the fine-tuned model in --init: lines (.txt), a table with "
+        "text[,text2] (.csv, .tsv, .jsonl, .parquet), a test file of GLUE or SQuAD, or hf:[SPLIT]")
     task = parser.parse_known_args(argv)[0].task or "docs"
     add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
     options = parser.parse_args(argv)
@@ -351,9 +322,9 @@ def parse(argv) -> argparse.Namespace:
         parser.error(f"--data {options.data}: --task docs reads only this machine's documentation; leave --data out")
     if task == "custom" and not options.data:
         parser.error("--task custom needs --data: a folder with train and dev files")
+    names = GLUE if task == "glue" else [task]
     try:
-        options.tasks = {name: TuneConfig(**DEFAULTS[TASKS[name].group] | given)
-                         for name in (GLUE if task == "glue" else [task])}
+        options.tasks = {name: TuneConfig(**DEFAULTS[TASKS[name].group] | given) for name in names}
     except ValueError as error:
         parser.error(str(error))
     options.out = options.out or Path("out") / f"{task}-{name_of(options.init)}"

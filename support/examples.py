@@ -82,7 +82,7 @@ def read_docs_task(val_share: float) -> dict[str, list[Example]]:
         split = "dev" if in_validation(text, val_share + 0.1) else "train"  # the next tenth by hash
         count[split, library] += 1
         if count[split, library] <= most[split]:
-            found[split].append(Example(text, None, library, len(found[split])))
+            found[split].append(Example(text, None, library, str(len(found[split]))))
     return found
 
 
@@ -206,7 +206,7 @@ def examples_of(name: str, rows: Iterable[Row], where: str, labelled: bool = Tru
         label = label_of(column, record, place) if labelled else None
         if labelled and not text.strip():  # two of QQP's questions are empty, both second ones
             raise UserError(f"{place}: the text is empty")
-        index = record.get("index", record.get("idx", record.get("id", number)))
+        index = str(record.get("index", record.get("idx", record.get("id", number))))
         found.append(Example(text, text2, label, index, place))
         if is_pair(found) != (text2 is not None):
             raise UserError(f"{place}: some rows have a second text (text2) and others have none")

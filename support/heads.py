@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from maelm import CLS, SEP
+from maelm import CLS, PAD, SEP, Config
 from support.files import json_lines
 from support.metrics import METRICS, f1_of_second_label, squad_metrics
 from support.tasks import Example, Labels, Question
@@ -27,6 +27,21 @@ class Encoded(NamedTuple):
     remarks: list[str]
 
 
+def collate(encoded: Encoded, chosen, device: torch.device):
+    """Inputs (B,) of a split -> tokens (B, m) int64, padding (B, m) bool, targets; m is the longest's length."""
+    ids = [torch.from_numpy(encoded.ids[i]) for i in chosen]
+    tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD).to(device)
+    return tokens, tokens == PAD, encoded.targets[chosen].to(device)
+
+
+def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of two texts are kept, given their numbers of tokens. The longer text is cut, down to half of the
+    room, and a token more if that is odd: as `tokenizers` does. Of equally long texts, the second is the longer."""
+    shorter = min(first, second, room // 2)
+    longer = min(max(first, second), room - shorter)
+    return (longer, shorter) if first > second else (shorter, longer)
+
+
 class ClassifierHead(nn.Sequential):
     """H^L at [CLS] -> logits (B, C), as RoBERTa: dropout, dense, tanh, dropout, linear. PyTorch's initial weights."""
     def __init__(self, d: int, classes: int, dropout: float):
@@ -37,14 +52,6 @@ class ClassifierHead(nn.Sequential):
     def forward(self, h):
         """h (B, m, d) -> (B, C)."""
         return super().forward(h[:, 0])
-
-
-def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens of two texts are kept, given their numbers of tokens. The longer text is cut, down to half of the
-    room, and a token more if that is odd: as `tokenizers` does. Of equally long texts, the second is the longer."""
-    shorter = min(first, second, room // 2)
-    longer = min(max(first, second), room - shorter)
-    return (longer, shorter) if first > second else (shorter, longer)
 
 
 class Classification:
@@ -225,3 +232,25 @@ class Spans:
         """Outputs of all windows (N, 4) -> the files that the official evaluation reads, by their names."""
         answers, odds = self.answers(outputs, encoded)
         return {"predictions.json": json.dumps(answers, indent=1), "null_odds.json": json.dumps(odds, indent=1)}
+
+
+# ---- 4. An encoder with a head ------------------------------------------------------------------------------
+def make_kind(task: str, tokenizer: Tokenizer, config: Config, tune, labels: Labels) -> Classification | Spans:
+    """The inputs, head, loss and score of a task, for an encoder with this config and by the fields of a TuneConfig."""
+    n = min(tune.seq_len, config.seq_len)
+    if task == "squad2":
+        return Spans(tokenizer, config.encoder_dim, n, tune)
+    return Classification(tokenizer, config.encoder_dim, n, tune.dropout, labels)
+
+
+class Tuned(nn.Module):
+    """An encoder with a head."""
+    def __init__(self, encoder: nn.Module, head: nn.Module):
+        super().__init__()
+        self.encoder, self.head = encoder, head
+
+    def forward(self, tokens, padding):
+        """tokens (B, m) int64, padding (B, m) bool -> the head's logits in float32, H^L (B, m, d)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        h = self.encoder(tokens, positions, padding)
+        return self.head(h).float(), h

@@ -97,7 +97,7 @@ class Example(NamedTuple):
     text: str
     text2: str | None
     label: str | None  # None: to be predicted
-    id: int | str = 0  # its index or id in the file, or its number
+    id: str = "0"  # its index or id in the file, or its number
     place: str = ""  # such as dev.csv, line 7
 
 
