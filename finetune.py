@@ -5,10 +5,10 @@
     python finetune.py --init out/base --task glue --data DIR   # all eight tasks and their average, from local files
     python finetune.py --init out/rte-base --predict test.tsv   # what a fine-tuned model predicts for new texts
 
---task custom reads the files train and dev in --data (.csv, .tsv, .jsonl, .parquet, also compressed) with the columns
-text[,text2],label. Labels are taken as they are written: 01 and 1 differ. Labels with fractions are numbers to predict.
-Each run is evaluated on dev every half epoch, at most 20 times. Its best checkpoint counts, which dev itself chooses,
-so scores are slightly optimistic. The same command again does the missing runs; torchrun's processes share them.
+--task custom reads the files train and dev (.csv, .tsv, .jsonl, .parquet, also compressed) in --data, with the columns
+text[,text2],label. Labels stay as written, 01 is not 1; labels with fractions are numbers to predict. Dev chooses the
+best of at most 20 checkpoints of a run, one per half epoch, so scores are slightly optimistic. The same command again
+does the missing runs; torchrun's processes share them.
 """
 import argparse
 import math
@@ -34,7 +34,6 @@ from support.files import lock_folder, open_folder, read_json, short_hash, write
 from support.heads import Classification, Encoded, Spans, Tuned, collate, make_kind
 from support.models import load_encoder, load_weights, make_model, read_tensors, write_tensors
 from support.records import split_name
-from support.results import Evaluation, Run
 from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, Labels, grid, labels_of
 from support.worker import Worker, make_worker
 from train import learning_rate_factor
@@ -147,23 +146,22 @@ def outputs_of(model: Tuned, kind: Classification | Spans, encoded: Encoded, bat
     return outputs.numpy(), ranks
 
 
-def evaluate(model: Tuned, setup: Setup, tune: TuneConfig, step: int) -> tuple[Evaluation, np.ndarray | None]:
-    """Evaluate on dev, and for MNLI also on dev_mm. Returns the Evaluation, and the outputs on dev; without them if the
-    model has diverged."""
+def evaluate(model: Tuned, setup: Setup, tune: TuneConfig, step: int):
+    """An Evaluation on dev, for MNLI also on dev_mm, and the outputs on dev; None if the model has diverged."""
     kind, found = setup.kind, {}
     for split, encoded in setup.splits.items():
         if split != "train":
             found[split] = outputs_of(model, kind, encoded, tune.batch_size, setup.worker.device)
     if None in found.values():
-        return Evaluation(), None
+        return results.Evaluation(), None
     outputs, ranks = found["dev"]
     metrics = kind.score(outputs, setup.splits["dev"])
     if "dev_mm" in found:
         metrics["accuracy_mm"] = kind.score(found["dev_mm"][0], setup.splits["dev_mm"])["accuracy"]
-    return Evaluation(metrics[kind.labels.metric], metrics, ranks, step), outputs
+    return results.Evaluation(metrics[kind.labels.metric], metrics, ranks, step), outputs
 
 
-def run_once(setup: Setup, tune: TuneConfig, seed: int) -> Run:
+def run_once(setup: Setup, tune: TuneConfig, seed: int) -> results.Run:
     """One run. Of seed 1 the best model, with all that --predict needs to know, and its predictions are kept."""
     start, kind, dev = time.perf_counter(), setup.kind, setup.splits["dev"]
     encoder = setup.pretrained.new_encoder(seed)
@@ -184,21 +182,20 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> Run:
             "labels": list(kind.labels.names), "scale": kind.labels.scale, "pairs": is_pair(dev.examples)})
         write_texts(setup.out, files)
     setting = {name: getattr(tune, name) for name in SWEPT}
-    return Run(setting, seed, best, last, round(time.perf_counter() - start, 2))
+    return results.Run(setting, seed, best, last, round(time.perf_counter() - start, 2))
 
 
 # ---- 3. All runs of a task ----------------------------------------------------------------------------------
-def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[Run]:
+def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[results.Run]:
     """Do those of the `runs` that are missing and return all. torchrun's processes share them by rank."""
-    paths = [results.path_of_run(setup.out, *run) for run in runs]
-    rank, size = setup.worker.rank, setup.worker.world_size
-    missing = [(path, *run) for path, run in list(zip(paths, runs))[rank::size] if not results.is_done(path)]
-    for number, (path, tune, seed) in enumerate(missing, start=1):
+    mine = runs[setup.worker.rank::setup.worker.world_size]
+    missing = [run for run in mine if not results.is_done(setup.out, *run)]
+    for number, (tune, seed) in enumerate(missing, start=1):
         run = run_once(setup, tune, seed)
-        write_json(path, asdict(run))
+        write_json(results.path_of_run(setup.out, tune, seed), asdict(run))
         left = (len(missing) - number) * run.seconds / 3600
         print(f"{setup.task}  {results.describe(run, setup.kind.labels.metric)}  {left:.1f} h left")
-    return [results.wait_for_run(path) for path in paths]
+    return [results.wait_for_run(setup.out, *run) for run in runs]
 
 
 def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
@@ -261,8 +258,7 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
 
 # ---- 4. Predictions for new texts ---------------------------------------------------------------------------
 def predict_file(options: argparse.Namespace, device: torch.device):
-    """Write predictions for the texts of a file by the model that this program left in the folder --init. UserError
-    without a model, or if --out holds the predictions for another file."""
+    """Write predictions for a file by the model in the folder --init. UserError if --out holds those for another."""
     folder, source = Path(options.init), options.predict
     state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale")
     task, labels = state["task"], Labels(TASKS[state["task"]].metric, tuple(state["labels"]), state["scale"])
@@ -306,8 +302,7 @@ def parse(argv) -> argparse.Namespace:
     add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
     options = parser.parse_args(argv)
     given = fields_of(TuneConfig, vars(options))
-    source = options.predict
-    if source:
+    if source := options.predict:
         for name in ("task", "data", "seeds", "sweep", *given):
             if vars(options)[name] and name != "batch_size":
                 parser.error(f"--predict uses the model's own settings; leave out --{name.replace('_', '-')}")

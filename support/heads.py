@@ -57,7 +57,8 @@ class ClassifierHead(nn.Sequential):
 class Classification:
     """Inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, targets as in Encoded. Spans has the same methods."""
     def __init__(self, tokenizer: Tokenizer, dim: int, n: int, dropout: float, labels: Labels):
-        self.tokenizer, self.dim, self.n, self.dropout, self.labels = tokenizer, dim, n, dropout, labels
+        self.tokenizer, self.dim, self.n = tokenizer, dim, n
+        self.dropout, self.labels = dropout, labels
 
     def encode(self, examples: list[Example]) -> Encoded:
         """Tokens of each example, cut off by longest_first. UserError for a label that the task does not have."""
@@ -78,7 +79,8 @@ class Classification:
         return Encoded(ids, torch.tensor(targets), examples, [], remarks)
 
     def head(self) -> nn.Module:
-        return ClassifierHead(self.dim, max(1, len(self.labels.names)), self.dropout)
+        classes = max(1, len(self.labels.names))
+        return ClassifierHead(self.dim, classes, self.dropout)
 
     def loss(self, logits, targets, padding):
         """Cross-entropy in nats, or the squared error of one number; mean over the batch."""
@@ -94,10 +96,13 @@ class Classification:
         """Logits (N, C) -> metrics in percent; None for the rank correlation of equal predictions."""
         true = encoded.targets.numpy()
         predicted = outputs.argmax(1) if self.labels.names else outputs[:, 0]
-        found = {self.labels.metric: METRICS[self.labels.metric](predicted, true)}
+        metric = self.labels.metric
+        found = {metric: METRICS[metric](predicted, true)}
         if self.labels.f1 and len(self.labels.names) == 2:
             found |= f1_of_second_label(predicted, true)
-        return {name: None if math.isnan(value) else 100 * value for name, value in found.items()}
+        for name, value in found.items():
+            found[name] = None if math.isnan(value) else 100 * value
+        return found
 
     def files(self, outputs, encoded: Encoded) -> dict[str, str]:
         """Logits (N, C) -> the file of all predictions, by its name."""
@@ -126,7 +131,8 @@ def spans_of(tokenizer: Tokenizer, text: str):
     found = tokenizer.model.encode(text, add_special_tokens=False)  # tiktoken has the same ids, but no characters
     starts, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T
     space = np.array([*map(str.isspace, text), False])
-    return np.array(found.ids, np.int64), np.minimum(starts + space[starts], ends), ends
+    starts = np.minimum(starts + space[starts], ends)
+    return np.array(found.ids, np.int64), starts, ends
 
 
 def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
@@ -147,7 +153,8 @@ class Spans:
     labels = Labels("f1")  # no names
 
     def __init__(self, tokenizer: Tokenizer, dim: int, n: int, tune):
-        self.tokenizer, self.dim, self.n, self.tune = tokenizer, dim, n, tune
+        self.tokenizer, self.dim, self.n = tokenizer, dim, n
+        self.tune = tune
         self.spans_of = functools.cache(functools.partial(spans_of, tokenizer))  # many questions share a context
 
     def encode(self, questions: list[Question]) -> Encoded:
@@ -157,7 +164,8 @@ class Spans:
         for number, q in enumerate(questions):
             context, starts, ends = self.spans_of(q.context)
             first, last = answer_tokens(q, starts, ends)
-            query = [CLS, *self.tokenizer.encode(q.question)[:longest], SEP]
+            question = self.tokenizer.encode(q.question)
+            query = [CLS, *question[:longest], SEP]
             room = self.n - len(query) - 1  # for a window
             stride = min(self.tune.doc_stride, max(1, room // 2))
             # The last window is the one that reaches the end of the context.
@@ -209,7 +217,8 @@ class Spans:
         much higher the score of no answer is than that of the best span."""
         null = {q.id: math.inf for q in encoded.examples}
         best = {q.id: (-math.inf, "") for q in encoded.examples}  # score and text of the best span
-        for (number, shift), (no_answer, score, first, last) in zip(encoded.windows, outputs.tolist()):
+        for (number, shift), output in zip(encoded.windows, outputs.tolist()):
+            no_answer, score, first, last = output
             q = encoded.examples[number]
             null[q.id] = min(null[q.id], no_answer)
             if score > best[q.id][0]:
@@ -231,7 +240,9 @@ class Spans:
     def files(self, outputs, encoded: Encoded) -> dict[str, str]:
         """Outputs of all windows (N, 4) -> the files that the official evaluation reads, by their names."""
         answers, odds = self.answers(outputs, encoded)
-        return {"predictions.json": json.dumps(answers, indent=1), "null_odds.json": json.dumps(odds, indent=1)}
+        return {
+            "predictions.json": json.dumps(answers, indent=1),
+            "null_odds.json": json.dumps(odds, indent=1)}
 
 
 # ---- 4. An encoder with a head ------------------------------------------------------------------------------

@@ -47,8 +47,10 @@ def f1_of_second_label(predicted, true) -> dict[str, float]:
     hits = int(((predicted == 1) & (true == 1)).sum())
     guesses = int((predicted == 1).sum())
     wanted = int((true == 1).sum())
-    return {"f1": 2 * hits / max(1, guesses + wanted), "precision": hits / max(1, guesses),
-            "recall": hits / max(1, wanted)}
+    return {
+        "f1": 2 * hits / max(1, guesses + wanted),
+        "precision": hits / max(1, guesses),
+        "recall": hits / max(1, wanted)}
 
 
 # ---- 2. SQuAD 2.0: EM and F1 --------------------------------------------------------------------------------
@@ -79,7 +81,9 @@ def squad_metrics(questions: list, predictions: dict[str, str], odds: dict[str, 
         exact[q.id] = float(normalize(answer) in map(normalize, true))
         f1[q.id] = max(token_f1(answer, text) for text in true)
     answerable = {q.id: bool(q.answers) for q in questions}
-    found = {"exact": mean(exact.values()), "f1": mean(f1.values())}
+    found = {
+        "exact": mean(exact.values()),
+        "f1": mean(f1.values())}
     for group, has_answer in (("HasAns", True), ("NoAns", False)):
         ids = [name for name in answerable if answerable[name] == has_answer]
         if ids:
@@ -102,7 +106,7 @@ def best_threshold(scores: dict[str, float], predictions: dict[str, str], odds: 
     """The highest mean score in percent, and the threshold of the odds above which no answer is given, by id."""
     score = best = sum(not has_answer for has_answer in answerable.values())  # no answer at all
     threshold = 0.0
-    for name in sorted(odds, key=odds.get):  # answer this question, too
+    for name in sorted(odds, key=odds.get):  # also answer this question
         if answerable[name]:
             score += scores[name]
         elif predictions[name]:

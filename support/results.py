@@ -49,13 +49,13 @@ def read_run(path: Path) -> Run:
     return Run(found["setting"], found["seed"], best, last, found["seconds"])
 
 
-def is_done(path: Path) -> bool:
+def is_done(out: Path, tune, seed: int) -> bool:
     """Whether a run has its file and, if it is the run whose model is kept, this model. UserError as read_run."""
+    path = path_of_run(out, tune, seed)
     if not path.is_file():
         return False
-    run = read_run(path)
-    has_model = run.seed == 1 and run.best.step is not None
-    return not has_model or (path.parent.parent / "encoder.pt").is_file()
+    diverged = read_run(path).best.step is None
+    return seed != 1 or diverged or (out / "encoder.pt").is_file()
 
 
 def wait_for(path: Path):
@@ -64,8 +64,9 @@ def wait_for(path: Path):
         time.sleep(0.2)
 
 
-def wait_for_run(path: Path) -> Run:
-    """The run in a file, as soon as it is there."""
+def wait_for_run(out: Path, tune, seed: int) -> Run:
+    """A run, as soon as its file is there. UserError as read_run."""
+    path = path_of_run(out, tune, seed)
     wait_for(path)
     return read_run(path)
 
