@@ -302,9 +302,9 @@ def parse(argv) -> argparse.Namespace:
     add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
     options = parser.parse_args(argv)
     given = fields_of(TuneConfig, vars(options))
-    if source := options.predict:
-        for name in ("task", "data", "seeds", "sweep", *given):
-            if vars(options)[name] and name != "batch_size":
+    if (source := options.predict) is not None:
+        for name in [name for name in ("task", "data", "seeds", "sweep") if vars(options)[name]] + list(given):
+            if name != "batch_size":
                 parser.error(f"--predict uses the model's own settings; leave out --{name.replace('_', '-')}")
         stem, _ = split_name(Path(source.removeprefix("hf:") or "test"))
         options.out = options.out or Path(options.init) / f"predict-{stem}"
@@ -331,7 +331,7 @@ def main(argv=None):
     with clear_errors("finetune.py"), explain_out_of_memory("--batch-size"):
         worker = make_worker(getattr(options, "precision", "auto"), options.device)
         torch.set_float32_matmul_precision("highest")  # TF32 is too coarse for effective ranks
-        if options.predict:
+        if options.predict is not None:
             return predict_file(options, worker.device)
         for task in options.tasks if options.data else ():  # what is missing is found before the first run
             find_files(task, options.data)

@@ -162,6 +162,14 @@ def check_pairs(examples: list[Example], pairs: bool, here: str, there: str):
         raise UserError(f"{here} {has} a second text (column text2), unlike {there}; use the same columns in both")
 
 
+def lacks(columns: list[str], record: dict, place: str) -> UserError:
+    """An error for a record without some columns."""
+    wanted = ", ".join(f"`{column}`" for column in columns)
+    there = ", ".join(f"`{column}`" for column in record)
+    return UserError(f"{place}: needs the column {wanted}; has {there[:200]}. A table starts with a header; "
+                     "a .csv has commas, a .tsv has tabs")
+
+
 def texts_of(name: str, record: dict, place: str) -> tuple[str, str | None]:
     """The text of a record, and its second text or None. Columns are called as in the files of task `name`, as on the
     Hub, or text[,text2]. UserError if one is missing, or is no text."""
@@ -174,8 +182,7 @@ def texts_of(name: str, record: dict, place: str) -> tuple[str, str | None]:
         if names and record.keys() >= set(names):
             break
     else:
-        raise UserError(f"{place}: needs the columns {', '.join(columns)}; has {', '.join(record)[:200]}; the first "
-                        "line of a table must be a header")
+        raise lacks(columns, record, place)
     for column in names:
         if not isinstance(record[column], str):
             raise UserError(f"{place}: `{column}` is {record[column]!r:.40}, not a text")
@@ -186,8 +193,7 @@ def texts_of(name: str, record: dict, place: str) -> tuple[str, str | None]:
 def label_of(column: str, record: dict, place: str) -> str:
     """The label of a record. UserError if there is none."""
     if column not in record:
-        raise UserError(f"{place}: needs a column `{column}` with the label; has {', '.join(record)[:200]}; the first "
-                        "line of a table must be a header")
+        raise lacks([column], record, place)
     label = record[column]
     if not isinstance(label, str | int | float) or not str(label).strip():
         raise UserError(f"{place}: label {label!r:.40} in column `{column}` is empty, or neither text nor number")

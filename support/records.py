@@ -41,7 +41,8 @@ def readable(path: Path) -> Iterator[None]:
     except UnicodeError as error:
         raise UserError(f"{path}: not UTF-8 text; convert it to UTF-8, for example with iconv") from error
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:  # pyarrow's are ValueErrors
-        raise UserError(f"{path}: cannot be read ({root_cause(error)})") from error
+        reason = getattr(error, "strerror", None) or root_cause(error)  # strerror: without the path
+        raise UserError(f"{path}: cannot be read ({reason})") from error
 
 
 def open_bytes(path: Path) -> BinaryIO:
