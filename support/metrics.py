@@ -34,9 +34,10 @@ def mean_ranks(values):
 
 def spearman(predicted, true) -> float:
     """Pearson correlation of the ranks of two arrays (N,), in [-1, 1]; NaN where one of them is constant."""
-    if np.ptp(true) == 0 or np.ptp(predicted) == 0:
+    ranks = np.stack([mean_ranks(predicted), mean_ranks(true)])
+    if 0 in np.ptp(ranks, axis=1):
         return math.nan
-    return float(np.corrcoef(mean_ranks(predicted), mean_ranks(true))[0, 1])
+    return float(np.corrcoef(ranks)[0, 1])
 
 
 METRICS = {"accuracy": accuracy, "matthews": matthews, "spearman": spearman}

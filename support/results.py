@@ -89,9 +89,10 @@ def median(values: Iterable[float | None]) -> float | None:
     return middle if math.isfinite(middle) else None
 
 
-def rank_after(ranks: dict, centering: str) -> float | None:
-    """The median rank after fine-tuning, from `effective_rank` of result.json. Seeds that diverged have no rank."""
-    found = [after[centering] for after in ranks["after"] if after]
+def rank_after(ranks: dict, centering: str, when: str = "after") -> float | None:
+    """The median rank after fine-tuning, from `effective_rank` of result.json. Seeds that diverged have no rank. When:
+    "after", of the best checkpoints, or "at_the_end"."""
+    found = [after[centering] for after in ranks[when] if after]
     return statistics.median(found) if found else None
 
 

@@ -63,20 +63,12 @@ def test_windows_cover_the_context_and_hold_the_answers(finished):
     logits = 10.0 * torch.nn.functional.one_hot(targets[:, :2], tokens.shape[1]).mT
     logits[:, 1:4] = 20  # the question holds no answer
     outputs = kind.decode(logits, targets, padding).numpy()
+    kind.tune = finetune.TuneConfig(max_answer=10 ** 12)
+    assert np.array_equal(kind.decode(logits, targets, padding), outputs)  # and it ends
     metrics = kind.score(outputs, encoded)
     assert metrics["exact"] == metrics["HasAns_f1"] == metrics["NoAns_f1"] == metrics["best_f1"] == 100
     assert json.loads(kind.files(outputs, encoded)["predictions.json"]) == kind.answers(outputs, encoded)[0]
     assert kind.answers(outputs, encoded)[0] == {q.id: q.answers[0][1] for q in WORDS} | {"none": ""}
-
-
-def test_the_longest_answer_may_be_longer_than_the_input(finished):
-    outputs = []
-    for longest in (24, 10 ** 12):
-        kind = Spans(Tokenizer.load(finished), 32, 24, finetune.TuneConfig(max_answer=longest))
-        tokens, padding, targets = finetune.collate(kind.encode(WORDS), np.arange(9), ONE.device)
-        logits = torch.randn(*tokens.shape, 2, generator=torch.Generator().manual_seed(0))
-        outputs.append(kind.decode(logits, targets, padding))
-    assert torch.equal(*outputs)
 
 
 def test_inputs_are_those_of_the_exported_tokenizer(finished, tmp_path):
@@ -195,51 +187,37 @@ def pairs(finished, tmp_path_factory):
 
 def test_two_labels_have_f1_and_keep_their_spelling(pairs):
     assert read_json(pairs / "result.json")["metrics"].keys() == {"accuracy", "f1", "precision", "recall"}
-    assert set(json.loads((pairs / "predictions.jsonl").read_text().splitlines()[0])["scores"]) == {"01", "1"}
+    assert '"scores": {"01": ' in (pairs / "predictions.jsonl").read_text()
 
 
 def test_two_inputs_never_share_one_output(pairs, tmp_path, capsys):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x[1].csv").write_text(f"text,text2\n{name},b\n")
-    command = ["--init", str(pairs), "--predict", str(tmp_path / "a/x[1].csv")]
+    command = ["--init", str(pairs), "--predict"]
     for _ in range(2):
-        finetune.main([*command, "--batch-size", "1"])
-    assert "choose another --out" in fails(lambda: finetune.main([*command[:3], str(tmp_path / "b/x[1].csv")]), capsys)
+        finetune.main([*command, str(tmp_path / "a/x[1].csv"), "--batch-size", "1"])
+    assert "choose another --out" in fails(lambda: finetune.main([*command, str(tmp_path / "b/x[1].csv")]), capsys)
 
 
-@pytest.mark.parametrize("flags, message", [
-    ("--seq-len 9", "leave out --seq-len"), ("--epochs 1", "leave out --epochs"), ("--task rte", "leave out --task"),
-    ("--sweep", "leave out --sweep"), ("--seeds 1", "leave out --seeds"), ("", "lacks a second text")])
-def test_a_model_predicts_as_it_was_trained(flags, message, pairs, tmp_path, capsys):
+def test_a_model_predicts_as_it_was_trained(pairs, tmp_path, capsys):
     (tmp_path / "single.csv").write_text("text\na\n")
-    command = ["--init", str(pairs), "--predict", str(tmp_path / "single.csv"), *flags.split()]
-    assert message in fails(lambda: finetune.main(command), capsys)
+    command = ["--init", str(pairs), "--predict", str(tmp_path / "single.csv")]
+    assert "lacks a second text" in fails(lambda: finetune.main(command), capsys)
+    for flag in ("--seq-len 9", "--learning-rate 0", "--task rte", "--sweep", "--seeds 1"):
+        error = fails(lambda: finetune.main([*command, *flag.split()]), capsys)
+        assert f"leave out {flag.split()[0]}" in error
 
 
-@pytest.mark.parametrize("source, file", [
-    ("d/diagnostic.tsv", "AX"), ("hf:ax", "AX"), ("hf:", "MNLI-m"), ("mismatched/test_matched.tsv", "MNLI-m"),
-    ("hf:test_mismatched", "MNLI-mm")])
-def test_submissions_have_the_names_of_glue(source, file):
-    line = {"id": 7, "prediction": "neutral"}
-    assert examples.submission("mnli", source, [line]) == {f"{file}.tsv": "index\tprediction\n7\tneutral\n"}
-
-
-def test_each_line_of_a_text_is_predicted(finished, tmp_path):
-    for name in ("train.csv", "dev.csv"):
-        (tmp_path / name).write_text("text,label\na,x\nb,y\n")
-    (tmp_path / "new.txt").write_text("\ufeffa\n\nb\n")
-    out = tmp_path / "out"
-    command = ["--init", str(finished), "--task", "custom", "--data", str(tmp_path), "--seeds", "1"]
-    finetune.main([*command, "--out", str(out)])
-    finetune.main(["--predict", str(tmp_path / "new.txt"), "--init", str(out)])
-    found = [json.loads(line)["scores"] for line in (out / "predict-new/predictions.jsonl").read_text().splitlines()]
-    known = json.loads((out / "predictions.jsonl").read_text().splitlines()[0])["scores"]
-    assert len(found) == 3 and found[0] == pytest.approx(known)
+def test_submissions_have_the_names_of_glue():
+    for source, file in (("d/diagnostic.tsv", "AX"), ("hf:ax", "AX"), ("hf:", "MNLI-m"),
+                         ("mismatched/test_matched.tsv", "MNLI-m"), ("hf:test_mismatched", "MNLI-mm")):
+        found = examples.submission("mnli", source, [{"id": 7, "prediction": "neutral"}])
+        assert found == {f"{file}.tsv": "index\tprediction\n7\tneutral\n"}
 
 
 def test_a_seed_that_diverged_is_the_lowest():
-    for values, middle in (([90, None, None, None, None], None), ([None, 5, 7], 5), ([3, None], None), ([1, 2], 1.5)):
+    for values, middle in (([90, None, None, None, None], None), ([None, 5, 7], 5), ([3, None], None)):
         assert results.median(values) == middle
 
 
