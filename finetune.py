@@ -268,7 +268,7 @@ def predict_file(options: argparse.Namespace, device: torch.device):
     model = Tuned(pretrained.new_encoder(0), kind.head()).to(device)
     load_weights(model, state["model"], folder / "encoder.pt")
     encoded = kind.encode(read_inputs(task, source, state.get("pairs")))
-    open_folder(options.out, {"predict": source})
+    open_folder(options.out, {"predict": source, "model": short_hash((folder / "encoder.pt").read_bytes())})
     outputs, _ = outputs_of(model, kind, encoded, tune.batch_size, device)
     files = kind.files(outputs, encoded)
     if task in GLUE:

@@ -38,8 +38,6 @@ def readable(path: Path) -> Iterator[None]:
     """Turn the errors of a file that cannot be read into a UserError that names it."""
     try:
         yield
-    except UnicodeError as error:
-        raise UserError(f"{path}: not UTF-8 text; convert it to UTF-8, for example with iconv") from error
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:  # pyarrow's are ValueErrors
         reason = getattr(error, "strerror", None) or root_cause(error)  # strerror: without the path
         raise UserError(f"{path}: cannot be read ({reason})") from error
@@ -55,12 +53,24 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 def lines_of(path: Path, newline: str | None = None) -> Iterator[str]:
-    """The lines of a text, each with its end. Only with newline="" are the ends as they are in the file."""
+    """The lines of a text, each with its end. Only with newline="" are the ends as they are in the file. UserError for
+    a text that is not UTF-8."""
     with readable(path), open_bytes(path) as file:
-        for number, line in enumerate(io.TextIOWrapper(file, "utf-8-sig", newline=newline)):
-            if number == 0 and "\0" in line:
-                raise UnicodeError("UTF-16 without a byte order mark")
+        text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline=newline)
+        for number, line in enumerate(text, start=1):
+            utf16 = number == 1 and "\0" in line  # without a byte order mark
+            if utf16 or not is_text(line):
+                raise UserError(f"{path}, line {number}: not UTF-8; convert the file to UTF-8, for example with iconv")
             yield line
+
+
+def is_text(line: str) -> bool:
+    """Whether a line was UTF-8: bytes that were not have become halves of surrogate pairs."""
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def paragraphs_of(path: Path) -> Iterator[str]:
@@ -171,7 +181,7 @@ def parquet_rows(path: Path) -> Iterator[Row]:
 
 def table_rows(path: Path) -> Iterator[Row]:
     """The rows of a table. Cells are text: what a CSV contains, the digits of a number in JSON (1.0 is not 1), and
-    numbers of Parquet as Python writes them; null is None. UserError if the file or a row is damaged."""
+    numbers of Parquet as Python writes them. null, and NaN in Parquet, are None. UserError for a damaged row."""
     _, kind = split_name(path)
     if kind in (".csv", ".tsv"):
         yield from csv_rows(path, "\t" if kind == ".tsv" else ",")
@@ -179,7 +189,7 @@ def table_rows(path: Path) -> Iterator[Row]:
     for place, record in parquet_rows(path) if kind == ".parquet" else json_rows(path, str):
         for name, cell in record.items():
             if isinstance(cell, bool | int | float):
-                record[name] = json.dumps(cell)
+                record[name] = json.dumps(cell) if cell == cell else None
         yield place, record
 
 

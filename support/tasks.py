@@ -156,6 +156,6 @@ def labels_of(name: str, train: list) -> Labels:
     for example in train:
         if number_of(example.label) is None:
             raise UserError(f"{example.place}: label {example.label!r} is not a number, but other labels have "
-                            "fractions; remove that row, or add a letter to all labels to make them names")
+                            "decimals; remove that row, or add a letter to all labels to make them names")
     largest = max(abs(number) for number in numbers)  # STS-B's 5, by which the official code divides
     return Labels("spearman", scale=largest or 1.0)

@@ -146,7 +146,7 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
     ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl: its records need a field `text`; --column can be content, id"),
     ("a.jsonl", b'{"text": 3}', "a.jsonl: field `text` of its records holds 3, not text"),
     ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
-    ("a.txt", b"good text\n\ncaf\xe9", "a.txt: not UTF-8 text; convert it"),
+    ("a.txt", b"good text\n\ncaf\xe9", "a.txt, line 3: not UTF-8; convert"),
     ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),
     ("a.parquet", b"PAR1 not really", "a.parquet: cannot be read .Parquet magic bytes not found"),
     ("a.txt", b"", "its train split has 0 tokens, too few for a row of seq_len=64"),
