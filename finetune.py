@@ -45,7 +45,7 @@ class TuneConfig:
     """How an encoder is fine-tuned; a task has defaults of its own. ValueError names a field that is wrong."""
     epochs: float = 3.0
     learning_rate: float = 0.0  # peak, 0 or more; 0 = 3e-5 * (768 / d)^2, inside Table 5 for base and large
-    batch_size: int = 32  # examples per optimizer step
+    batch_size: int = 32  # examples per optimizer step, and at a time in an evaluation
     warmup_share: float = 0.06  # of all steps, 0 or more, below 1: linear warm-up, then linear decay to 0
     seq_len: int = 512  # longest input in tokens, 8 or more, or the encoder's own limit
     dropout: float = 0.1  # in encoder and head, 0 or more, below 1

@@ -134,7 +134,7 @@ def csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
         if cells and header is None:
             header = check_header(cells, place)
         elif cells:  # a blank line has none
-            yield place, fit(header, cells, place)
+            yield place, fit(header, cells, place, "put quotes around a text that contains a comma, tab or line break")
 
 
 def check_header(cells: list[str], place: str) -> list[str]:
@@ -146,11 +146,10 @@ def check_header(cells: list[str], place: str) -> list[str]:
     return header
 
 
-def fit(header: list[str], cells: list[str], place: str) -> dict[str, str]:
-    """Cells by column. UserError if their number differs from the header's."""
+def fit(header: list[str], cells: list[str], place: str, advice: str) -> dict[str, str]:
+    """Cells by column. UserError with advice if their number differs from the header's."""
     if len(cells) != len(header):
-        raise UserError(f"{place}: has {len(cells)} cells, but the header has {len(header)} columns; "
-                        "put quotes around a text that contains a comma, a tab or a line break")
+        raise UserError(f"{place}: {len(cells)} cells, but {len(header)} columns in the header; {advice}")
     return dict(zip(header, cells))
 
 
@@ -164,7 +163,7 @@ def glue_rows(path: Path, header: tuple[str, ...], labelled: bool) -> Iterator[R
         if not names:
             names = check_header(cells, place)
         elif len(cells) == len(names) or (line.strip() and not labelled):
-            yield place, fit(names, cells, place)
+            yield place, fit(names, cells, place, "remove tabs from the texts")
 
 
 def parquet_rows(path: Path) -> Iterator[Row]:

@@ -47,11 +47,11 @@ def write_glue(folder):
     return folder
 
 
-def write_squad(path, start=0):
+def write_squad(path):
     """Write a SQuAD file: for each of twelve paragraphs a question with an answer and one without."""
     paragraphs = []
     for i in range(12):
-        answer = {"text": SUBJECTS[i % 4], "answer_start": start}
+        answer = {"text": SUBJECTS[i % 4], "answer_start": 0}
         questions = [{"id": f"q{i}", "question": "who is it?", "is_impossible": False, "answers": [answer]},
                      {"id": f"n{i}", "question": "what not?", "is_impossible": True, "answers": []}]
         paragraphs.append({"context": sentence(i), "qas": questions})
@@ -68,12 +68,12 @@ def test_metrics_equal_scipy_and_scikit_learn(n):
     assert np.isnan([metrics.spearman(0 * true, true), metrics.spearman(guess, 0 * true)]).all()
 
 
-@pytest.mark.parametrize("share", [0, 0.1, 0.9])
-def test_f1_of_two_labels_is_that_of_scikit_learn(share):
-    true, guess = np.random.default_rng(0).random((2, 60)) < [[0.3], [share]]
-    expected = sklearn.metrics.precision_recall_fscore_support(true, guess, average="binary", zero_division=0)
-    found = metrics.f1_of_second_label(guess.astype(int), true.astype(int))
-    assert [found["precision"], found["recall"], found["f1"]] == pytest.approx(expected[:3])
+def test_f1_of_two_labels_is_that_of_scikit_learn():
+    for share in (0, 0.1, 0.9):
+        true, guess = np.random.default_rng(0).random((2, 60)) < [[0.3], [share]]
+        *expected, _ = sklearn.metrics.precision_recall_fscore_support(true, guess, average="binary", zero_division=0)
+        found = metrics.f1_of_second_label(guess.astype(int), true.astype(int))
+        assert [found["precision"], found["recall"], found["f1"]] == pytest.approx(expected)
 
 
 def squad_score(answer, *true):
@@ -112,8 +112,7 @@ GRIDS = {  # task, width of the encoder -> Tables 5 and 6
     ("cola", 1024): ({2, 3, 5, 10}, {7e-6, 1e-5, 2e-5, 3e-5}, {16, 32}, {0.06, 0.1}),
     ("mnli", 768): ({2, 3, 5}, {1e-5, 2e-5, 3e-5, 4e-5}, {32}, {0.06}),
     ("mnli", 1024): ({2, 3, 5}, {5e-6, 7e-6, 1e-5, 2e-5}, {32}, {0.06}),
-    ("squad2", 768): ({2, 3}, {2e-5, 3e-5, 4e-5, 5e-5}, {16, 32}, {0.06, 0.1}),
-    ("squad2", 1024): ({2, 3}, {7e-6, 1e-5, 2e-5, 3e-5}, {16, 32}, {0.06, 0.1})}
+    ("squad2", 768): ({2, 3}, {2e-5, 3e-5, 4e-5, 5e-5}, {16, 32}, {0.06, 0.1})}
 
 
 def test_tasks_and_grids_are_those_of_the_paper():
@@ -143,16 +142,16 @@ def test_original_files_are_read_as_they_are(name, tmp_path):
 def test_odd_rows_of_qqp_are_read(tmp_path):
     rows = ['1\t1\t2\tNone\tsay "yes\t1', "2\t1\t2\tcut off", "3\t1\t2\tHow?\t\t0"]
     (tmp_path / "train.tsv").write_text("\n".join([FORMATS["QQP"][0], *rows]))
-    found = examples.read_file("qqp", tmp_path / "train.tsv")
-    assert [row[:4] for row in found] == [("None", 'say "yes', "1", "1"), ("How?", "", "0", "3")]
+    found = [row[:4] for row in examples.read_file("qqp", tmp_path / "train.tsv")]
+    assert found == [("None", 'say "yes', "1", "1"), ("How?", "", "0", "3")]
 
 
 def test_remarks_tell_what_is_not_official(tmp_path, monkeypatch):
-    monkeypatch.setitem(tasks.TASKS, "rte", tasks.TASKS["rte"]._replace(official=(12, 12)))
-    folder = str(write_glue(tmp_path))
-    assert examples.read_task("rte", folder, 0.01)[1] == []
-    (tmp_path / "MNLI" / "dev_mismatched.tsv").unlink()
-    assert examples.read_task("mnli", folder, 0.01)[1][-1] == "dev_mm is missing: not evaluated"
+    monkeypatch.setitem(tasks.TASKS, "mnli", tasks.TASKS["mnli"]._replace(official=(12, 12, 12)))
+    folder = write_glue(tmp_path)
+    assert examples.read_task("mnli", str(folder), 0.01)[1] == []
+    (folder / "MNLI" / "dev_mismatched.tsv").unlink()
+    assert examples.read_task("mnli", str(folder), 0.01)[1] == ["dev_mm is missing: not evaluated"]
 
 
 def test_squad_files_are_read(tmp_path):
@@ -203,12 +202,9 @@ def test_all_formats_keep_cells_as_they_are(tmp_path):
         assert [row[:3] for row in found] == [tuple(row.values()) for row in rows], path
 
 
-def test_each_line_of_a_text_is_an_input(tmp_path):
+def test_lines_and_json_numbers_keep_their_letters(tmp_path):
     (tmp_path / "new.TXT").write_text("\ufeffa\n\n b")
     assert [row.text for row in examples.read_inputs("custom", str(tmp_path / "new.TXT"))] == ["a", "", " b"]
-
-
-def test_numbers_in_json_keep_their_digits(tmp_path):
     labels = ["1.0", f"{10 ** 21}", "true"]
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "a", "label": {label}}}\n' for label in labels))
     assert [row.label for row in examples.read_file("custom", tmp_path / "a.jsonl")] == labels
@@ -238,13 +234,13 @@ def test_pairs_and_single_texts_are_not_mixed(train, dev, message, tmp_path):
 
 @pytest.mark.parametrize("name, file, content, message", [
     ("rte", "a.txt", "one text", "needs the column `sentence1`, `sentence2`; has `text`"),
-    ("custom", "a.csv", "text\n", "has no rows"), ("custom", "a.xls", "", "the name must end in .csv, .tsv"),
-    ("cola", "a.tsv", "index\tsentence\n0\ta\n1\ta\tb\n", "line 3: has 3 cells, but the header has 2"),
+    ("custom", "a.csv", "text\n", "has no rows"), ("custom", "a.xls", "", "must end in .csv, .tsv"),
+    ("cola", "a.tsv", "index\tsentence\n0\ta\n1\ta\tb\n", "line 3: 3 cells, but 2 columns .*; remove tabs"),
     ("cola", "a.csv", "text,text2\na,b", "cola is a task of single texts"),
     ("custom", "train.csv", "text,kind\na,b\n", "line 2: needs the column `label`; has `text`, `kind`"),
     ("custom", "train.csv", "nice,x\nbad,y\n", "needs the column `text`; has `nice`, `x`. A table starts"),
-    ("custom", "train.csv", 'text,label\n"a\nb",x\nb, c,x\n', "line 4: has 3 cells"),
-    ("custom", "train.tsv", "text\tlabel\na\tb\tx\n", "line 2: has 3 cells"),
+    ("custom", "train.csv", 'text,label\n"a\nb",x\nb, c,x\n', "line 4: 3 cells"),
+    ("custom", "train.tsv", "text\tlabel\na\tb\tx\n", "line 2: 3 cells, .*; put quotes"),
     ("custom", "train.tsv", "text\tlabel\na\tx\nb\t\n", "line 3: label '' in column `label` is empty"),
     ("custom", "train.csv", 'text,label\na,x\n"b,x\n', "line 3: unexpected end of data"),
     ("custom", "train.csv", "text,label,label\na,x,y\n", "two columns `label`"),
