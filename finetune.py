@@ -6,9 +6,10 @@
     python finetune.py --init out/rte-base --predict test.tsv   # what a fine-tuned model predicts for new texts
 
 --task custom reads the files train and dev (.csv, .tsv, .jsonl, .parquet, also compressed) in --data, with the columns
-text[,text2],label. Labels stay as written, 01 is not 1; labels with fractions are numbers to predict. Dev chooses the
-best of at most 20 checkpoints of a run, one per half epoch, so scores are slightly optimistic. The same command again
-does the missing runs; torchrun's processes share them.
+text[,text2],label. Labels stay as written, 01 is not 1; labels with decimals are numbers to predict. Of two labels, F1,
+precision and recall are those of the second in alphabetical order. Dev chooses the best of at most 20 checkpoints of a
+run, one per half epoch, so scores are slightly optimistic. The same command again does the missing runs; torchrun's
+processes share them.
 """
 import argparse
 import math
@@ -26,7 +27,8 @@ from tqdm import tqdm
 
 from rank import CENTERINGS, Moments, tau_rank
 from support import results
-from support.cli import Parser, add_flags, clear_errors, explain_out_of_memory, fields_of, require, require_positive
+from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of, require,
+                         require_positive)
 from support.corpus import rows_of_step, seed_of
 from support.documents import VAL_SHARE
 from support.examples import find_files, is_pair, read_inputs, read_task, submission
@@ -209,9 +211,8 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     splits = {split: kind.encode(found) for split, found in examples.items()}
     for split, encoded in splits.items():
         remarks += [f"{split}: {remark}" for remark in encoded.remarks]
-    setup = Setup(task, pretrained, kind, splits, tune, worker, options.out, remarks)
-    if options.task == "glue":
-        setup = setup._replace(out=options.out / f"{task}-{name_of(options.init)}")
+    out = options.out / f"{task}-{results.name_of(options.init)}" if options.task == "glue" else options.out
+    setup = Setup(task, pretrained, kind, splits, tune, worker, out, remarks)
     if worker.is_main:
         claim_folder(setup, options)
     results.wait_for(setup.out / "config.json")
@@ -221,9 +222,7 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
 def claim_folder(setup: Setup, options: argparse.Namespace):
     """Write config.json and the tokenizer to the folder. UserError if it was made with other settings or data."""
     weights = [tensor.numpy().tobytes() for tensor in setup.pretrained.new_encoder(0).state_dict().values()]
-    examples = []
-    for encoded in setup.splits.values():
-        examples.append([example[:4] for example in encoded.examples])  # without their places in a file
+    examples = [encoded.content() for encoded in setup.splits.values()]
     settings = {"init": options.init, "task": setup.task, "weights": short_hash(b"".join(weights)),
                 "examples": short_hash(repr(examples)), "sweep": options.sweep, **asdict(setup.tune)}
     open_folder(setup.out, settings, may_change=["init"])
@@ -247,7 +246,8 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     if not worker.is_main:
         return {}
     untuned = Tuned(setup.pretrained.new_encoder(1), kind.head()).to(worker.device)
-    _, before = outputs_of(untuned, kind, setup.splits["dev"], tune.batch_size, worker.device)
+    found = outputs_of(untuned, kind, setup.splits["dev"], tune.batch_size, worker.device)
+    before = found[1] if found else dict.fromkeys(CENTERINGS)
     result = {"task": task, "init": options.init, "metric": kind.labels.metric,
               **results.summarize(runs, before, kind.dim), "tune": asdict(tune), "remarks": setup.remarks,
               "sweep": [asdict(run) for run in sweep]}
@@ -262,7 +262,10 @@ def predict_file(options: argparse.Namespace, device: torch.device):
     folder, source = Path(options.init), options.predict
     state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale")
     task, labels = state["task"], Labels(TASKS[state["task"]].metric, tuple(state["labels"]), state["scale"])
-    tune = TuneConfig(**fields_of(TuneConfig, read_json(folder / "config.json") | vars(options)))
+    try:
+        tune = TuneConfig(**fields_of(TuneConfig, read_json(folder / "config.json") | vars(options)))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{folder / 'config.json'}: damaged ({error}); restore it from a copy") from error
     pretrained = Pretrained(str(folder), 0.0)
     kind = make_kind(task, pretrained.tokenizer, pretrained.config, tune, labels)
     model = Tuned(pretrained.new_encoder(0), kind.head()).to(device)
@@ -278,13 +281,6 @@ def predict_file(options: argparse.Namespace, device: torch.device):
 
 
 # ---- 5. Command line ----------------------------------------------------------------------------------------
-def name_of(init: str) -> str:
-    """A name for the encoder in --init, such as toy, toy-step_0000500 or random-toy."""
-    path = Path(init.removeprefix("random:")).resolve()
-    name = f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.name
-    return f"random-{name}" if init.startswith("random:") else name
-
-
 def parse(argv) -> argparse.Namespace:
     """Read the command line; `tasks` holds the TuneConfig of each task, default < default of the task < flag."""
     parser = Parser("finetune.py", __doc__)
@@ -302,6 +298,12 @@ def parse(argv) -> argparse.Namespace:
     add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
     options = parser.parse_args(argv)
     given = fields_of(TuneConfig, vars(options))
+    try:
+        options.tasks = {}
+        for name in GLUE if task == "glue" else [task]:
+            options.tasks[name] = TuneConfig(**DEFAULTS[TASKS[name].group] | given)
+    except ValueError as error:
+        parser.error(str(error))
     if (source := options.predict) is not None:
         for name in [name for name in ("task", "data", "seeds", "sweep") if vars(options)[name]] + list(given):
             if name != "batch_size":
@@ -317,12 +319,7 @@ def parse(argv) -> argparse.Namespace:
         parser.error(f"--data {options.data}: --task docs reads only this machine's documentation; leave --data out")
     if task == "custom" and not options.data:
         parser.error("--task custom needs --data: a folder with train and dev files")
-    names = GLUE if task == "glue" else [task]
-    try:
-        options.tasks = {name: TuneConfig(**DEFAULTS[TASKS[name].group] | given) for name in names}
-    except ValueError as error:
-        parser.error(str(error))
-    options.out = options.out or Path("out") / f"{task}-{name_of(options.init)}"
+    options.out = options.out or Path("out") / f"{task}-{results.name_of(options.init)}"
     return options
 
 

@@ -26,6 +26,10 @@ class Encoded(NamedTuple):
     windows: list[tuple[int, int]]  # SQuAD, of each input: number of its question, tokens of the context before it
     remarks: list[str]
 
+    def content(self) -> list[tuple]:
+        """The examples without their places in a file."""
+        return [example[:4] for example in self.examples]
+
 
 def collate(encoded: Encoded, chosen, device: torch.device):
     """Inputs (B,) of a split -> tokens (B, m) int64, padding (B, m) bool, targets; m is the longest's length."""

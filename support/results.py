@@ -32,7 +32,14 @@ class Run:
     seconds: float
 
 
-# ---- 1. Files of runs ---------------------------------------------------------------------------------------
+# ---- 1. Folders and files of runs ---------------------------------------------------------------------------
+def name_of(init: str) -> str:
+    """A name for the encoder in --init, such as toy, toy-step_0000500 or random-toy."""
+    path = Path(init.removeprefix("random:")).resolve()
+    name = f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.name
+    return f"random-{name}" if init.startswith("random:") else name
+
+
 def path_of_run(out: Path, tune, seed: int) -> Path:
     """The file of a run, of a TuneConfig and a seed."""
     name = "-".join(f"{getattr(tune, field):g}" for field in SWEPT)
