@@ -195,9 +195,11 @@ def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[result
     for number, (tune, seed) in enumerate(missing, start=1):
         run = run_once(setup, tune, seed)
         write_json(results.path_of_run(setup.out, tune, seed), asdict(run))
+        setting = "  ".join(f"{name} {value:g}" for name, value in run.setting.items())
         left = (len(missing) - number) * run.seconds / 3600
-        print(f"{setup.task}  {results.describe(run, setup.kind.labels.metric)}  {left:.1f} h left")
-    return [results.wait_for_run(setup.out, *run) for run in runs]
+        print(f"{setup.task}  {setting}  seed {seed}  {setup.kind.labels.metric} "
+              f"{results.format_number(run.best.value)}  {run.seconds:.0f} s  {left:.1f} h left")
+    return [results.read_run(results.path_of_run(setup.out, *run)) for run in runs]
 
 
 def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:

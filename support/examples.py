@@ -1,16 +1,16 @@
 """The examples of a task, read from its files, from the Hub, or from the documentation on this machine."""
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 from support.cli import UserError
 from support.documents import in_validation, read_docs
-from support.records import TABLES, Row, glue_rows, lines_of, parse_json, read_records, split_name, table_rows
+from support.records import TABLES, Row, csv_rows, lines_of, parse_json, read_records, split_name, table_rows
 from support.tasks import GLUE, SPLITS, TASKS, Example, Question
 
 INPUTS = (*TABLES, ".txt")  # formats of texts without labels
-DEV_NAMES = ("validation", "valid", "val")  # also used for dev
 
 
 # ---- 1. A whole task ----------------------------------------------------------------------------------------
@@ -55,16 +55,10 @@ def find_files(name: str, data: str) -> dict[str, Path]:
 
 def files_called(file: str, name: str, folder: Path) -> list[Path]:
     """The files of a split in a folder, such as dev.tsv, dev.TSV.gz or validation.tsv. SQuAD's have longer names."""
-    if not folder.is_dir():
-        return []
     found = []
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         stem, suffix = split_name(path)
-        stem = stem.lower()
-        for other in DEV_NAMES:
-            if stem.startswith(other):
-                stem = "dev" + stem.removeprefix(other)
-                break
+        stem = re.sub("^(validation|valid|val)", "dev", stem.lower())
         fits = stem.startswith(file) if name == "squad2" else stem == file
         if fits and suffix in TASKS[name].formats and path.is_file():
             found.append(path)
@@ -98,7 +92,7 @@ def read_file(name: str, path: Path, labelled: bool = True) -> list[Example] | l
         lines = enumerate(lines_of(path), start=1)
         rows = ((f"{path}, line {number}", {"text": line.removesuffix("\n")}) for number, line in lines)
     elif suffix == ".tsv" and name in GLUE:
-        rows = glue_rows(path, TASKS[name].header if labelled else (), labelled)
+        rows = csv_rows(path, "\t", TASKS[name].header if labelled else (), quotes=False, skip=labelled)
         if labelled:  # a few of QQP's lines are cut off
             rows = (row for row in rows if row[1].get(TASKS[name].columns[-1]) != "")
     else:

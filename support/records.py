@@ -7,6 +7,7 @@ import bz2
 import csv
 import gzip
 import io
+import itertools
 import json
 import lzma
 import zlib
@@ -53,37 +54,23 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 def lines_of(path: Path, newline: str | None = None) -> Iterator[str]:
-    """The lines of a text, each with its end. Only with newline="" are the ends as they are in the file. UserError for
-    a text that is not UTF-8."""
+    """The lines of a text, each with its end; only with newline="" are the ends as in the file. UserError unless it is
+    UTF-8."""
     with readable(path), open_bytes(path) as file:
         text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline=newline)
         for number, line in enumerate(text, start=1):
             utf16 = number == 1 and "\0" in line  # without a byte order mark
-            if utf16 or not is_text(line):
+            # Bytes that are not UTF-8 have become halves of surrogate pairs, which cannot be encoded.
+            if utf16 or line.encode(errors="ignore").decode() != line:
                 raise UserError(f"{path}, line {number}: not UTF-8; convert the file to UTF-8, for example with iconv")
             yield line
 
 
-def is_text(line: str) -> bool:
-    """Whether a line was UTF-8: bytes that were not have become halves of surrogate pairs."""
-    try:
-        line.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def paragraphs_of(path: Path) -> Iterator[str]:
     """The parts of a text between blank lines."""
-    part = ""
-    for line in lines_of(path):
-        if line != "\n":
-            part += line
-        elif part:
-            yield part.removesuffix("\n")
-            part = ""
-    if part:
-        yield part.removesuffix("\n")
+    for is_blank, lines in itertools.groupby(lines_of(path), lambda line: line == "\n"):
+        if not is_blank:
+            yield "".join(lines).removesuffix("\n")
 
 
 # ---- 2. JSON ------------------------------------------------------------------------------------------------
@@ -99,30 +86,28 @@ def json_rows(path: Path, number: Callable | None = None) -> Iterator[Row]:
     """The objects of a file with one of them per line, or with a list of them."""
     lines = lines_of(path)
     for index, line in enumerate(lines, start=1):
+        values, places = [], itertools.repeat(f"{path}, line {index}")
         if line.lstrip().startswith("["):
             values = parse_json(line + "".join(lines), str(path), number)
-            yield from [json_row(f"{path}, record {i}", value) for i, value in enumerate(values, start=1)]
+            places = (f"{path}, record {i}" for i in itertools.count(1))
         elif line.strip():
-            place = f"{path}, line {index}"
-            yield json_row(place, parse_json(line, place, number))
-
-
-def json_row(place: str, value) -> Row:
-    """A JSON object as a row. UserError for another value."""
-    if not isinstance(value, dict):
-        raise UserError(f"{place}: needs an object such as {{\"text\": ...}}; has {value!r:.60}")
-    for name, cell in value.items():
-        if isinstance(cell, str):  # half a surrogate pair, such as \ud83d, is no text
-            value[name] = cell.encode(errors="replace").decode()
-    return place, value
+            values = [parse_json(line, next(places), number)]
+        for place, value in zip(places, values):
+            if not isinstance(value, dict):
+                raise UserError(f"{place}: needs an object such as {{\"text\": ...}}; has {value!r:.60}")
+            for name, cell in value.items():
+                if isinstance(cell, str):  # half a surrogate pair, such as \ud83d, is no text
+                    value[name] = cell.encode(errors="replace").decode()
+            yield place, value
 
 
 # ---- 3. Tables ----------------------------------------------------------------------------------------------
-def csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
-    """The rows of a table whose first line is a header. Quotes enclose cells with delimiters or line breaks."""
+def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, skip: bool = False) -> Iterator[Row]:
+    """The rows of a table. Its first line is the header unless one is given. `quotes` enclose cells with commas or line
+    breaks; else they are characters. Rows that do not fit the header raise a UserError, or are left out with `skip`."""
     csv.field_size_limit(LONGEST_CELL)
-    reader = csv.reader(lines_of(path, newline=""), delimiter=delimiter, strict=True)
-    header = None
+    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    reader = csv.reader(lines_of(path, newline=""), delimiter=comma, quoting=quoting, strict=True)
     while True:
         place = f"{path}, line {reader.line_num + 1}"
         try:
@@ -131,39 +116,16 @@ def csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
             raise UserError(f"{place}: {error}; write a quote inside of quotes twice") from error
         if cells is None:
             return
-        if cells and header is None:
-            header = check_header(cells, place)
-        elif cells:  # a blank line has none
-            yield place, fit(header, cells, place, "put quotes around a text that contains a comma, tab or line break")
-
-
-def check_header(cells: list[str], place: str) -> list[str]:
-    """The names of columns. UserError if two are equal."""
-    header = [cell.strip() for cell in cells]
-    for name in header:
-        if name and header.count(name) > 1:
-            raise UserError(f"{place}: the header has two columns `{name}`; rename one")
-    return header
-
-
-def fit(header: list[str], cells: list[str], place: str, advice: str) -> dict[str, str]:
-    """Cells by column. UserError with advice if their number differs from the header's."""
-    if len(cells) != len(header):
-        raise UserError(f"{place}: {len(cells)} cells, but {len(header)} columns in the header; {advice}")
-    return dict(zip(header, cells))
-
-
-def glue_rows(path: Path, header: tuple[str, ...], labelled: bool) -> Iterator[Row]:
-    """The rows of one of GLUE's own TSV files, where quotes are characters; `header` if the file has none. With
-    labels, lines that do not fit are left out: a few of QQP's are cut off. Without, they raise a UserError."""
-    names = list(header)
-    for number, line in enumerate(lines_of(path), start=1):
-        cells = line.removesuffix("\n").split("\t")
-        place = f"{path}, line {number}"
-        if not names:
-            names = check_header(cells, place)
-        elif len(cells) == len(names) or (line.strip() and not labelled):
-            yield place, fit(names, cells, place, "remove tabs from the texts")
+        if cells and not header:  # a blank line has no cells
+            header = [cell.strip() for cell in cells]
+            twice = [name for name in header if name and header.count(name) > 1]
+            if twice:
+                raise UserError(f"{place}: the header has two columns `{twice[0]}`; rename one")
+        elif len(cells) == len(header):
+            yield place, dict(zip(header, cells))
+        elif cells and not skip:
+            advice = "put quotes around a text with a comma, tab or line break" if quotes else "remove tabs from texts"
+            raise UserError(f"{place}: {len(cells)} cells, but {len(header)} columns in the header; {advice}")
 
 
 def parquet_rows(path: Path) -> Iterator[Row]:
@@ -183,7 +145,7 @@ def table_rows(path: Path) -> Iterator[Row]:
     numbers of Parquet as Python writes them. null, and NaN in Parquet, are None. UserError for a damaged row."""
     _, kind = split_name(path)
     if kind in (".csv", ".tsv"):
-        yield from csv_rows(path, "\t" if kind == ".tsv" else ",")
+        yield from csv_rows(path, comma="\t" if kind == ".tsv" else ",")
         return
     for place, record in parquet_rows(path) if kind == ".parquet" else json_rows(path, str):
         for name, cell in record.items():

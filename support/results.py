@@ -46,16 +46,6 @@ def path_of_run(out: Path, tune, seed: int) -> Path:
     return out / "runs" / f"{name}-{seed}.json"
 
 
-def read_run(path: Path) -> Run:
-    """The run in a file. UserError if it is damaged or of another version of this program."""
-    found = read_json(path, "setting", "seed", "best", "last", "seconds", advice=f"or of an older version; {REPEAT}")
-    try:
-        best, last = Evaluation(**found["best"]), Evaluation(**found["last"])
-    except TypeError as error:
-        raise UserError(f"{path}: damaged ({error}); {REPEAT}") from error
-    return Run(found["setting"], found["seed"], best, last, found["seconds"])
-
-
 def is_done(out: Path, tune, seed: int) -> bool:
     """Whether a run has its file and, if it is the run whose model is kept, this model. UserError as read_run."""
     path = path_of_run(out, tune, seed)
@@ -71,17 +61,14 @@ def wait_for(path: Path):
         time.sleep(0.2)
 
 
-def wait_for_run(out: Path, tune, seed: int) -> Run:
-    """A run, as soon as its file is there. UserError as read_run."""
-    path = path_of_run(out, tune, seed)
+def read_run(path: Path) -> Run:
+    """The run in a file, as soon as it is there. UserError if it is damaged or of another version of this program."""
     wait_for(path)
-    return read_run(path)
-
-
-def describe(run: Run, metric: str) -> str:
-    """Settings, value and time of a run."""
-    setting = "  ".join(f"{name} {value:g}" for name, value in run.setting.items())
-    return f"{setting}  seed {run.seed}  {metric} {format_number(run.best.value)}  {run.seconds:.0f} s"
+    found = read_json(path, "setting", "seed", "best", "last", "seconds", advice=f"or of an older version; {REPEAT}")
+    try:
+        return Run(**found | {"best": Evaluation(**found["best"]), "last": Evaluation(**found["last"])})
+    except TypeError as error:
+        raise UserError(f"{path}: damaged ({error}); {REPEAT}") from error
 
 
 # ---- 2. Values of several runs ------------------------------------------------------------------------------
