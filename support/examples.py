@@ -111,7 +111,7 @@ def read_hub(name: str, split: str, labelled: bool = True) -> list[Example] | li
             answers = zip(record["answers"]["answer_start"], record["answers"]["text"])
             found.append(Question(record["id"], record["question"], record["context"], tuple(answers)))
         else:  # labels are numbers there, and STS-B's 3.2 is 3.200000047683716
-            label = task.labels[record["label"]] if task.labels else round(record["label"], 3)
+            label = task.labels[record["label"]] if task.labels else str(round(record["label"], 3))
             found.append((f"{hub}, record {number}", record | {task.columns[-1]: label}))
     return found if name == "squad2" else examples_of(name, found, hub, labelled)
 
@@ -156,62 +156,50 @@ def check_pairs(examples: list[Example], pairs: bool, here: str, there: str):
         raise UserError(f"{here} {has} a second text (column text2), unlike {there}; use the same columns in both")
 
 
-def lacks(columns: list[str], record: dict, place: str) -> UserError:
-    """An error for a record without some columns."""
-    wanted = ", ".join(f"`{column}`" for column in columns)
-    there = ", ".join(f"`{column}`" for column in record)
-    return UserError(f"{place}: needs the column {wanted}; has {there[:200]}. A table starts with a header; "
-                     "a .csv has commas, a .tsv has tabs")
+def cell_of(column: str, record: dict, place: str) -> str:
+    """The text of a record in a column. UserError if there is none."""
+    if column not in record:
+        there = ", ".join(f"`{name}`" for name in record)
+        raise UserError(f"{place}: needs a column `{column}`; has {there[:200]}. A table starts with a header; a .csv "
+                        "has commas, a .tsv has tabs")
+    if not isinstance(record[column], str):
+        raise UserError(f"{place}: `{column}` is {record[column]!r:.40}, not a text")
+    return record[column]
 
 
 def texts_of(name: str, record: dict, place: str) -> tuple[str, str | None]:
     """The text of a record, and its second text or None. Columns are called as in the files of task `name`, as on the
-    Hub, or text[,text2]. UserError if one is missing, or is no text."""
+    Hub, or text[,text2]. UserError if a text is missing, or if there is one too many."""
     *columns, _ = TASKS[name].columns
     if name == "custom" and record.get("text2") is None:  # it is optional
         columns = ["text"]
     if len(columns) == 1 and record.get("text2") is not None:
         raise UserError(f"{place}: has a column text2, but {name} is a task of single texts")
-    for names in (columns, TASKS[name].hub_columns, ("text", "text2")[:len(columns)]):
+    for names in (TASKS[name].hub_columns, ("text", "text2")[:len(columns)]):
         if names and record.keys() >= set(names):
-            break
-    else:
-        raise lacks(columns, record, place)
-    for column in names:
-        if not isinstance(record[column], str):
-            raise UserError(f"{place}: `{column}` is {record[column]!r:.40}, not a text")
-    text2 = record[names[1]] if len(names) > 1 else None
-    return record[names[0]], text2
-
-
-def label_of(column: str, record: dict, place: str) -> str:
-    """The label of a record. UserError if there is none."""
-    if column not in record:
-        raise lacks([column], record, place)
-    label = record[column]
-    if not isinstance(label, str | int | float) or not str(label).strip():
-        raise UserError(f"{place}: label {label!r:.40} in column `{column}` is empty, or neither text nor number")
-    return str(label).strip()
+            columns = names
+    texts = [cell_of(column, record, place) for column in columns]
+    return texts[0], texts[1] if len(texts) > 1 else None
 
 
 def examples_of(name: str, rows: Iterable[Row], where: str, labelled: bool = True) -> list[Example]:
     """Rows of task `name` -> examples. UserError for a row that lacks a text or, if `labelled`, the label."""
-    *columns, column = TASKS[name].columns
+    known = TASKS[name].columns
     found = []
     for number, (place, record) in enumerate(rows):
-        for other in record:
-            if name == "custom" and other not in TASKS[name].columns and other.lower() in TASKS[name].columns:
-                raise UserError(f"{place}: has a column `{other}`; call it `{other.lower()}`")
+        for column in record:
+            if name == "custom" and column not in known and column.lower() in known:
+                raise UserError(f"{place}: has a column `{column}`; call it `{column.lower()}`")
         text, text2 = texts_of(name, record, place)
-        label = label_of(column, record, place) if labelled else None
-        if labelled and not text.strip():  # two of QQP's questions are empty, both second ones
-            raise UserError(f"{place}: the text is empty")
+        label = cell_of(known[-1], record, place).strip() if labelled else None
+        if labelled and not (label and text.strip()):  # two of QQP's questions are empty, both second ones
+            raise UserError(f"{place}: the text or the label in column `{known[-1]}` is empty")
         index = str(record.get("index", record.get("idx", record.get("id", number))))
         found.append(Example(text, text2, label, index, place))
         if is_pair(found) != (text2 is not None):
             raise UserError(f"{place}: some rows have a second text (text2) and others have none")
     if not found:
-        raise UserError(f"{where}: has no rows" + (f" with a label in column `{column}`" if labelled else ""))
+        raise UserError(f"{where}: has no rows" + (f" with a label in column `{known[-1]}`" if labelled else ""))
     return found
 
 

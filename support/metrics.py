@@ -75,24 +75,22 @@ def squad_metrics(questions: list, predictions: dict[str, str], odds: dict[str, 
     """The numbers that the official evaluation prints, shares in percent. `questions` are Questions. By id,
     `predictions` are answers, "" for none, and `odds` are higher the less likely an answer is. The best thresholds
     take away the answers whose odds are higher; they give no new ones."""
-    exact, f1 = {}, {}
+    scores = {"exact": {}, "f1": {}}
     for q in questions:
         true = [text for _, text in q.answers if normalize(text)] or [""]  # acceptable answers
         answer = predictions[q.id]
-        exact[q.id] = float(normalize(answer) in map(normalize, true))
-        f1[q.id] = max(token_f1(answer, text) for text in true)
+        scores["exact"][q.id] = float(normalize(answer) in map(normalize, true))
+        scores["f1"][q.id] = max(token_f1(answer, text) for text in true)
     answerable = {q.id: bool(q.answers) for q in questions}
-    found = {
-        "exact": mean(exact.values()),
-        "f1": mean(f1.values())}
+    found = {metric: mean(values.values()) for metric, values in scores.items()}
     for group, has_answer in (("HasAns", True), ("NoAns", False)):
         ids = [name for name in answerable if answerable[name] == has_answer]
         if ids:
-            found[f"{group}_exact"] = mean([exact[name] for name in ids])
-            found[f"{group}_f1"] = mean([f1[name] for name in ids])
+            for metric, values in scores.items():
+                found[f"{group}_{metric}"] = mean([values[name] for name in ids])
             found[f"{group}_total"] = len(ids)
-    for metric, scores in (("exact", exact), ("f1", f1)):
-        best, threshold = best_threshold(scores, predictions, odds, answerable)
+    for metric, values in scores.items():
+        best, threshold = best_threshold(values, predictions, odds, answerable)
         found[f"best_{metric}"], found[f"best_{metric}_thresh"] = best, threshold
     return found
 

@@ -233,15 +233,15 @@ def test_pairs_and_single_texts_are_not_mixed(train, dev, message, tmp_path):
 
 
 @pytest.mark.parametrize("name, file, content, message", [
-    ("rte", "a.txt", "one text", "needs the column `sentence1`, `sentence2`; has `text`"),
+    ("rte", "a.txt", "one text", "needs a column `sentence1`; has `text`"),
     ("custom", "a.csv", "text\n", "has no rows"), ("custom", "a.xls", "", "must end in .csv, .tsv"),
     ("cola", "a.tsv", "index\tsentence\n0\ta\n1\ta\tb\n", "line 3: 3 cells, but 2 columns .*; remove tabs"),
     ("cola", "a.csv", "text,text2\na,b", "cola is a task of single texts"),
-    ("custom", "train.csv", "text,kind\na,b\n", "line 2: needs the column `label`; has `text`, `kind`"),
-    ("custom", "train.csv", "nice,x\nbad,y\n", "needs the column `text`; has `nice`, `x`. A table starts"),
+    ("custom", "train.csv", "text,kind\na,b\n", "line 2: needs a column `label`; has `text`, `kind`"),
+    ("custom", "train.csv", "nice,x\nbad,y\n", "needs a column `text`; has `nice`, `x`. A table starts"),
     ("custom", "train.csv", 'text,label\n"a\nb",x\nb, c,x\n', "line 4: 3 cells"),
     ("custom", "train.tsv", "text\tlabel\na\tb\tx\n", "line 2: 3 cells, .*; put quotes"),
-    ("custom", "train.tsv", "text\tlabel\na\tx\nb\t\n", "line 3: label '' in column `label` is empty"),
+    ("custom", "train.tsv", "text\tlabel\na\tx\nb\t\n", "line 3: the text or the label in column `label` is empty"),
     ("custom", "train.csv", 'text,label\na,x\n"b,x\n', "line 3: unexpected end of data"),
     ("custom", "train.csv", "text,label,label\na,x,y\n", "two columns `label`"),
     ("custom", "train.csv", "text,label\ncafé,x\n".encode("latin-1"), "line 2: not UTF-8; convert"),
@@ -251,7 +251,7 @@ def test_pairs_and_single_texts_are_not_mixed(train, dev, message, tmp_path):
     ("custom", "train.jsonl", '{"text": "a", "label": "x"}\n{"text": "a", "text2": "b", "label": "x"}', "some rows"),
     ("custom", "train.csv.gz", "text", "cannot be read .Not a gzipped file"),
     ("rte", "train.tsv", "sentence1\tsentence2\tlabel\n", "train.tsv: has no rows with a label in column `label`"),
-    ("rte", "train.tsv", "sentence1\tsentence2\tgold\na\tb\tx", "needs the column `label`"),
+    ("rte", "train.tsv", "sentence1\tsentence2\tgold\na\tb\tx", "needs a column `label`"),
     ("custom", "train.x", "", "no train.csv or .tsv or .jsonl or .json or .parquet there")])
 def test_bad_files_are_refused(name, file, content, message, tmp_path):
     for path in (file, file.replace("train", "dev")):
