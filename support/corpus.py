@@ -22,7 +22,7 @@ from maelm import CLS, NUM_SPECIAL, SEP
 from support.cli import UserError, root_cause
 from support.documents import Source, documents, in_validation, ngrams, sources, stripped, text_hash
 from support.files import read_json, short_hash, write_json
-from support.texts import split_long
+from support.records import split_long
 from support.tokenizer import Tokenizer
 
 LAYOUT = 3  # version of the files of a prepared corpus: one of another version is not found

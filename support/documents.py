@@ -1,17 +1,18 @@
-"""Documents: of files, of the Hub, and the documentation on this machine, which `--data docs` reads.
+"""The documents of --data: of files, of the Hub, and the documentation on this machine (`docs`).
 
-support/texts.py says where documents end in files. A document of more than 4 million characters is cut.
+Each record of a .jsonl, .json or .parquet file is a document. A text file is read line by line: a document ends at a
+blank line, or at the end of the line with which it reaches 10,000 characters. A document of more than 4 million
+characters is cut.
 """
 import ast
 import functools
+import glob
 import hashlib
 import importlib.util
 import json
-import lzma
 import os
 import sysconfig
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +20,9 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from support.cli import UserError, root_cause
+from support.cli import UserError
 from support.files import read_json, short_hash, write_json
-from support.texts import LONGEST, file_texts, files_in, format_of, grouped, readable, split_long, texts_in
+from support.records import Row, hub_records, json_rows, lines_of, parquet_rows, split_long, split_name
 
 CACHE = "~/.cache/maelm"  # the folder for what can be made again, unless --cache names another
 PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib", "pyarrow",
@@ -29,33 +30,13 @@ PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggin
 TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
 DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give a docstring to C code
 VAL_SHARE = 0.01  # of the documents, held out for validation
+GROUPED = 10_000  # characters; a document of lines without a blank line ends there
+LONGEST = 1 << 22  # characters; a longer line or document, longer than any book, is cut
+FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 NGRAM = 13  # words in a row that make two documents near-duplicates
 
 
-# ---- 1. Records of files and of the Hub --------------------------------------------------------------------
-def read_records(loader: str, files: Iterable[str], name: str, **options) -> Iterator[dict]:
-    """The records that `datasets` reads from files, or of the Hub's `name` without files. UserError if it cannot."""
-    import datasets  # here: it takes a second
-    from huggingface_hub.errors import HTTPError
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log what we say
-    datasets.disable_progress_bars()
-    options = {"split": "train", "streaming": True} | options
-    path, _, config = name.removeprefix("hf:").partition(":")
-    if loader == "hub" and Path(path).exists():
-        raise UserError(f"{name}: the folder {path} would be read in its place; start in another folder")
-    try:
-        if loader == "hub":
-            if hasattr(datasets.load_dataset_builder(path, config or None).config, "sample_by"):
-                options["sample_by"] = "paragraph"  # text files, as those on this machine
-            yield from datasets.load_dataset(path, config or None, **options)
-        else:
-            yield from datasets.load_dataset(loader, data_files=list(files), **options)
-    except (OSError, ValueError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, HTTPError,
-            datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{name}: cannot be read ({root_cause(error)})") from error
-
-
-# ---- 2. The documentation on this machine ------------------------------------------------------------------
+# ---- 1. The documentation on this machine ------------------------------------------------------------------
 @functools.cache
 def docs_files() -> list[tuple[str, Path]]:
     """(library, file) of all Python files of the standard library and of PACKAGES, in a fixed order."""
@@ -143,7 +124,7 @@ def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
     return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
-# ---- 3. Documents of --data ---------------------------------------------------------------------------------
+# ---- 2. Documents of --data ----------------------------------------------------------------------------------
 class Source(NamedTuple):
     """One of the texts that + joins in --data."""
     name: str  # docs, hf:NAME[:CONFIG], or a path as it is given
@@ -158,7 +139,7 @@ class Source(NamedTuple):
             return docs_hash(self.cache)
         if self.kind == "hub":
             return short_hash(f"{self.name} {self.column}")
-        formats = [format_of(file) for file in self.files]
+        formats = [split_name(file)[1] for file in self.files]
         return short_hash(repr([self.column, formats, content_hashes(self.files, self.cache)]))
 
 
@@ -181,37 +162,66 @@ def text_hash(read: list[Source]) -> str:
     return short_hash(repr([source.content_hash() for source in read]))
 
 
-def hub_texts(source: Source) -> Iterator[str]:
-    """The texts of the split `train` of hf:NAME[:CONFIG], read as a stream. UserError if that fails."""
-    import datasets  # here: it takes a second
-    from huggingface_hub.constants import HF_HOME
-    from huggingface_hub.errors import HTTPError
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log what we say
-    datasets.disable_progress_bars()
-    path, _, config = source.name.removeprefix("hf:").partition(":")
-    if Path(path).exists():
-        raise UserError(f"{source.name}: the folder {path} would be read in its place; start in another folder")
-    with suppress(OSError):
-        os.makedirs(HF_HOME, exist_ok=True)
-    if not os.access(HF_HOME, os.W_OK):
-        raise UserError(f"{source.name}: {HF_HOME}, for downloads, cannot be written; set HF_HOME to another folder")
-    with readable(source.name, HTTPError, datasets.exceptions.DatasetsError):
-        builder = datasets.load_dataset_builder(path, config or None)
-        records = builder.as_streaming_dataset(split="train")
-        if hasattr(builder.config, "sample_by"):  # text files, read line by line
-            yield from grouped(record["text"] + "\n" for record in records)
-        else:
-            yield from texts_in(records, source.column, source.name)
+def files_in(name: str) -> tuple[Path, ...]:
+    """The text files that a path names, or else a pattern such as texts/*.txt, and those in its folders that are not
+    hidden. Raises UserError if there are none."""
+    given = Path(name).expanduser()
+    paths = [given] if given.exists() else sorted(map(Path, glob.glob(str(given))))
+    if not paths or not name:
+        raise UserError(f"--data {name}: no such file or folder; other sources are docs and hf:NAME")
+    found = []
+    for path in paths:
+        inside = glob.glob("**", root_dir=path, recursive=True)  # skips what is hidden
+        files = [path / part for part in sorted(inside)] or [path]
+        found += [file for file in files if file.is_file() and split_name(file)[1] in FORMATS]
+    if not found:
+        raise UserError(f"--data {name}: neither a file nor a folder with {', '.join(FORMATS)}; "
+                        "all but .parquet can be compressed (.gz, .bz2, .xz, .zst)")
+    return tuple(found)
+
+
+def grouped(lines: Iterable[str]) -> Iterator[str]:
+    """Lines as documents, by the rule at the top of this file."""
+    document, size = [], 0
+    for line in lines:
+        blank = line.isspace()
+        if not blank:
+            document.append(line)
+            size += len(line)
+        if document and (blank or size >= GROUPED):
+            yield "".join(document)
+            document, size = [], 0
+    if document:
+        yield "".join(document)
+
+
+def column_of(rows: Iterable[Row], column: str) -> Iterator[str]:
+    """The texts in a column of rows, "" for null. Raises UserError if the first row lacks it, or for other types."""
+    for number, (place, record) in enumerate(rows):
+        if number == 0 and column not in record:  # later ones may lack it, as they may hold null
+            raise UserError(f"{place}: needs a field `{column}`; --column can be {', '.join(record)}")
+        text = record.get(column)
+        if not isinstance(text, str | None):
+            raise UserError(f"{place}: field `{column}` holds {text!r:.40}, not text")
+        yield text or ""
 
 
 def texts_of(source: Source) -> Iterator[str]:
-    """The texts of a source as they are, "" for those that are missing. UserError for what cannot be read."""
+    """The texts of a source as they are, "" for those that are missing. Raises UserError if one cannot be read."""
     if source.kind == "docs":
         yield from [text for _, text in read_docs(source.cache)]
     if source.kind == "hub":
-        yield from hub_texts(source)
+        records, is_text = hub_records(source.name)
+        rows = ((f"{source.name}, record {number}", record) for number, record in enumerate(records, start=1))
+        texts = column_of(rows, source.column)
+        yield from grouped(line + "\n" for line in texts) if is_text else texts
     for file in source.files:
-        yield from file_texts(file, source.column)
+        _, kind = split_name(file)
+        if kind == ".txt":
+            yield from grouped(lines_of(file, longest=LONGEST))
+        else:
+            rows = parquet_rows(file, source.column) if kind == ".parquet" else json_rows(file)
+            yield from column_of(rows, source.column)
 
 
 def stripped(read: list[Source]) -> Iterator[str]:
@@ -225,7 +235,7 @@ def documents(read: list[Source]) -> Iterator[str]:
     return filter(None, stripped(read))
 
 
-# ---- 4. Validation and near-duplicates -------------------------------------------------
+# ---- 3. Validation and near-duplicates -----------------------------------------------------------------------
 def in_validation(text: str, share: float) -> bool:
     """Whether a document belongs to the validation split: those with the lowest hashes do."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) / 2 ** 32 < share

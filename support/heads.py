@@ -1,10 +1,7 @@
-"""What is trained on top of an encoder: a classifier for one or two texts, and spans for SQuAD 2.0."""
+"""Trained on top of an encoder: a classifier for one or two texts, and spans for SQuAD 2.0."""
 import functools
 import json
 import math
-import re
-import string
-from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -13,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from maelm import CLS, SEP
-from support.cli import UserError
+from maelm import CLS, PAD, SEP, Config
 from support.files import json_lines
-from support.metrics import METRICS
-from support.tasks import TASKS, Example, Question
+from support.metrics import METRICS, f1_of_second_label, squad_metrics
+from support.tasks import Example, Labels, Question
 from support.tokenizer import Tokenizer
 
 
@@ -29,6 +25,25 @@ class Encoded(NamedTuple):
     examples: list  # Example or Question
     windows: list[tuple[int, int]]  # SQuAD, of each input: number of its question, tokens of the context before it
     remarks: list[str]
+
+    def content(self) -> list[tuple]:
+        """The examples without their places in a file."""
+        return [example[:4] for example in self.examples]
+
+
+def collate(encoded: Encoded, chosen, device: torch.device):
+    """Inputs (B,) of a split -> tokens (B, m) int64, padding (B, m) bool, targets; m is the longest's length."""
+    ids = [torch.from_numpy(encoded.ids[i]) for i in chosen]
+    tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD).to(device)
+    return tokens, tokens == PAD, encoded.targets[chosen].to(device)
+
+
+def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of two texts are kept, given their numbers of tokens. The longer text is cut, down to half of the
+    room, and a token more if that is odd: as `tokenizers` does. Of equally long texts, the second is the longer."""
+    shorter = min(first, second, room // 2)
+    longer = min(max(first, second), room - shorter)
+    return (longer, shorter) if first > second else (shorter, longer)
 
 
 class ClassifierHead(nn.Sequential):
@@ -43,65 +58,37 @@ class ClassifierHead(nn.Sequential):
         return super().forward(h[:, 0])
 
 
-NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
-
-
-def labels_and_scale(task: str, examples: list) -> tuple[str, tuple[str, ...], float]:
-    """Metric, labels and scale of a task, of some by its training examples; without labels if numbers are predicted."""
-    metric, labels = TASKS[task].metric, TASKS[task].labels
-    if labels or task == "squad2":
-        return metric, labels, 1.0
-    found = sorted({e.label for e in examples})
-    if len(found) == 1:
-        raise UserError(f"all training examples have the label {found[0]!r}: use two labels or more")
-    numbers = [float(label) for label in found if NUMBER.fullmatch(label)]
-    if task == "custom" and (len(numbers) < len(found) or all(map(float.is_integer, numbers))):
-        return metric, tuple(found), 1.0
-    # The official code divides STS-B's 0 ... 5 by 5.
-    return "spearman", (), max(map(abs, numbers), default=0.0) or 1.0
-
-
 class Classification:
     """Inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, targets as in Encoded. Spans has the same methods."""
-    def __init__(self, tokenizer: Tokenizer, dim: int, n: int, dropout: float, metric: str, labels: tuple[str, ...],
-                 scale: float):
-        self.tokenizer, self.dim, self.n, self.dropout = tokenizer, dim, n, dropout
-        self.metric, self.labels, self.scale = metric, labels, scale
-
-    def target(self, example: Example) -> int | float:
-        """The label as the head sees it, 0 if it is to be predicted. UserError if the task does not have it."""
-        if example.label is None:
-            return 0
-        if example.label in self.labels:
-            return self.labels.index(example.label)
-        if self.labels or not NUMBER.fullmatch(example.label):
-            raise UserError(f"label {example.label!r} of {example.text[:40]!r} is not in the task: "
-                            f"{', '.join(self.labels) or 'use numbers'}")
-        return float(example.label) / self.scale
+    def __init__(self, tokenizer: Tokenizer, dim: int, n: int, dropout: float, labels: Labels):
+        self.tokenizer, self.dim, self.n = tokenizer, dim, n
+        self.dropout, self.labels = dropout, labels
 
     def encode(self, examples: list[Example]) -> Encoded:
-        """Tokens of each example. Of inputs that are too long, the longer text is cut off at the end."""
-        targets = [self.target(e) for e in examples]  # a bad label is found before the long work
+        """Tokens of each example, cut off by longest_first. UserError for a label that the task does not have."""
+        targets = [self.labels.target(example) for example in examples]  # before the long work
         ids, truncated = [], 0
-        for e in tqdm(examples, "tokenizing", leave=False, disable=None):
-            a = self.tokenizer.encode(e.text)
-            b = self.tokenizer.encode(e.text2 or "")
-            room = self.n - (2 if e.text2 is None else 3)  # for both texts
+        for example in tqdm(examples, "tokenizing", leave=False, disable=None):
+            a = self.tokenizer.encode(example.text)
+            b = self.tokenizer.encode(example.text2 or "")
+            room = self.n - (2 if example.text2 is None else 3)  # for both texts
             truncated += len(a) + len(b) > room
-            keep = min(len(b), max(room // 2, room - len(a)))  # tokens of b; the others are for a
-            tokens = [CLS, *a[:room - keep], SEP]
-            if e.text2 is not None:
-                tokens += [*b[:keep], SEP]
+            if example.text2 is None:
+                tokens = [CLS, *a[:room], SEP]
+            else:
+                first, second = longest_first(len(a), len(b), room)
+                tokens = [CLS, *a[:first], SEP, *b[:second], SEP]
             ids.append(np.array(tokens, np.int64))
         remarks = [f"{truncated:,} of {len(ids):,} inputs are cut off at {self.n} tokens"] if truncated else []
         return Encoded(ids, torch.tensor(targets), examples, [], remarks)
 
     def head(self) -> nn.Module:
-        return ClassifierHead(self.dim, max(1, len(self.labels)), self.dropout)
+        classes = max(1, len(self.labels.names))
+        return ClassifierHead(self.dim, classes, self.dropout)
 
     def loss(self, logits, targets, padding):
         """Cross-entropy in nats, or the squared error of one number; mean over the batch."""
-        if self.labels:
+        if self.labels.names:
             return F.cross_entropy(logits, targets)
         return F.mse_loss(logits[:, 0], targets)
 
@@ -109,24 +96,35 @@ class Classification:
         """The logits (B, C) as they are."""
         return logits
 
-    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
-        """Logits (N, C) -> the metric in percent, and the file of all predictions."""
-        predicted = outputs.argmax(1) if self.labels else outputs[:, 0]
-        value = METRICS[self.metric](predicted, encoded.targets.numpy())
-        return {self.metric: 100 * value}, {"predictions.jsonl": json_lines(self.predictions(outputs, encoded))}
+    def score(self, outputs, encoded: Encoded) -> dict[str, float | None]:
+        """Logits (N, C) -> metrics in percent; None for the rank correlation of equal predictions."""
+        true = encoded.targets.numpy()
+        predicted = outputs.argmax(1) if self.labels.names else outputs[:, 0]
+        metric = self.labels.metric
+        found = {metric: METRICS[metric](predicted, true)}
+        if self.labels.f1 and len(self.labels.names) == 2:
+            found |= f1_of_second_label(predicted, true)
+        for name, value in found.items():
+            found[name] = None if math.isnan(value) else 100 * value
+        return found
+
+    def files(self, outputs, encoded: Encoded) -> dict[str, str]:
+        """Logits (N, C) -> the file of all predictions, by its name."""
+        return {"predictions.jsonl": json_lines(self.predictions(outputs, encoded))}
 
     def predictions(self, outputs, encoded: Encoded) -> list[dict]:
-        """Logits (N, C) -> of each example id, label, prediction and the probability of every label."""
+        """Logits (N, C) -> id, label and prediction of each example, and the probability of every label."""
+        names = self.labels.names
         found = []
         for example, output in zip(encoded.examples, torch.from_numpy(outputs)):
             line = {"id": example.id}
             if example.label is not None:
-                line["label"] = example.label if self.labels else float(example.label)
-            if self.labels:
-                line["prediction"] = self.labels[output.argmax()]
-                line["scores"] = dict(zip(self.labels, output.softmax(0).tolist()))
+                line["label"] = example.label if names else float(example.label)
+            if names:
+                line["prediction"] = names[output.argmax()]
+                line["scores"] = dict(zip(names, output.softmax(0).tolist()))
             else:
-                line["prediction"] = float(f"{self.scale * output.item():.4g}")
+                line["prediction"] = float(f"{self.labels.scale * output.item():.4g}")
             found.append(line)
         return found
 
@@ -137,7 +135,8 @@ def spans_of(tokenizer: Tokenizer, text: str):
     found = tokenizer.model.encode(text, add_special_tokens=False)  # tiktoken has the same ids, but no characters
     starts, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T
     space = np.array([*map(str.isspace, text), False])
-    return np.array(found.ids, np.int64), np.minimum(starts + space[starts], ends), ends
+    starts = np.minimum(starts + space[starts], ends)
+    return np.array(found.ids, np.int64), starts, ends
 
 
 def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
@@ -155,11 +154,11 @@ def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
 # ---- 3. SQuAD 2.0: inputs, head, loss and score -------------------------------------------------------------
 class Spans:
     """Inputs `[CLS] question [SEP] window of the context [SEP]`; an answer outside the window is at [CLS]."""
-    metric = "f1"
-    labels, scale = (), 1.0  # none, unlike Classification
+    labels = Labels("f1")  # no names
 
     def __init__(self, tokenizer: Tokenizer, dim: int, n: int, tune):
-        self.tokenizer, self.dim, self.n, self.tune = tokenizer, dim, n, tune
+        self.tokenizer, self.dim, self.n = tokenizer, dim, n
+        self.tune = tune
         self.spans_of = functools.cache(functools.partial(spans_of, tokenizer))  # many questions share a context
 
     def encode(self, questions: list[Question]) -> Encoded:
@@ -169,7 +168,8 @@ class Spans:
         for number, q in enumerate(questions):
             context, starts, ends = self.spans_of(q.context)
             first, last = answer_tokens(q, starts, ends)
-            query = [CLS, *self.tokenizer.encode(q.question)[:longest], SEP]
+            question = self.tokenizer.encode(q.question)
+            query = [CLS, *question[:longest], SEP]
             room = self.n - len(query) - 1  # for a window
             stride = min(self.tune.doc_stride, max(1, room // 2))
             # The last window is the one that reaches the end of the context.
@@ -206,7 +206,7 @@ class Spans:
         """Logits (B, m, 2) -> (B, 4): the score of no answer; score, first and last token of the best span."""
         starts, ends = self.in_passage(logits, targets, padding).unbind(2)  # (B, m) each
         null = starts[:, 0] + ends[:, 0]
-        longest = self.tune.max_answer
+        longest = min(self.tune.max_answer, logits.shape[1])
         starts = F.pad(starts[:, 1:], (1, 0), value=-torch.inf)  # [CLS] is not an answer
         ends = F.pad(ends, (0, longest - 1), value=-torch.inf)
         ends = ends.unfold(1, longest, 1)  # (B, m, longest): of each token, its own score and those of the next ones
@@ -216,11 +216,13 @@ class Spans:
         last = first + at % longest
         return torch.stack([null, score, first, last], dim=1)
 
-    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
-        """Outputs of all windows (N, 4) -> EM and F1 in percent, and the files that the official evaluation reads."""
+    def answers(self, outputs, encoded: Encoded) -> tuple[dict[str, str], dict[str, float]]:
+        """Outputs of all windows (N, 4) -> by the question's id its answer, "" for none, and the odds of no answer: how
+        much higher the score of no answer is than that of the best span."""
         null = {q.id: math.inf for q in encoded.examples}
         best = {q.id: (-math.inf, "") for q in encoded.examples}  # score and text of the best span
-        for (number, shift), (no_answer, score, first, last) in zip(encoded.windows, outputs.tolist()):
+        for (number, shift), output in zip(encoded.windows, outputs.tolist()):
+            no_answer, score, first, last = output
             q = encoded.examples[number]
             null[q.id] = min(null[q.id], no_answer)
             if score > best[q.id][0]:
@@ -232,35 +234,38 @@ class Spans:
         for name, (score, text) in best.items():
             odds[name] = null[name] - score
             answers[name] = text if odds[name] <= 0 else ""
-        files = {"predictions.json": json.dumps(answers, indent=1),
-                 "null_odds.json": json.dumps(odds, indent=1)}
-        return squad_metrics(encoded.examples, answers), files
+        return answers, odds
+
+    def score(self, outputs, encoded: Encoded) -> dict[str, float]:
+        """Outputs of all windows (N, 4) -> the numbers of the official evaluation."""
+        answers, odds = self.answers(outputs, encoded)
+        return squad_metrics(encoded.examples, answers, odds)
+
+    def files(self, outputs, encoded: Encoded) -> dict[str, str]:
+        """Outputs of all windows (N, 4) -> the files that the official evaluation reads, by their names."""
+        answers, odds = self.answers(outputs, encoded)
+        return {
+            "predictions.json": json.dumps(answers, indent=1),
+            "null_odds.json": json.dumps(odds, indent=1)}
 
 
-# ---- 4. SQuAD 2.0: EM and F1 --------------------------------------------------------------------------------
-def normalize(answer: str) -> str:
-    """SQuAD's normal form of an answer: lower case, without punctuation, articles and superfluous white space."""
-    kept = "".join(c for c in answer.lower() if c not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+# ---- 4. An encoder with a head ------------------------------------------------------------------------------
+def make_kind(task: str, tokenizer: Tokenizer, config: Config, tune, labels: Labels) -> Classification | Spans:
+    """The inputs, head, loss and score of a task, for an encoder with this config and by the fields of a TuneConfig."""
+    n = min(tune.seq_len, config.seq_len)
+    if task == "squad2":
+        return Spans(tokenizer, config.encoder_dim, n, tune)
+    return Classification(tokenizer, config.encoder_dim, n, tune.dropout, labels)
 
 
-def token_f1(predicted: str, true: str) -> float:
-    """Harmonic mean of precision and recall of the words of two answers; if one is empty, whether both are."""
-    p = normalize(predicted).split()
-    t = normalize(true).split()
-    if not p or not t:
-        return float(p == t)
-    common = Counter(p) & Counter(t)  # words, as often as in both
-    return 2 * common.total() / (len(p) + len(t))
+class Tuned(nn.Module):
+    """An encoder with a head."""
+    def __init__(self, encoder: nn.Module, head: nn.Module):
+        super().__init__()
+        self.encoder, self.head = encoder, head
 
-
-def squad_metrics(questions: list[Question], predictions: dict[str, str]) -> dict[str, float]:
-    """EM and F1 in percent of predictions by id, "" for no answer, as the official evaluation has them."""
-    exact, f1 = 0, 0.0
-    for q in questions:
-        true = [text for _, text in q.answers if normalize(text)] or [""]  # acceptable answers
-        answer = predictions[q.id]
-        if normalize(answer) in map(normalize, true):
-            exact += 1
-        f1 += max(token_f1(answer, text) for text in true)
-    return {"exact": 100 * exact / len(questions), "f1": 100 * f1 / len(questions)}
+    def forward(self, tokens, padding):
+        """tokens (B, m) int64, padding (B, m) bool -> the head's logits in float32, H^L (B, m, d)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        h = self.encoder(tokens, positions, padding)
+        return self.head(h).float(), h

@@ -82,12 +82,12 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl: its records need a field `text`; --column can be content, id"),
-    ("a.jsonl", b'{"text": 3}', "a.jsonl: field `text` of record 1 holds 3, not text"),
-    ("a.jsonl", b'["text"]', "a.jsonl: record 1 is 'text', not an object with a field `text`"),
-    ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "a.jsonl, line 2: cannot be read .Expecting value"),
-    ("a.txt", b"good text\n\ncaf\xe9", "a.txt: not UTF-8 .'utf-8' codec.*; convert it: iconv"),
-    ("a.txt", "text".encode("utf-16"), "a.txt: not UTF-8"), ("a.txt", "text".encode("utf-16-le"), "a.txt: not UTF-8"),
+    ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl, line 1: needs a field `text`; --column can be content, id"),
+    ("a.jsonl", b'{"text": 3}', "a.jsonl, line 1: field `text` holds 3, not text"),
+    ("a.jsonl", b'["text"]', "a.jsonl, record 1: needs an object such as"),
+    ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
+    ("a.txt", b"good text\n\ncaf\xe9", "a.txt, line 3: not UTF-8; convert the file"),
+    ("a.txt", "text".encode("utf-16"), "a.txt, line 1: not UTF-8"), ("a.txt", "text".encode("utf-16-le"), "a.txt, line 1: not UTF-8"),
     ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),
     ("a.parquet", b"PAR1 not really", "a.parquet: cannot be read .Parquet magic bytes not found"),
     ("a.txt", b"few", "its train split has . tokens, too few for a row of seq_len=64"),

@@ -1,22 +1,25 @@
-"""Claims about finetune.py and the windows of support/heads.py: inputs, runs, sweeps."""
+"""Claims about finetune.py and support/heads.py: inputs, runs, sweeps, predictions."""
 import json
+import random
 import re
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
 import finetune
 from maelm import CLS, SEP
-from support import tasks
+from support import convert, examples, results, tasks
 from support.files import read_json, write_json
-from support.heads import Classification, Encoded, Spans, answer_tokens, labels_and_scale, spans_of
+from support.heads import Classification, Encoded, Spans, answer_tokens, spans_of
 from support.models import load_encoder
-from support.tasks import Example, Question
+from support.results import Evaluation, Run
+from support.tasks import Example, Labels, Question
 from support.tokenizer import Tokenizer
 from support.worker import Worker
 from tests.common import fails, little_documents, sentence
-from tests.test_tasks import FORMATS, examples, write_glue
+from tests.test_tasks import FORMATS, rows_of, write_glue
 
 ONE = Worker(0, 1, torch.device("cpu"), torch.float32)
 CONTEXT = f"{sentence(0)} İstanbul'da  ÇOK \"naïve\" café—数学🙂 ΣΑΣα [MASK]\tend.\u00a0x {sentence(18)}"
@@ -58,24 +61,29 @@ def test_windows_cover_the_context_and_hold_the_answers(finished):
     tokens, padding, targets = finetune.collate(encoded, np.arange(len(encoded.ids)), ONE.device)
     logits = 10.0 * torch.nn.functional.one_hot(targets[:, :2], tokens.shape[1]).mT
     logits[:, 1:4] = 20  # the question holds no answer
-    metrics, files = kind.score(kind.decode(logits, targets, padding).numpy(), encoded)
-    assert metrics["exact"] == metrics["f1"] == 100
-    assert json.loads(files["predictions.json"]) == {q.id: q.answers[0][1] for q in WORDS} | {"none": ""}
+    outputs = kind.decode(logits, targets, padding).numpy()
+    kind.tune = finetune.TuneConfig(max_answer=10 ** 12)
+    assert np.array_equal(kind.decode(logits, targets, padding), outputs)  # and it ends
+    metrics = kind.score(outputs, encoded)
+    assert metrics["exact"] == metrics["HasAns_f1"] == metrics["NoAns_f1"] == metrics["best_f1"] == 100
+    assert json.loads(kind.files(outputs, encoded)["predictions.json"]) == kind.answers(outputs, encoded)[0]
+    assert kind.answers(outputs, encoded)[0] == {q.id: q.answers[0][1] for q in WORDS} | {"none": ""}
 
 
-def test_inputs_have_the_longer_text_cut(finished):
-    start = finetune.Pretrained(str(finished), 0.1)
-    short, long = "the cat", "a dog sees a tree today, number 3, at last, number 4, my friend"
-    a, b = [start.tokenizer.encode(text).tolist() for text in (short, long)]
-    cut = b[:21 - len(a)]
-    rows = {(short, None): [CLS, *a, SEP],
-            (short, long): [CLS, *a, SEP, *cut, SEP],
-            (long, short): [CLS, *cut, SEP, *a, SEP],
-            (long, long): [CLS, *b[:11], SEP, *b[:10], SEP]}
-    kind = Classification(start.tokenizer, 32, 24, 0.1, *labels_and_scale("rte", []))
-    encoded = kind.encode([Example(*pair, "entailment") for pair in rows])
-    assert [ids.tolist() for ids in encoded.ids] == list(rows.values())
-    assert encoded.remarks == ["3 of 4 inputs are cut off at 24 tokens"]
+def test_inputs_are_those_of_the_exported_tokenizer(finished, tmp_path):
+    ours = Tokenizer.load(finished)
+    convert.save_tokenizer(Tokenizer.load(finished), 24, tmp_path)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    draw = random.Random(0)
+    text, spaces = " ".join(little_documents(50)), ("", " ", "\n\n", "\t ")
+    for n in (8, 9, 24):
+        kind = Classification(ours, 32, n, 0.1, Labels("accuracy", ("x", "y")))
+        theirs.enable_truncation(n)  # of the longest first, as transformers asks for
+        for _ in range(200):
+            first, second = [draw.choice(spaces) + text[:draw.randrange(60)] + draw.choice(spaces) for _ in range(2)]
+            encoded = kind.encode([Example(first, second, "x"), Example(first, None, "x")])
+            assert [ids.tolist() for ids in encoded.ids] == [theirs.encode(first, second).ids, theirs.encode(first).ids]
+    assert kind.encode([Example(text, None, "x")]).remarks == ["1 of 1 inputs are cut off at 24 tokens"]
 
 
 def test_each_epoch_is_a_permutation():
@@ -87,7 +95,7 @@ def test_each_epoch_is_a_permutation():
 
 def test_fine_tuning_learns(finished, tmp_path, monkeypatch):
     documents = [(tasks.TASKS["docs"].labels[i % 4], sentence(i)) for i in range(1600)]  # labelled by subject
-    monkeypatch.setattr(tasks, "read_docs", lambda: documents)
+    monkeypatch.setattr(examples, "read_docs", lambda: documents)
     flags = "--epochs 4 --learning-rate 3e-3 --seeds 1".split()
     assert tune(finished, "docs", tmp_path, *flags)["median"] > 80
 
@@ -95,10 +103,10 @@ def test_fine_tuning_learns(finished, tmp_path, monkeypatch):
 def test_the_best_checkpoint_counts(finished, tmp_path, monkeypatch):
     values, weights, evaluate = [50, 70, 70, 60], {}, finetune.evaluate
 
-    def scripted(model, setup, step):
+    def scripted(model, setup, tune, step):
         weights[step] = model.encoder.norm.weight.clone().cpu()
-        found, files = evaluate(model, setup, step)
-        return found | {"value": values[len(weights) - 1]}, files
+        found, outputs = evaluate(model, setup, tune, step)
+        return Evaluation(values[len(weights) - 1], {}, found.ranks, step), outputs
 
     monkeypatch.setattr(finetune, "evaluate", scripted)
     result = tune(finished, "rte", tmp_path, *"--epochs 2 --seeds 1 --batch-size 4".split())
@@ -151,7 +159,7 @@ def test_a_diverged_run_has_no_value(epochs, finished, tmp_path):
 def test_the_kept_model_predicts_what_it_did(task, file, name, finished, tmp_path):
     tune(finished, task, tmp_path, "--learning-rate", "3e-3", "--seeds", "1")
     labels, columns = tasks.TASKS[task].labels, tasks.TASKS[task].columns[:-1]
-    rows = examples(FORMATS[tasks.TASKS[task].folder][2])
+    rows = rows_of(FORMATS[tasks.TASKS[task].folder][2])
     fields = [["index", *columns]] + [[str(i), f'"{a}', b][:len(columns) + 1] for i, (a, b, _) in enumerate(rows)]
     (tmp_path / f"{file}.tsv").write_text("\n".join(map("\t".join, fields)))
     finetune.main(["--predict", str(tmp_path / f"{file}.tsv"), "--init", str(tmp_path / "out")])
@@ -165,31 +173,61 @@ def test_the_kept_model_predicts_what_it_did(task, file, name, finished, tmp_pat
     assert (out / f"{name}.tsv").read_text().splitlines() == ["index\tprediction", *lines]
 
 
-def test_each_line_of_a_text_is_predicted(finished, tmp_path):
-    (tmp_path / "train.csv").write_text("text,label\na,x\nb,y\n")
-    (tmp_path / "dev.csv").write_text("text,label\na,x\n")
-    (tmp_path / "new.txt").write_text("a\n\nb\n")
-    out = tmp_path / "out"
-    command = ["--init", str(finished), "--task", "custom", "--data", str(tmp_path), "--seeds", "1"]
-    finetune.main([*command, "--out", str(out)])
-    finetune.main(["--predict", str(tmp_path / "new.txt"), "--init", str(out)])
-    assert len((out / "predict-new/predictions.jsonl").read_text().splitlines()) == 3
+@pytest.fixture(scope="module")
+def pairs(finished, tmp_path_factory):
+    """A model of a custom task with pairs of texts and two labels."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for name in ("train.csv", "validation.CSV"):
+        (folder / name).write_text("text,text2,label\na,b,01\nc,d,1\nc,,1\n")
+    finetune.main(["--init", str(finished), "--task", "custom", "--data", str(folder), "--seeds", "1",
+                   "--out", str(folder / "out")])
+    return folder / "out"
 
 
-def test_labels_with_fractions_are_numbers():
-    for labels, expected in ((["1", "2.5"], ("spearman", (), 2.5)), (["1.0", "2"], ("accuracy", ("1.0", "2"), 1.0))):
-        assert labels_and_scale("custom", [Example("a", None, label) for label in labels]) == expected
+def test_two_labels_have_f1_and_keep_their_spelling(pairs):
+    assert read_json(pairs / "result.json")["metrics"].keys() == {"accuracy", "f1", "precision", "recall"}
+    assert '"scores": {"01": ' in (pairs / "predictions.jsonl").read_text()
+
+
+def test_two_inputs_never_share_one_output(pairs, tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x[1].csv").write_text(f"text,text2\n{name},b\n")
+    command = ["--init", str(pairs), "--predict"]
+    for _ in range(2):
+        finetune.main([*command, str(tmp_path / "a/x[1].csv"), "--batch-size", "1"])
+    assert "choose another --out" in fails(lambda: finetune.main([*command, str(tmp_path / "b/x[1].csv")]), capsys)
+
+
+def test_a_model_predicts_as_it_was_trained(pairs, tmp_path, capsys):
+    (tmp_path / "single.csv").write_text("text\na\n")
+    command = ["--init", str(pairs), "--predict", str(tmp_path / "single.csv")]
+    assert "lacks a second text" in fails(lambda: finetune.main(command), capsys)
+    for flag in ("--seq-len 9", "--learning-rate 0", "--task rte", "--sweep", "--seeds 1"):
+        error = fails(lambda: finetune.main([*command, *flag.split()]), capsys)
+        assert f"leave out {flag.split()[0]}" in error
+
+
+def test_submissions_have_the_names_of_glue():
+    for source, file in (("d/diagnostic.tsv", "AX"), ("hf:ax", "AX"), ("hf:", "MNLI-m"),
+                         ("mismatched/test_matched.tsv", "MNLI-m"), ("hf:test_mismatched", "MNLI-mm")):
+        found = examples.submission("mnli", source, [{"id": 7, "prediction": "neutral"}])
+        assert found == {f"{file}.tsv": "index\tprediction\n7\tneutral\n"}
+
+
+def test_a_seed_that_diverged_is_the_lowest():
+    for values, middle in (([90, None, None, None, None], None), ([None, 5, 7], 5), ([3, None], None)):
+        assert results.median(values) == middle
 
 
 def fake_runs(monkeypatch, value):
-    """Let runs find value(setup, run) and take no time; returns the list of seeds that will be run."""
+    """Let runs find value(setup, tune, seed) and take no time; returns the list of seeds that will be run."""
     seeds = []
 
-    def run_once(setup, run):
-        seeds.append(run["seed"])
-        found = value(setup, run)
-        line = run | dict.fromkeys(("effective_rank", "step", "last_rank", "last_step"))
-        return line | {"value": found, "last": found, "metrics": {}, "seconds": 1800.0}
+    def run_once(setup, tune, seed):
+        seeds.append(seed)
+        found = Evaluation(value(setup, tune, seed))
+        return Run({name: getattr(tune, name) for name in tasks.SWEPT}, seed, found, found, 1800.0)
 
     monkeypatch.setattr(finetune, "run_once", run_once)
     return seeds
@@ -197,52 +235,58 @@ def fake_runs(monkeypatch, value):
 
 def test_a_sweep_that_was_cut_continues(finished, tmp_path, capsys, monkeypatch):
     found = {2e-5: None, 3e-5: -3.0, 4e-5: 0.0, 5e-5: -1.0}
-    seeds = fake_runs(monkeypatch, lambda setup, run: None if run["seed"] == 2 else found[run["learning_rate"]])
+    seeds = fake_runs(monkeypatch, lambda setup, tune, seed: None if seed == 2 else found[tune.learning_rate])
     flags = "--sweep --warmup-share 0.06 --batch-size 4".split()  # leaves four rates
     whole = tune(finished, "cola", tmp_path, *flags)
     assert re.search("1.5 h left.*0.0 h left", capsys.readouterr().out, re.DOTALL)
     assert seeds == [0, 0, 0, 0, 1, 2] and whole["setting"]["learning_rate"] == 4e-5
-    assert whole["values"] == [0.0, None] and whole["median"] == 0.0
+    assert whole["values"] == [0.0, None] and whole["median"] is None
     (tmp_path / "out" / "result.json").unlink()
     damaged, *lost = sorted(tmp_path.glob("out/runs/*.json"))[1:4]
     for path in lost:
         path.unlink()
-    damaged.write_text('{"value": 5')
+    damaged.write_text('{"value": 5}')  # of an older version
     error = fails(lambda: tune(finished, "cola", tmp_path, *flags), capsys)
-    assert f"{damaged}: damaged" in error and "delete it: that run is done again" in error
+    assert f"{damaged}: damaged" in error and "delete it: then that run is done again" in error
     damaged.unlink()
     assert tune(finished, "cola", tmp_path, *flags) == whole and len(seeds) == 6 + 3
     error = fails(lambda: tune(finished, "rte", tmp_path, *flags, "--dropout", "0"), capsys)
     assert "task='cola' there, 'rte' here" in error and "dropout=0.1 there, 0.0 here" in error
 
 
+def test_a_sweep_tries_the_default_rate_for_0(finished, tmp_path, monkeypatch):
+    fake_runs(monkeypatch, lambda setup, tune, seed: tune.learning_rate)
+    result = tune(finished, "rte", tmp_path, "--sweep", "--learning-rate", "0")
+    assert result["values"] == 2 * [3e-5 * (768 / 32) ** 2]
+
+
 def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
-    seeds = fake_runs(monkeypatch, lambda setup, run: 50.0)
+    seeds = fake_runs(monkeypatch, lambda setup, tune, seed: 50.0)
     second = Worker(1, 2, torch.device("cpu"), torch.float32)
     setup = finetune.Setup("squad2", None, Spans, {}, None, second, tmp_path, [])
-    runs = [dict.fromkeys(tasks.SWEPT, 1.0) | {"seed": seed} for seed in range(4)]
+    runs = [(finetune.TuneConfig(), seed) for seed in range(4)]
 
     def sleep(seconds):  # meanwhile the first process writes its lines
         for run in runs:
-            write_json(finetune.path_of_run(setup, run), run | {"step": None})
+            content = dict(setting={}, seed=run[1], best={}, last={}, seconds=1.0)
+            write_json(results.path_of_run(tmp_path, *run), content)
 
-    monkeypatch.setattr(finetune.time, "sleep", sleep)
+    monkeypatch.setattr(results.time, "sleep", sleep)
     lines = finetune.finish_runs(setup, runs)
-    assert seeds == [1, 3] and [line["seed"] for line in lines] == [0, 1, 2, 3]
+    assert seeds == [1, 3] and [line.seed for line in lines] == [0, 1, 2, 3]
 
 
 def test_glue_is_the_average_of_eight(finished, tmp_path, monkeypatch):
-    fake_runs(monkeypatch, lambda setup, run: float(tasks.GLUE.index(setup.task)))
+    fake_runs(monkeypatch, lambda setup, tune, seed: float(tasks.GLUE.index(setup.task)))
     assert tune(finished, "glue", tmp_path)["average"] == 3.5
 
 
 @pytest.mark.parametrize("flags, message", [
     ("--init no/such", "no/such: not a run folder"), ("--init hf:a", "support.convert imports hf:"),
     ("--task sst3", "invalid choice: 'sst3'"), ("--epochs 0", "epochs=0.0"),
-    ("--learning-rate -1", "learning_rate=-1.0 is not possible"), ("--warmup-share 2", "warmup_share=2.0 is not"),
-    ("--init no --predict a.txt", "no/encoder.pt: no such file"),
+    ("--warmup-share 2", "warmup_share=2.0 is not"), ("--init no --predict a.txt", "no/encoder.pt: no such file"),
     ("--task custom", "--task custom needs --data"), ("--learning-rate nan", "learning_rate=nan is not possible"),
-    ("--epochs inf", "epochs=inf: use a positive number"),
-    ("--task docs --data .", "leave --data out"), ("--task rte --data no/such", "no train.tsv there or in RTE/")])
+    ("--epochs inf", "epochs=inf: use a positive number"), ("--task docs --data .", "leave --data out"),
+    ("--task rte --data no/such", "no such folder; rte needs a folder with train and dev")])
 def test_a_bad_command_gets_one_line(flags, message, tmp_path, capsys):
     assert message in fails(lambda: finetune.main([*flags.split(), "--out", str(tmp_path)]), capsys)

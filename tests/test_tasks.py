@@ -1,16 +1,20 @@
 """Claims about tasks: their files, their grids and their metrics."""
+import csv
+import gzip
 import itertools
 import json
 
 import numpy as np
-import pandas
+import pyarrow
+import pyarrow.parquet
 import pytest
 import scipy.stats
 import sklearn.metrics
 
-from support import heads, metrics, tasks
+from support import examples, metrics, tasks
 from support.cli import UserError
 from support.documents import in_validation
+from support.tasks import Example, Labels, labels_of
 from tests.common import SUBJECTS, sentence
 
 FORMATS = {  # header, row and labels of the original releases
@@ -25,7 +29,7 @@ FORMATS = {  # header, row and labels of the original releases
 }
 
 
-def examples(labels):
+def rows_of(labels):
     """Twelve first and second texts with their labels."""
     return [(sentence(i), sentence(i + 3), label) for i, label in zip(range(12), itertools.cycle(labels.split()))]
 
@@ -33,7 +37,7 @@ def examples(labels):
 def write_glue(folder):
     """Write twelve rows of all parts of GLUE and SQuAD; returns the folder."""
     for name, (header, row, labels) in FORMATS.items():
-        rows = [row.format(i=i, a=a, b=b, label=label) for i, (a, b, label) in enumerate(examples(labels))]
+        rows = [row.format(i=i, a=a, b=b, label=label) for i, (a, b, label) in enumerate(rows_of(labels))]
         (folder / name).mkdir(parents=True, exist_ok=True)
         for part in ("train", "dev", "dev_matched", "dev_mismatched"):
             lines = [header, *rows] if header else rows
@@ -43,11 +47,11 @@ def write_glue(folder):
     return folder
 
 
-def write_squad(path, start=0):
+def write_squad(path):
     """Write a SQuAD file: for each of twelve paragraphs a question with an answer and one without."""
     paragraphs = []
     for i in range(12):
-        answer = {"text": SUBJECTS[i % 4], "answer_start": start}
+        answer = {"text": SUBJECTS[i % 4], "answer_start": 0}
         questions = [{"id": f"q{i}", "question": "who is it?", "is_impossible": False, "answers": [answer]},
                      {"id": f"n{i}", "question": "what not?", "is_impossible": True, "answers": []}]
         paragraphs.append({"context": sentence(i), "qas": questions})
@@ -64,10 +68,19 @@ def test_metrics_equal_scipy_and_scikit_learn(n):
     assert np.isnan([metrics.spearman(0 * true, true), metrics.spearman(guess, 0 * true)]).all()
 
 
+def test_f1_of_two_labels_is_that_of_scikit_learn():
+    for share in (0, 0.1, 0.9):
+        true, guess = np.random.default_rng(0).random((2, 60)) < [[0.3], [share]]
+        *expected, _ = sklearn.metrics.precision_recall_fscore_support(true, guess, average="binary", zero_division=0)
+        found = metrics.f1_of_second_label(guess.astype(int), true.astype(int))
+        assert [found["precision"], found["recall"], found["f1"]] == pytest.approx(expected)
+
+
 def squad_score(answer, *true):
     """EM and F1 of an answer to a question with these true answers."""
     question = tasks.Question("1", "?", "", tuple((0, text) for text in true))
-    return heads.squad_metrics([question], {"1": answer})
+    found = metrics.squad_metrics([question], {"1": answer}, {"1": 0.0})
+    return {name: found[name] for name in ("exact", "f1")}
 
 
 def test_squad_metrics_are_those_of_the_official_evaluation():
@@ -79,13 +92,27 @@ def test_squad_metrics_are_those_of_the_official_evaluation():
     assert squad_score("cat") == {"exact": 0, "f1": 0}
 
 
+def test_the_best_threshold_is_the_best_of_all():
+    random, names = np.random.default_rng(0), "012345678"
+    for _ in range(20):
+        true, given = random.choice(["", "red cat", "dog"], (2, 9))
+        questions = [tasks.Question(name, "?", "", ((0, text),) if text else ()) for name, text in zip(names, true)]
+        answers, odds = dict(zip(names, given)), dict(zip(names, random.normal(size=9)))
+        found = metrics.squad_metrics(questions, answers, odds)
+        scores = {0.0: 100 * found.get("NoAns_total", 0) / 9}  # without any answer
+        for threshold in odds.values():
+            kept = {name: answers[name] if odds[name] <= threshold else "" for name in names}
+            scores[threshold] = metrics.squad_metrics(questions, kept, odds)["f1"]
+        assert found["best_f1"] == pytest.approx(max(scores.values()))
+        assert scores[found["best_f1_thresh"]] == pytest.approx(found["best_f1"])
+
+
 GRIDS = {  # task, width of the encoder -> Tables 5 and 6
     ("cola", 768): ({2, 3, 5, 10}, {2e-5, 3e-5, 4e-5, 5e-5}, {16, 32}, {0.06, 0.1}),
     ("cola", 1024): ({2, 3, 5, 10}, {7e-6, 1e-5, 2e-5, 3e-5}, {16, 32}, {0.06, 0.1}),
     ("mnli", 768): ({2, 3, 5}, {1e-5, 2e-5, 3e-5, 4e-5}, {32}, {0.06}),
     ("mnli", 1024): ({2, 3, 5}, {5e-6, 7e-6, 1e-5, 2e-5}, {32}, {0.06}),
-    ("squad2", 768): ({2, 3}, {2e-5, 3e-5, 4e-5, 5e-5}, {16, 32}, {0.06, 0.1}),
-    ("squad2", 1024): ({2, 3}, {7e-6, 1e-5, 2e-5, 3e-5}, {16, 32}, {0.06, 0.1})}
+    ("squad2", 768): ({2, 3}, {2e-5, 3e-5, 4e-5, 5e-5}, {16, 32}, {0.06, 0.1})}
 
 
 def test_tasks_and_grids_are_those_of_the_paper():
@@ -103,73 +130,133 @@ def test_tasks_and_grids_are_those_of_the_paper():
 
 @pytest.mark.parametrize("name", tasks.GLUE)
 def test_original_files_are_read_as_they_are(name, tmp_path):
-    splits, remarks = tasks.read_task(name, str(write_glue(tmp_path)), 0.01)
+    splits, remarks = examples.read_task(name, str(write_glue(tmp_path)), 0.01)
     assert list(splits) == (["train", "dev", "dev_mm"] if name == "mnli" else ["train", "dev"])
     assert all("not comparable with published numbers" in remark for remark in remarks)
     _, _, labels = FORMATS[tasks.TASKS[name].folder]
     for rows in splits.values():
-        for found, (a, b, label) in zip(rows, examples(labels), strict=True):
-            assert found[:3] == (f'"{a}', None if name in ("cola", "sst2") else b, label)
+        for found, (a, b, label) in zip(rows, rows_of(labels), strict=True):
+            assert (found.text.strip(), *found[1:3]) == (f'"{a}', None if name in ("cola", "sst2") else b, label)
 
 
 def test_odd_rows_of_qqp_are_read(tmp_path):
     rows = ['1\t1\t2\tNone\tsay "yes\t1', "2\t1\t2\tcut off", "3\t1\t2\tHow?\t\t0"]
     (tmp_path / "train.tsv").write_text("\n".join([FORMATS["QQP"][0], *rows]))
-    found = tasks.read_file("qqp", tmp_path / "train.tsv")
-    assert found == [("None", 'say "yes', "1", 1), ("How?", "", "0", 3)]
+    found = [row[:4] for row in examples.read_file("qqp", tmp_path / "train.tsv")]
+    assert found == [("None", 'say "yes', "1", "1"), ("How?", "", "0", "3")]
 
 
 def test_remarks_tell_what_is_not_official(tmp_path, monkeypatch):
-    monkeypatch.setitem(tasks.TASKS, "rte", tasks.TASKS["rte"]._replace(official=(12, 12)))
-    folder = str(write_glue(tmp_path))
-    assert tasks.read_task("rte", folder, 0.01)[1] == []
-    (tmp_path / "MNLI" / "dev_mismatched.tsv").unlink()
-    assert tasks.read_task("mnli", folder, 0.01)[1][-1] == "dev_mm is missing: not evaluated"
+    monkeypatch.setitem(tasks.TASKS, "mnli", tasks.TASKS["mnli"]._replace(official=(12, 12, 12)))
+    folder = write_glue(tmp_path)
+    assert examples.read_task("mnli", str(folder), 0.01)[1] == []
+    (folder / "MNLI" / "dev_mismatched.tsv").unlink()
+    assert examples.read_task("mnli", str(folder), 0.01)[1] == ["dev_mm is missing: not evaluated"]
 
 
-def test_squad_files_are_read_and_checked(tmp_path):
+def test_squad_files_are_read(tmp_path):
     write_squad(tmp_path / "dev.json")
-    questions = tasks.read_squad(tmp_path / "dev.json")
-    assert questions[4] == ("q2", "who is it?", sentence(2), ((0, "my friend"),))
-    assert questions[5].answers == ()
-    write_squad(tmp_path / "moved.json", start=3)
-    with pytest.raises(UserError, match="question q0: answer 'the cat' is not at character 3"):
-        tasks.read_squad(tmp_path / "moved.json")
+    answered, unanswerable = examples.read_squad(tmp_path / "dev.json")[4:6]
+    assert answered == ("q2", "who is it?", sentence(2), ((0, "my friend"),)) and unanswerable.answers == ()
+
+
+@pytest.mark.parametrize("field, value, message", [
+    ("answers", [{"text": "the cat", "answer_start": 3}], "q0: answer 'the cat' is not at character 3"),
+    ("answers", [{"text": "the cat", "answer_start": "0"}], "q0: .* `answer_start` is '0', not a whole number"),
+    ("answers", [{"text": " ", "answer_start": 3}], "q0: an answer is empty"), ("answers", None, "q0: .*not a list"),
+    ("answers", [], "q0: no answers, but is_impossible is not true"), ("id", "n0", "n0: a second question has this id"),
+    ("id", 7, "`id` is 7, not a text"), ("is_impossible", True, "q0: has answers, but is_impossible is true"),
+    ("is_impossible", "false", "q0: .* `is_impossible` is 'false', not true or false")])
+def test_malformed_questions_are_named(field, value, message, tmp_path):
+    write_squad(tmp_path / "dev.json")
+    content = json.loads((tmp_path / "dev.json").read_text())
+    content["data"][0]["paragraphs"][0]["qas"][0][field] = value
+    (tmp_path / "dev.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message):
+        examples.read_squad(tmp_path / "dev.json")
 
 
 def test_docs_leave_the_validation_part_alone(monkeypatch):
     documents = [(("torch", "numpy", "tqdm")[i % 3], f"{sentence(i)} {i}") for i in range(3000)]
-    monkeypatch.setattr(tasks, "read_docs", lambda: documents)
-    splits, _ = tasks.read_task("docs", None, 0.3)
+    monkeypatch.setattr(examples, "read_docs", lambda: documents)
+    splits, _ = examples.read_task("docs", None, 0.3)
     assert len(splits["train"]) == 200 and not set(splits["train"]) & set(splits["dev"])
-    for text, _, library, _ in splits["train"] + splits["dev"]:
+    for text, _, library, *_ in splits["train"] + splits["dev"]:
         assert library != "tqdm" and (library, text) in documents and not in_validation(text, 0.3)
 
 
-def test_all_formats_of_custom_files_agree(tmp_path):
-    columns = "text", "text2", "label"
-    frame = pandas.DataFrame([('say "x",\nthen y', "b", "yes"), ("None", "c", "no")], columns=columns)
-    frame.to_csv(tmp_path / "a.csv", index=False)
-    frame.to_json(tmp_path / "a.jsonl", orient="records", lines=True)
-    frame.to_parquet(tmp_path / "a.parquet")
+def test_all_formats_keep_cells_as_they_are(tmp_path):
+    labels = ["01", "1", "1.0", "NA", "None", "1180591620717411303425"]
+    rows = [{"text": text, "text2": "b", "label": label}
+            for text in ('say "x",\n\tthen y', "None", " c ") for label in labels]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    lines = [json.dumps(row | {"more": i} if i else row) for i, row in enumerate(rows)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    for suffix, dialect in ((".csv", "excel"), (".tsv", "excel-tab")):
+        with open(tmp_path / f"a{suffix}", "w", encoding="utf-8-sig", newline="") as file:
+            csv.writer(file, dialect).writerows([["text", "text2", "label"], *[row.values() for row in rows]])
+        packed = gzip.compress((tmp_path / f"a{suffix}").read_bytes())
+        (tmp_path / f"[a]{suffix.upper()}.gz").write_bytes(packed)
     for path in tmp_path.iterdir():
-        found = tasks.read_file("custom", path)
-        assert found == [(*row, number) for number, row in enumerate(frame.values)]
+        found = examples.read_file("custom", path)
+        assert [row[:3] for row in found] == [tuple(row.values()) for row in rows], path
+
+
+def test_lines_and_json_numbers_keep_their_letters(tmp_path):
+    (tmp_path / "new.TXT").write_text("\ufeffa\n\n b")
+    assert [row.text for row in examples.read_inputs("custom", str(tmp_path / "new.TXT"))] == ["a", "", " b"]
+    labels = ["1.0", f"{10 ** 21}", "true"]
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "a", "label": {label}}}\n' for label in labels))
+    assert [row.label for row in examples.read_file("custom", tmp_path / "a.jsonl")] == labels
+
+
+def test_labels_with_fractions_are_numbers():
+    def found(*labels):
+        return labels_of("custom", [Example("a", None, label, place="line 7") for label in labels])
+    assert found("1", "-2.5") == Labels("spearman", (), 2.5)
+    assert found("2", "1.0", "n/a") == Labels("accuracy", ("1.0", "2", "n/a"), f1=True)
+    with pytest.raises(UserError, match="line 7: label 'n/a' is not a number"):
+        found("2", "1.5", "n/a")
+    for label in ("n/a", "1e999"):
+        with pytest.raises(UserError, match="line 8: label .* is not one of the training labels: numbers"):
+            found("1", "2.5").target(Example("a", None, label, place="line 8"))
+
+
+@pytest.mark.parametrize("train, dev, message", [
+    ("text,text2,label\na,b,x\nc,d,y", "text,label\na,x", "dev lacks a second text"),
+    ("text,Text2,label\na,b,x", "", "has a column `Text2`; call it `text2`")])
+def test_pairs_and_single_texts_are_not_mixed(train, dev, message, tmp_path):
+    (tmp_path / "train.csv").write_text(train)
+    (tmp_path / "valid.csv").write_text(dev)
+    with pytest.raises(UserError, match=message):
+        examples.read_task("custom", str(tmp_path), 0.01)
 
 
 @pytest.mark.parametrize("name, file, content, message", [
-    ("rte", "a.txt", "one text", "needs sentence1, sentence2; has"), ("custom", "a.csv", "text\n", "empty"),
-    ("cola", "a.tsv", "index\tsentence\n0\ta\n1\ta\tb\n", "cannot be read"),
-    ("custom", "train.csv", "text,kind\na,b\n", "train.csv, record 1: needs text, label; has"),
-    ("custom", "train.csv", "text,label\nb, c,x\n", "more fields than columns"),
-    ("custom", "train.csv", "text,label\na,x\nb,\n", "record 2: needs text"),
+    ("rte", "a.txt", "one text", "needs a column `sentence1`; has `text`"),
+    ("custom", "a.csv", "text\n", "has no rows"), ("custom", "a.xls", "", "must end in .csv, .tsv"),
+    ("cola", "a.tsv", "index\tsentence\n0\ta\n1\ta\tb\n", "line 3: 3 cells, but 2 columns .*; remove tabs"),
+    ("cola", "a.csv", "text,text2\na,b", "cola is a task of single texts"),
+    ("custom", "train.csv", "text,kind\na,b\n", "line 2: needs a column `label`; has `text`, `kind`"),
+    ("custom", "train.csv", "nice,x\nbad,y\n", "needs a column `text`; has `nice`, `x`. A table starts"),
+    ("custom", "train.csv", 'text,label\n"a\nb",x\nb, c,x\n', "line 4: 3 cells"),
+    ("custom", "train.tsv", "text\tlabel\na\tb\tx\n", "line 2: 3 cells, .*; put quotes"),
+    ("custom", "train.tsv", "text\tlabel\na\tx\nb\t\n", "line 3: the text or the label in column `label` is empty"),
+    ("custom", "train.csv", 'text,label\na,x\n"b,x\n', "line 3: unexpected end of data"),
     ("custom", "train.csv", "text,label,label\na,x,y\n", "two columns `label`"),
-    ("rte", "train.tsv", "sentence1\tsentence2\tlabel\n", "train.tsv: empty"),
-    ("custom", "train.x", "", r"no train.\* there")])
+    ("custom", "train.csv", "text,label\ncafé,x\n".encode("latin-1"), "line 2: not UTF-8; convert"),
+    ("custom", "train.csv", "text,label\na,x\n".encode("utf-16"), "line 1: not UTF-8; convert"),
+    ("custom", "train.csv", "text,label\na,x\n".encode("utf-16-le"), "line 1: not UTF-8; convert"),
+    ("custom", "train.jsonl", '{"text": "a", "label": "x"}\n{"text": ["a"], "label": "x"}', "line 2: `text` is .'a'"),
+    ("custom", "train.jsonl", '{"text": "a", "label": "x"}\n{"text": "a", "text2": "b", "label": "x"}', "some rows"),
+    ("custom", "train.csv.gz", "text", "cannot be read .Not a gzipped file"),
+    ("rte", "train.tsv", "sentence1\tsentence2\tlabel\n", "train.tsv: has no rows with a label in column `label`"),
+    ("rte", "train.tsv", "sentence1\tsentence2\tgold\na\tb\tx", "needs a column `label`"),
+    ("custom", "train.x", "", "no train.csv or .tsv or .jsonl or .json or .parquet there")])
 def test_bad_files_are_refused(name, file, content, message, tmp_path):
     for path in (file, file.replace("train", "dev")):
-        (tmp_path / path).write_text(content)
+        (tmp_path / path).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=message):
         if file.startswith("a"):
-            tasks.read_inputs(name, str(tmp_path / file))
-        tasks.read_task(name, str(tmp_path), 0.01)
+            examples.read_inputs(name, str(tmp_path / file))
+        examples.read_task(name, str(tmp_path), 0.01)
