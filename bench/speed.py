@@ -2,7 +2,6 @@
 
     python -m bench.speed                                            # a CPU: toy, small, base; bench/results/speed.json
     python -m bench.speed --device cuda --kinds eager compiled       # a GPU: bench/results/speed-cuda.json
-    python -m bench.speed --device cuda --sizes small --models mae-lm --kinds compiled graphs --out out/graphs.json
 
 A step is train.py's own, with AdamW: on a GPU of the preset's batch, on a CPU of one small micro-batch. The models
 take turns, so that noise meets all alike, and ratios to RoBERTa are within a turn. Tokens are random; all n of a row
@@ -23,7 +22,7 @@ from support.files import write_json
 from support.models import flops, make_model, peak_of
 from support.optim import make_optimizers
 from support.worker import Worker, compile_model, make_worker
-from train import make_config, make_recipe, train_step
+from train import PRESETS, make_config, make_settings, train_step
 
 HERE = Path(__file__).resolve().parent
 ROWS = {"cpu": {"toy": 64, "small": 16, "base": 2}, "cuda": {"toy": 64, "small": 256, "base": 64}}  # at a time
@@ -63,30 +62,30 @@ class Roberta(torch.nn.Module):
 
 
 class Contestant:
-    """A model of a size, as it is trained: eager, compiled, or compiled with CUDA graphs."""
+    """A model of a size, as it is trained: eager or compiled."""
     def __init__(self, size: str, name: str, kind: str, rows: int, worker: Worker):
         self.config = make_config(size, "mlm" if name == "roberta" else name)
         on_gpu = worker.device.type == "cuda"
-        given = {"optimizer": "adamw", "micro_batch_size": rows, "compile": "graphs" if kind == "graphs" else "off"}
-        self.train = make_recipe(size, "", given if on_gpu else given | {"batch_size": rows})
+        given = {"optimizer": "adamw"} if on_gpu else {"optimizer": "adamw", "batch_size": rows}
+        self.recipe = make_settings(PRESETS[size], given).recipe
         torch.manual_seed(0)
         model = Roberta(self.config) if name == "roberta" else make_model(self.config)
         model = model.to(worker.device)
         if kind != "eager":
-            compile_model(model, "graphs" if kind == "graphs" else "on")
-        optimizers = make_optimizers(model, self.train, worker.dtype)
+            compile_model(model)
+        optimizers = make_optimizers(model, self.recipe, worker.dtype)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(NUM_SPECIAL, self.config.vocab_size, (rows, self.config.seq_len), generator=generator)
         batch = worker.put(tokens, corrupt(tokens, self.config, generator))
-        batches = [batch] * (self.train.batch_size // rows)
+        batches = [batch] * (self.recipe.batch_size // rows)
 
         def step() -> None:
-            train_step(model, optimizers, batches, 0, self.train, worker)
+            train_step(model, optimizers, batches, 0, self.recipe, worker)
 
         self.timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
         self.speeds = []  # tokens per second, by turn
         before = torch.cuda.memory_allocated() if on_gpu else 0
-        for _ in range(3):  # compile, record graphs, warm up
+        for _ in range(3):  # compile, warm up
             self.timer.timeit(1)
         self.peak_gb = (torch.cuda.max_memory_allocated() - before) / 1e9 if on_gpu else None
 
@@ -94,7 +93,7 @@ class Contestant:
         """Measure for about half a second, at least one step."""
         seconds = self.timer.timeit(1).median
         seconds = self.timer.timeit(max(1, round(0.5 / seconds))).median
-        self.speeds.append(self.train.batch_size * self.config.seq_len / seconds)
+        self.speeds.append(self.recipe.batch_size * self.config.seq_len / seconds)
 
 
 def compare(size: str, names: list[str], kind: str, rows: int, turns: int, worker: Worker) -> dict[str, dict]:
@@ -123,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--sizes", nargs="+", default=["toy", "small", "base"], choices=ROWS["cpu"], help="presets [all]")
     add("--models", nargs="+", default=["mae-lm", "mlm", "roberta"], choices=[*ABLATIONS, "roberta"],
         help="roberta, or rows of Table 2 [mae-lm mlm roberta]")
-    add("--kinds", nargs="+", default=["eager"], choices=["eager", "compiled", "graphs"], help="[eager]")
+    add("--kinds", nargs="+", default=["eager"], choices=["eager", "compiled"], help="[eager]")
     add("--rows", type=int, help="sequences at a time [64 of the toy, 16 or 256 of small, 2 or 64 of base]")
     add("--turns", type=int, default=7, help="[7]")
     add("--out", type=Path, help="JSON file [in bench/results]")

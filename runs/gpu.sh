@@ -30,7 +30,7 @@ once() {  # NAME COMMAND...: unless it has ended well before
 [ -n "${TINY:-}" ] || once tests env CUDA_VISIBLE_DEVICES=0 pytest -q -m cuda -n 0
 # 2. Is it faster? Graphs stay if small gains 15 %; another setting if base gains 3 % and more than twice the spread.
 once steps $speed $base_speed --kinds eager compiled --out "$out/base.json"
-once graphs $speed $small_speed --models mae-lm mlm --kinds eager compiled graphs --out "$out/small.json"
+once small $speed $small_speed --models mae-lm mlm --kinds eager compiled --out "$out/small.json"
 once positions $speed $base_speed --models mae-lm no-relative --kinds compiled --out "$out/positions.json"
 compiled="$base_speed --models mae-lm --kinds compiled"
 once cublaslt env TORCH_BLAS_PREFER_CUBLASLT=1 $speed $compiled --out "$out/cublaslt.json"
