@@ -28,9 +28,9 @@ once() {  # NAME COMMAND...: unless it has ended well before
 
 # 1. Is it right?
 [ -n "${TINY:-}" ] || once tests env CUDA_VISIBLE_DEVICES=0 pytest -q -m cuda -n 0
-# 2. Is it faster? Graphs stay if small gains 15 %; another setting if base gains 3 % and more than twice the spread.
+# 2. Is it faster? A setting stays if base gains 3 % and more than twice the spread.
 once steps $speed $base_speed --kinds eager compiled --out "$out/base.json"
-once small $speed $small_speed --models mae-lm mlm --kinds eager compiled --out "$out/small.json"
+once steps-small $speed $small_speed --models mae-lm mlm --kinds eager compiled --out "$out/small.json"
 once positions $speed $base_speed --models mae-lm no-relative --kinds compiled --out "$out/positions.json"
 compiled="$base_speed --models mae-lm --kinds compiled"
 once cublaslt env TORCH_BLAS_PREFER_CUBLASLT=1 $speed $compiled --out "$out/cublaslt.json"

@@ -122,7 +122,7 @@ def lock_folder(folder: Path, sign: str = "", *wanted: str) -> Iterator[None]:
             refuse_other_files(folder, sign, *wanted)
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise UserError(f"{folder}: {error.filename} is a file, not a folder; choose another --out") from error
+        raise UserError(f"{folder}: a file has this name, or a folder in it; choose another --out") from error
     try:
         with locked(folder / ".lock", timeout=0):
             for stale in folder.glob(".*.tmp"):  # of a process that was killed while it wrote

@@ -194,8 +194,8 @@ def load_checkpoint(path: Path, model: MAELM, optimizers: list) -> tuple[int, fl
     load_weights(model, state["model"], path)
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
-        for group in optimizer.param_groups:
-            group.update(optimizer.defaults)  # a checkpoint also holds the recipe, which --change-recipe may change
+        for group in optimizer.param_groups:  # they also hold the recipe, which --change-recipe may change
+            group |= {name: optimizer.defaults[name] for name in group.keys() & optimizer.defaults.keys()}
     return state["step"], state["seconds"]
 
 
