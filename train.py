@@ -34,8 +34,8 @@ from support.log import Progress, draw_loss, start_wandb
 from support.models import (check, checkpoints, copy_weights, load_checkpoint, make_model, save_checkpoint,
                             set_damaged_aside)
 from support.optim import make_optimizers
-from support.settings import (Start, earlier_settings, inputs_of, load_start, refuse_idle_flags, refuse_many_masks,
-                              refuse_misfits, settings_of_start)
+from support.settings import (Start, earlier_settings, inputs_of, load_start, refuse_many_masks, refuse_misfits,
+                              settings_of_start)
 from support.tokenizer import Tokenizer
 from support.worker import Worker, compile_for, make_worker
 
@@ -71,13 +71,12 @@ class Recipe:
         require_positive(self, "batch_size", "learning_rate", "muon_learning_rate", "clip_norm")
         require(
             self,
-            val_share=0 < self.val_share < 1,
-            max_steps=0 < self.max_steps < 10 ** 7, warmup_steps=self.warmup_steps >= 0,
+            val_share=0 < self.val_share < 1, max_steps=0 < self.max_steps < 10 ** 7,
+            warmup_steps=self.warmup_steps >= 0,
             optimizer=self.optimizer in ("adamw", "muon"),
             weight_decay=self.weight_decay >= 0, muon_weight_decay=self.muon_weight_decay >= 0,
             adam_beta1=0 <= self.adam_beta1 < 1, adam_beta2=0 <= self.adam_beta2 < 1,
-            adam_epsilon=self.adam_epsilon >= 0,
-            position_init=self.position_init in ("normal", "sinusoid"),
+            adam_epsilon=self.adam_epsilon >= 0, position_init=self.position_init in ("normal", "sinusoid"),
             precision=self.precision in ("auto", "fp32", "bf16"), seed=0 <= self.seed < 2 ** 63,
         )
 
@@ -92,7 +91,7 @@ class RunOptions:
     log_interval: int = 100  # steps between lines of log.jsonl
     eval_interval: int = 2_000  # steps between validation losses
     eval_rows: int = 2_048  # validation sequences, always the same ones with the same masks
-    checkpoint_interval: int = 10_000  # steps between checkpoints
+    checkpoint_interval: int = 1_000  # steps between checkpoints
     keep_checkpoints: int = 2  # how many are kept, 0 or more; 0 = all (Figure 3)
     device: str = "auto"  # auto | cpu | cuda | mps
     compile: str = "auto"  # auto | on | off; auto = on, on CUDA if encoder_dim >= 256
@@ -182,37 +181,32 @@ def parse(argv) -> Command:
     shown = PRESETS[parser.parse_known_args(argv)[0].preset or "toy"]
     for kind in KINDS:
         add_flags(parser, kind, shown)
-    flags = parser.parse_args(argv)
-    if flags.fill_mask is not None:
-        parser.error("--fill-mask is a program of its own now: python -m support.fill_mask RUN TEXT")
     try:
-        return make_command(flags)
+        return make_command(parser.parse_args(argv))
     except ValueError as error:
         parser.error(str(error))
 
 
 def make_command(flags: Namespace) -> Command:
     """Default < preset, or the run of --init < ablation < flag. Raises ValueError for flags that do not fit."""
+    if flags.fill_mask is not None:
+        raise ValueError("--fill-mask is a program of its own now: python -m support.fill_mask RUN TEXT")
     given = {}
     for kind in KINDS:
         given |= fields_of(kind, vars(flags))
-    init, tokenizer = given.get("init"), given.get("tokenizer")
-    if init and tokenizer:
-        raise ValueError("--tokenizer: --init comes with its own")
-    start = load_start(init, *KINDS) if init else None
-    if start is not None:
-        name, tokenizer = f"{start.folder.resolve().name}-{flags.ablation or 'more'}", start.tokenizer
+    name = f"{flags.preset or 'toy'}-{flags.ablation or 'mae-lm'}".removesuffix("-mae-lm")
+    chosen, start, tokenizer = PRESETS[flags.preset or "toy"], None, None
+    if given.get("init"):
+        start = load_start(given["init"], *KINDS)
+        tokenizer = start.tokenizer
+        name = f"{start.folder.resolve().name}-{flags.ablation or 'more'}"
         chosen = settings_of_start(start, PRESETS.get(flags.preset), flags.ablation)
-    else:
-        name = f"{flags.preset or 'toy'}-{flags.ablation or 'mae-lm'}".removesuffix("-mae-lm")
-        chosen = PRESETS[flags.preset or "toy"]
-        if tokenizer:
-            tokenizer = Tokenizer.read(tokenizer)
-            chosen = chosen | {"vocab_size": len(tokenizer), "uncased": tokenizer.uncased}
+    elif given.get("tokenizer"):
+        tokenizer = Tokenizer.read(given["tokenizer"])
+        chosen = chosen | {"vocab_size": len(tokenizer), "uncased": tokenizer.uncased}
     settings = make_settings(chosen | ABLATIONS[flags.ablation or "mae-lm"], given)
-    refuse_misfits(settings, start, tokenizer or None)
-    refuse_idle_flags(settings, given)
-    return Command(settings, flags.out or Path("out") / name, start, tokenizer or None, flags)
+    refuse_misfits(settings, start, tokenizer, given)
+    return Command(settings, flags.out or Path("out") / name, start, tokenizer, flags)
 
 
 # ---- 2. A run and its folder --------------------------------------------------------------------------------
@@ -261,9 +255,7 @@ def open_run(command: Command, worker: Worker) -> Run:
     elif start is not None:
         new = copy_weights(model, start.model)
         if worker.is_main:
-            print(f"the weights of --init are copied; new: {new or 'nothing'}\n"
-                  f"recipe: {recipe.optimizer}, learning rate {recipe.learning_rate:g}, {recipe.max_steps:,} steps of "
-                  f"{recipe.batch_size} sequences")
+            print(f"the weights of --init are copied; new: {new or 'nothing'}")
     worker.agree(settings.fields() | inputs | {"step": run.step})
     return run
 
@@ -387,9 +379,8 @@ def pretrain(run: Run) -> int:
         if worker.is_main:
             print(f"{out} is finished at step {run.step}: nothing to do; choose another --out for another run")
         return 0
-    if options.compile == "on" or run.model.config.encoder_dim >= 256:  # a small model is trained before it is compiled
-        batch, *_ = batch_of_step(run.step, run.rows["train"], run.settings, worker)
-        compile_for(worker, run.model, options.compile, batch)
+    batch, *_ = batch_of_step(run.step, run.rows["train"], run.settings, worker)
+    compile_for(worker, run.model, options.compile, batch)
     entropy = unigram_entropy(evenly(run.rows["val"], options.eval_rows))
     with Progress(run) as progress:
         progress.header(entropy)

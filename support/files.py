@@ -76,12 +76,6 @@ def short_hash(content: str | bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def hash_of_file(path: Path) -> str:
-    """The hash of 16 letters of a file's content, which may be larger than the memory."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
-
-
 def check_fields(path: Path, values: dict, *kinds: type):
     """Raises UserError if a file of ours has a field that none of these dataclasses has, or a value of a wrong type."""
     types = {field.name: field.type for kind in kinds for field in fields(kind)}

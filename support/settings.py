@@ -6,7 +6,7 @@ from typing import NamedTuple
 from maelm import ABLATIONS, MAELM, Config
 from support.cli import UserError
 from support.corpus import Rows
-from support.files import changes, check_fields, hash_of_file, read_json, read_settings, refuse_changes
+from support.files import changes, check_fields, read_json, read_settings, refuse_changes, short_hash
 from support.models import checkpoint_of, checkpoints, load_model
 from support.tokenizer import Tokenizer
 
@@ -37,7 +37,7 @@ def load_start(init: str, *kinds: type) -> Start:
         raise UserError(f"{path}: missing, and --init takes the run's settings from it; restore it from a copy")
     settings = read_json(path)
     check_fields(path, settings, *kinds, Inputs)
-    return Start(file.parent, *load_model(file), settings, hash_of_file(file))
+    return Start(file.parent, *load_model(file), settings, short_hash(file.read_bytes()))
 
 
 def settings_of_start(start: Start, preset: dict | None, ablation: str | None) -> dict:
@@ -75,7 +75,7 @@ def inputs_of(corpus: Path, init: str, start: Start | None, earlier: dict) -> di
     weights = None if start is None else start.weights
     if earlier.get("init") == init:
         weights = earlier["init_weights"]  # the run of that name may have been trained further since then
-    return asdict(Inputs(corpus.name, hash_of_file(corpus / "tokenizer.json"), weights))
+    return asdict(Inputs(corpus.name, short_hash((corpus / "tokenizer.json").read_bytes()), weights))
 
 
 def earlier_settings(out: Path, settings, change_recipe: bool) -> dict:
@@ -99,9 +99,12 @@ def earlier_settings(out: Path, settings, change_recipe: bool) -> dict:
 
 
 # ---- 3. Settings that do not fit together -------------------------------------------------------------------
-def refuse_misfits(settings, start: Start | None, tokenizer: Tokenizer | None):
-    """Raises ValueError for Settings that the weights of --init or a given tokenizer do not have."""
+def refuse_misfits(settings, start: Start | None, tokenizer: Tokenizer | None, given: dict):
+    """Raises ValueError for Settings that the weights of --init or a given tokenizer do not have, and for given flags
+    that have no effect."""
     config = settings.config
+    if start is not None and given.get("tokenizer"):
+        raise ValueError("--tokenizer: --init comes with its own")
     for name in ENCODER if start is not None else ():
         here, there = getattr(config, name), getattr(start.model.config, name)
         if here != there:
@@ -110,11 +113,6 @@ def refuse_misfits(settings, start: Start | None, tokenizer: Tokenizer | None):
         raise ValueError(f"uncased={settings.recipe.uncased}: the given tokenizer has {tokenizer.uncased}")
     if tokenizer is not None and config.vocab_size < len(tokenizer):
         raise ValueError(f"vocab_size={config.vocab_size}: the given tokenizer has {len(tokenizer)} tokens")
-
-
-def refuse_idle_flags(settings, given: dict):
-    """Raises ValueError for a given flag that has no effect with these Settings."""
-    config = settings.config
     idle = ("muon_learning_rate", "muon_weight_decay") if settings.recipe.optimizer == "adamw" else ()
     idle += ("encoder_fill", "decoder_reset") if config.mask_in_encoder == 0 else ()
     idle += ("decoder_relative",) if config.decoder_layers == 0 else ()

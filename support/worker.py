@@ -105,15 +105,15 @@ def best_device(name: str, small: bool) -> torch.device:
     if not there.get(name):
         raise UserError(f"--device {name}: this machine, or this PyTorch, has none; use --device auto")
     if name == "cuda":
-        return torch.device("cuda", number_from("LOCAL_RANK", 0))
+        number, there = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
+        if not number.isdecimal() or int(number) >= there:
+            raise UserError(f"LOCAL_RANK={number!r}: this machine has {there} GPUs; start one process per GPU")
+        return torch.device("cuda", int(number))
     return torch.device(name)
 
 
 def set_up_gpu(device: torch.device):
-    """Choose the process's GPU and its kernels. Raises UserError if there are fewer GPUs than processes."""
-    if device.index >= torch.cuda.device_count():
-        raise UserError(f"LOCAL_RANK={device.index}: this machine has {torch.cuda.device_count()} GPUs; start one "
-                        "process per GPU")
+    """Choose the process's GPU and its kernels."""
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     # cuDNN's attention may read a mask as another dtype. A context around the call would be compiled each time.
@@ -129,27 +129,17 @@ def has_bf16(device: torch.device) -> bool:
     return "amx_bf16" in flags or "avx512_bf16" in flags
 
 
-def number_from(variable: str, default: int) -> int:
-    """A whole number from an environment variable. Raises UserError if it is something else."""
-    text = os.environ.get(variable, str(default))
-    if not text.isdecimal():
-        raise UserError(f"{variable}={text!r}: not a number; unset it, or start with torchrun")
-    return int(text)
-
-
 def rank_and_world_size() -> tuple[int, int]:
-    """Which of torchrun's processes this one is, and how many there are. Raises UserError for left-over variables."""
-    given = {"RANK", "WORLD_SIZE"} & os.environ.keys()
-    if len(given) == 1:
-        raise UserError(f"{given.pop()} is set, but torchrun sets both RANK and WORLD_SIZE: unset it, or start with "
-                        "torchrun")
-    rank, world_size = number_from("RANK", 0), number_from("WORLD_SIZE", 1)
-    if rank >= world_size:
-        raise UserError(f"RANK={rank} is not below WORLD_SIZE={world_size}; unset both, or start with torchrun")
-    if world_size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise UserError(f"WORLD_SIZE={world_size}, but MASTER_ADDR or MASTER_PORT is not set: unset RANK and "
-                        "WORLD_SIZE, or start with torchrun")
-    return rank, world_size
+    """Which of torchrun's processes this one is, and how many there are: 0 and 1 without torchrun. Raises UserError if
+    its variables do not fit together."""
+    rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if rank == world_size == "":
+        return 0, 1
+    whole = rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)
+    if not whole or (int(world_size) > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
+        raise UserError(f"RANK={rank!r} and WORLD_SIZE={world_size!r}, without torchrun's other variables or not whole "
+                        "numbers: start with torchrun, or unset both")
+    return int(rank), int(world_size)
 
 
 def make_worker(precision: str, device: str = "auto", small: bool = False) -> Worker:
@@ -171,9 +161,10 @@ def compile_model(model: nn.Module):
 
 
 def compile_for(worker: Worker, model: nn.Module, how: str, batch: tuple):
-    """Compile a model if that pays. How: on, off, or auto, which is on for a GPU, unless it fails with a batch; then a
-    warning says why, and the model stays as it was."""
-    if how == "off" or (how == "auto" and worker.device.type != "cuda"):
+    """Compile a MAELM if that pays. How: on, off, or auto: on for a GPU, except small models, which are trained before
+    they are compiled. If auto fails with a batch, a warning says why, and the model stays as it was."""
+    pays = worker.device.type == "cuda" and model.config.encoder_dim >= 256
+    if how == "off" or (how == "auto" and not pays):
         return
     if worker.is_main:
         print("compiling the model in its first steps takes a minute or two (--compile off: without)")

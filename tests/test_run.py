@@ -295,14 +295,12 @@ def test_a_bad_command_line_gets_one_line(flags, message, text, finished, tmp_pa
     assert not [*tmp_path.glob("new/[!.]*")]
 
 
-@pytest.mark.parametrize("variables, message", [
-    ("RANK=1", "RANK is set, but torchrun sets both"), ("WORLD_SIZE=2", "WORLD_SIZE is set, but torchrun sets both"),
-    ("RANK= WORLD_SIZE=1", "RANK='': not a number"), ("RANK=0 WORLD_SIZE=two", "WORLD_SIZE='two': not a number"),
-    ("RANK=2 WORLD_SIZE=2", "RANK=2 is not below WORLD_SIZE=2"), ("RANK=0 WORLD_SIZE=2", "MASTER_ADDR or")])
-def test_left_over_variables_of_torchrun_get_one_line(variables, message, text, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("variables", ["RANK=1", "WORLD_SIZE=2", "RANK= WORLD_SIZE=1", "RANK=0 WORLD_SIZE=two",
+                                       "RANK=2 WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2"])
+def test_left_over_variables_of_torchrun_get_one_line(variables, text, tmp_path, monkeypatch, capsys):
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
-    assert message in fails(lambda: short_run(text, tmp_path / "run"), capsys)
+    assert "start with torchrun, or unset both" in fails(lambda: short_run(text, tmp_path / "run"), capsys)
 
 
 def test_a_disk_without_locks_is_used_without(text, finished, tmp_path, monkeypatch, capsys):
@@ -328,10 +326,11 @@ def test_a_model_that_cannot_be_compiled_is_trained_with_a_warning(capsys):
     def fail(graph, inputs):
         raise FileNotFoundError("no C++ compiler")
 
-    model, tokens, corruption = model_and_batch()
+    model, tokens, corruption = model_and_batch(encoder_dim=256)
     compile_model = model.compile
     model.compile = lambda dynamic: compile_model(backend=fail)
-    gpu = Mock(is_main=True, device=Mock(type="cuda"), autocast=nullcontext, put=lambda *batch: batch)
+    gpu = Mock(autocast=nullcontext, put=lambda *batch: batch)
+    gpu.device.type = "cuda"
     worker.compile_for(gpu, model, "auto", (tokens, corruption))
     assert "warning: the model is not compiled, therefore slower: " in capsys.readouterr().err
     assert model(tokens, corruption).isfinite()
@@ -339,6 +338,7 @@ def test_a_model_that_cannot_be_compiled_is_trained_with_a_warning(capsys):
 
 def test_auto_takes_the_best_device(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     table = ((True, False, True, "cuda:3"), (False, True, False, "mps"), (False, True, True, "cpu"),
              (False, False, False, "cpu"))
     for cuda, mps, small, expected in table:
