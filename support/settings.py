@@ -51,7 +51,8 @@ def settings_of_start(start: Start, preset: dict | None, ablation: str | None) -
     else:
         values = {name: value for name, value in there.items() if name not in NOT_PASSED_ON}
         if not there.get("init"):
-            values |= {name: round(there[name] / 5, 12) for name in ("learning_rate", "muon_learning_rate")}
+            for name in {"learning_rate", "muon_learning_rate"} & there.keys():
+                values[name] = round(there[name] / 5, 12)
     values |= asdict(config) | {"uncased": start.tokenizer.uncased, "tokenizer": str(start.folder / "tokenizer.json")}
     if ablation is not None:
         row_decides = set().union(*ABLATIONS.values()) - set(ENCODER)
