@@ -303,6 +303,17 @@ def test_left_over_variables_of_torchrun_get_one_line(variables, text, tmp_path,
     assert "start with torchrun, or unset both" in fails(lambda: short_run(text, tmp_path / "run"), capsys)
 
 
+@pytest.mark.parametrize("name, value", [("seed", 1), ("corpus", "another"), ("step", 3), ("cache", "node's")])
+def test_processes_agree_on_all_but_places(name, value, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(worker.Worker, "gather", lambda self, mine: [mine, {**mine, name: value}])
+    if name == "cache":
+        monkeypatch.setattr(train, "pretrain", lambda run: 0)
+        short_run(text, tmp_path / "run")
+    else:
+        line = fails(lambda: short_run(text, tmp_path / "run"), capsys)
+        assert re.search(f"{name}=.* in process 0, {value!r} in process 1: start all of them", line)
+
+
 def test_a_disk_without_locks_is_used_without(text, finished, tmp_path, monkeypatch, capsys):
     for number in (errno.ENOSYS, errno.ENOLCK):
         monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, os.strerror(number))))
