@@ -22,7 +22,7 @@ from support.files import write_json
 from support.models import flops, make_model, peak_of
 from support.optim import make_optimizers
 from support.worker import Worker, compile_model, make_worker
-from train import make_config, make_recipe, train_step
+from train import PRESETS, make_config, make_settings, train_step
 
 HERE = Path(__file__).resolve().parent
 ROWS = {"cpu": {"toy": 64, "small": 16, "base": 2}, "cuda": {"toy": 64, "small": 256, "base": 64}}  # at a time
@@ -63,25 +63,25 @@ class Roberta(torch.nn.Module):
 
 
 class Contestant:
-    """A model of a size, as it is trained, eager or compiled."""
+    """A model of a size, as it is trained: eager or compiled."""
     def __init__(self, size: str, name: str, kind: str, rows: int, worker: Worker):
         self.config = make_config(size, "mlm" if name == "roberta" else name)
         on_gpu = worker.device.type == "cuda"
-        given = {"optimizer": "adamw", "micro_batch_size": rows}
-        self.train = make_recipe(size, "", given if on_gpu else given | {"batch_size": rows})
+        given = {"optimizer": "adamw"} if on_gpu else {"optimizer": "adamw", "batch_size": rows}
+        self.recipe = make_settings(PRESETS[size], given).recipe
         torch.manual_seed(0)
         model = Roberta(self.config) if name == "roberta" else make_model(self.config)
         model = model.to(worker.device)
-        if kind == "compiled":
-            compile_model(model, "on")
-        optimizers = make_optimizers(model, self.train, worker.dtype)
+        if kind != "eager":
+            compile_model(model)
+        optimizers = make_optimizers(model, self.recipe, worker.dtype)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(NUM_SPECIAL, self.config.vocab_size, (rows, self.config.seq_len), generator=generator)
         batch = worker.put(tokens, corrupt(tokens, self.config, generator))
-        batches = [batch] * (self.train.batch_size // rows)
+        batches = [batch] * (self.recipe.batch_size // rows)
 
         def step() -> None:
-            train_step(model, optimizers, batches, 0, self.train, worker)
+            train_step(model, optimizers, batches, 0, self.recipe, worker)
 
         self.timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
         self.speeds = []  # tokens per second, by turn
@@ -94,7 +94,7 @@ class Contestant:
         """Measure for about half a second, at least one step."""
         seconds = self.timer.timeit(1).median
         seconds = self.timer.timeit(max(1, round(0.5 / seconds))).median
-        self.speeds.append(self.train.batch_size * self.config.seq_len / seconds)
+        self.speeds.append(self.recipe.batch_size * self.config.seq_len / seconds)
 
 
 def compare(size: str, names: list[str], kind: str, rows: int, turns: int, worker: Worker) -> dict[str, dict]:

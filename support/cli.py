@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 
 
 # ---- 1. Errors ----------------------------------------------------------------------------------------------
@@ -31,12 +32,9 @@ def root_cause(error: BaseException) -> str:
 
 @contextmanager
 def clear_errors(program: str) -> Iterator[None]:
-    """Turn what the user can put right, and Ctrl-C, into one line on stderr and an exit code: 2, or 130."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # What an encoding such as cp1252 lacks becomes ?; a line in a file or pipe can be read at once.
-            stream.reconfigure(errors="replace", line_buffering=True)
+    """Turn a mistake of the user, and Ctrl-C, into one line on stderr and an exit code: 2, or 130."""
+    before = {number: signal.signal(number, exit_by_signal) for number in ending_signals()}
+    open_streams()
     try:
         yield
     except KeyboardInterrupt:
@@ -47,18 +45,46 @@ def clear_errors(program: str) -> Iterator[None]:
         sys.exit(1)
     except (UserError, OSError) as error:
         line = str(error).replace("\n", " ")
+        if f"{Path.home()}/.cache" in line and isinstance(error.__cause__ or error, OSError):
+            line += "; --cache and the variable HF_HOME can name other folders"
         print(f"{program}: {printable(line)}", file=sys.stderr)
         sys.exit(2)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def open_streams():
+    """Make stdout and stderr safe to write to."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the shell, as in 2>&-
+            setattr(sys, name, open(os.devnull, "w"))
+        elif isinstance(stream, io.TextIOWrapper):
+            # Characters that an encoding such as cp1252 lacks become ?; a line in a file or pipe can be read at once.
+            stream.reconfigure(errors="replace", line_buffering=True)
 
 
 # ---- 2. Signals, and memory that runs out -------------------------------------------------------------------
+def ending_signals() -> list[int]:
+    """The signals by which Slurm, torchrun or a terminal ends a program: SIGTERM, SIGUSR1, and SIGHUP except under
+    nohup. Windows has only the first."""
+    names = [name for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
+    numbers = [getattr(signal, name) for name in names]
+    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def exit_by_signal(number: int, frame: object):
+    """Signal handler."""
+    sys.exit(128 + number)
+
+
 class Interrupt:
-    """While entered, notes SIGTERM and SIGINT, so that a checkpoint can be saved. A second Ctrl-C acts at once."""
+    """While entered, notes Ctrl-C and the signals that end a program, so that a checkpoint can be saved. A second
+    Ctrl-C acts at once."""
     def __enter__(self) -> "Interrupt":
         self.signal = 0
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.before = {number: signal.signal(number, self.note) for number in (*ending_signals(), signal.SIGINT)}
         return self
 
     def __exit__(self, *exception):
@@ -73,14 +99,14 @@ class Interrupt:
 
 
 @contextmanager
-def explain_out_of_memory(flag: str = "--micro-batch-size") -> Iterator[None]:
-    """Turn an out-of-memory error into advice: lower a flag."""
+def explain_out_of_memory(flags: str = "--micro-batch-size") -> Iterator[None]:
+    """Turn an out-of-memory error into advice: lower one of these flags."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        names = type(error).__name__, str(error)  # by its name, since only PyTorch has torch.OutOfMemoryError
-        if isinstance(error, MemoryError) or names[0] == "OutOfMemoryError" or "can't allocate memory" in names[1]:
-            raise UserError(f"out of memory: use a smaller {flag}") from error
+        signs = ("OutOfMemoryError", "can't allocate memory", "out of memory")  # no torch here: its class by its name
+        if isinstance(error, MemoryError) or any(sign in f"{type(error).__name__}: {error}" for sign in signs):
+            raise UserError(f"out of memory: use a smaller {flags}") from error
         raise
 
 
@@ -92,8 +118,8 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str):
-        # Of torchrun's processes one speaks.
-        self.exit(2, f"{self.prog}: {printable(message)}\n" if os.environ.get("RANK", "0") == "0" else None)
+        silent = "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"  # torchrun's first process speaks
+        self.exit(2, None if silent else f"{self.prog}: {printable(message)}\n")
 
     def parse_args(self, argv=None) -> argparse.Namespace:
         # Only now: before, parse_known_args tells a value on which the help of other flags depends.

@@ -1,14 +1,19 @@
-"""Files that are written whole, JSON, figures, and the lock and settings of a folder."""
+"""Files that are written whole, JSON, figures, and the lock, owner and settings of a folder."""
+import errno
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from support.cli import UserError
+
+NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # errors of a disk that has no file locks, such as some NFS
 
 
 @contextmanager
@@ -71,42 +76,105 @@ def short_hash(content: str | bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
+def check_fields(path: Path, values: dict, *kinds: type):
+    """Raises UserError if a file of ours has a field that none of these dataclasses has, or a value of a wrong type."""
+    types = {field.name: field.type for kind in kinds for field in fields(kind)}
+    for name, value in values.items():
+        if name not in types:
+            raise UserError(f"{path}: this version of maelm does not know the field {name!r}; use the version that "
+                            "wrote the file")
+        wanted = int | float if types[name] is float else types[name]
+        if not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool):
+            raise UserError(f"{path}: {name}={value!r} has a wrong type; restore the file from a copy")
+
+
+# ---- Folders that are written to ----------------------------------------------------------------------------
 @contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Make a folder and be the only process at work in it. UserError if another process is."""
-    folder.mkdir(parents=True, exist_ok=True)
+def locked(path: Path, timeout: float = -1) -> Iterator[None]:
+    """Hold a lock file, for which others wait. Raises filelock.Timeout if it is held for longer than the timeout in
+    seconds. On a disk without locks, a line on stderr says so, and nothing is held."""
+    lock = FileLock(path, timeout=timeout, fallback_to_soft=False)  # the system frees it when the process ends
     try:
-        with FileLock(folder / ".lock", timeout=0):  # the system frees it when the process ends, however it does
+        lock.acquire()
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        print(f"{path.parent}: this disk has no file locks ({error.strerror}); going on without: start no second "
+              "process there", file=sys.stderr)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def lock_folder(folder: Path, sign: str = "", *wanted: str) -> Iterator[None]:
+    """Make a folder and be the only process at work in it. Raises UserError if another process is at work there, or if
+    the folder is not ours by a `sign`: see refuse_other_files."""
+    try:
+        if sign:
+            refuse_other_files(folder, sign, *wanted)
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UserError(f"{folder}: a file has this name, or a folder in it; choose another --out") from error
+    try:
+        with locked(folder / ".lock", timeout=0):
+            for stale in folder.glob(".*.tmp"):  # of a process that was killed while it wrote
+                stale.unlink()
             yield
     except Timeout:
         raise UserError(f"{folder}: another process is at work there; wait for it, or choose another --out") from None
 
 
-def refuse_other_files(folder: Path):
-    """UserError if a folder holds files although it is to be new."""
-    if any(folder.glob("[!.]*")):
-        raise UserError(f"{folder}: not empty; choose another folder")
+def refuse_other_files(folder: Path, sign: str = "", *wanted: str):
+    """Raises UserError if a folder holds files, unless the program that asks wrote them: then the JSON file `sign` is
+    there and has the fields that are wanted."""
+    if not any(folder.glob("[!.]*")):
+        return
+    path = folder / sign
+    if not sign or not path.is_file() or not read_json(path).keys() >= set(wanted):
+        raise UserError(f"{folder}: not empty, and not written by this program; choose another folder")
 
 
-def open_folder(folder: Path, settings: dict[str, object], may_change: Container[str] = (), begun: bool = True):
+def read_settings(path: Path, *kinds: type) -> dict:
+    """The fields of these dataclasses in a config.json of ours; a missing one has its default. Raises UserError for
+    others."""
+    found = read_json(path)
+    check_fields(path, found, *kinds)
+    for kind in kinds:
+        found = asdict(kind()) | found
+    return found
+
+
+def changes(before: dict, now: dict, may_change: Container[str] = ()) -> dict[str, list]:
+    """Name -> [value before, value now] of the settings that are not the same, apart from those that `may_change`."""
+    names = [name for name in now if name not in may_change and before.get(name) != now[name]]
+    return {name: [before.get(name), now[name]] for name in names}
+
+
+def refuse_changes(folder: Path, changed: dict[str, list], advice: str = "choose another --out"):
+    """Raises UserError, with advice, if any settings of a folder have changed."""
+    if changed:
+        listed = "; ".join(f"{name}={before!r} there, {now!r} here" for name, (before, now) in changed.items())
+        raise UserError(f"{folder} was made with other settings: {listed}; {advice}")
+
+
+def open_folder(folder: Path, settings: dict[str, object], may_change: Container[str] = ()):
     """Write `settings` to config.json of a folder that is new, or was made with the same ones apart from those that
-    `may_change`; of a folder where nothing has `begun`, all may. UserError for other settings or other files."""
-    path, differs = folder / "config.json", []
-    if not path.is_file():
+    `may_change`. Raises UserError for other settings or other files."""
+    path = folder / "config.json"
+    if path.is_file():
+        refuse_changes(folder, changes(read_json(path), settings, may_change))
+    else:
         refuse_other_files(folder)
-    elif begun:
-        there = read_json(path)
-        for name, value in settings.items():
-            if name not in may_change and there.get(name) != value:
-                differs.append(f"{name}={there.get(name)!r} there, {value!r} here")
-    if differs:
-        raise UserError(f"{folder} was made with other settings: {'; '.join(differs)}; choose another --out")
     write_json(path, settings)
 
 
 @contextmanager
 def figure(path: Path, panels: int = 1) -> Iterator[tuple]:
-    """Yield a matplotlib figure and its axes, side by side; then write it to `path`. Without pyplot: no display."""
+    """Yield a matplotlib figure and its axes, side by side; then write it to `path`. No display is needed."""
+    if "matplotlib" not in sys.modules:
+        os.environ.pop("MPLBACKEND", None)  # it may name a backend, such as a notebook's, that is not installed here
     import matplotlib.figure
     with matplotlib.rc_context({"text.parse_math": False}):  # a $ in a name is a $
         drawn = matplotlib.figure.Figure(figsize=(5.2 * panels, 4.2), layout="constrained")

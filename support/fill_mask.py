@@ -1,11 +1,16 @@
-"""What a model expects at [MASK]: --fill-mask, and the examples at the end of a run."""
+"""A model's guesses at [MASK], also the examples at the end of a run.
+
+    python -m support.fill_mask out/toy "Return the [MASK] of the array."
+"""
 import re
+from pathlib import Path
 
 import torch
 
 from maelm import CLS, MAELM, MASK, SEP, apply_masks
-from support.cli import UserError, printable
+from support.cli import Parser, UserError, clear_errors, printable
 from support.corpus import Rows, evenly
+from support.models import load_model
 from support.tokenizer import Tokenizer
 
 SHOWN = 6  # examples at the end of a run
@@ -38,7 +43,7 @@ def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[list[tupl
     tokens = torch.tensor([[CLS, *ids, SEP]])
     count, longest = ids.count(MASK), model.config.seq_len - 2
     if count == 0 or len(ids) > longest:
-        raise UserError(f"--fill-mask: needs [MASK] and at most {longest} tokens; got {count} masks, {len(ids)} tokens")
+        raise UserError(f"{text!r:.40}: needs [MASK] and at most {longest} tokens; has {count} and {len(ids)}")
     return best_tokens(model, tokenizer, tokens, (tokens[0] == MASK).nonzero().mT)  # (1, k)
 
 
@@ -47,16 +52,8 @@ def format_guess(guess: list[tuple[str, float]]) -> str:
     return "  ".join(f"{word} {p:.2f}" for word, p in guess)
 
 
-def fill_mask(model: MAELM, tokenizer: Tokenizer, text: str) -> str:
-    """What guess_masks returns, a line for each [MASK]."""
-    lines = []
-    for number, guess in enumerate(guess_masks(model, tokenizer, text), start=1):
-        lines.append(f"[MASK] {number}: {format_guess(guess)}")
-    return "\n".join(lines)
-
-
 def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
-    """What the model expects in place of a whole word in the middle of SHOWN validation rows."""
+    """The model's guesses at a whole word in the middle of SHOWN validation sequences."""
     model.eval()
     lines = ["held-out text: the word in [brackets] was masked; below it are the model's three best guesses"]
     for row in evenly(rows, 20 * SHOWN):  # not all have such a word
@@ -71,3 +68,18 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
                 lines.append(f"      {format_guess(guess)}")
                 break
     return "\n".join(lines)
+
+
+def main(argv=None):
+    parser = Parser("support.fill_mask", __doc__)
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder or checkpoint of train.py")
+    parser.add_argument("text", metavar="TEXT", help="a text with [MASK] in the place of one or more words")
+    options = parser.parse_args(argv)
+    with clear_errors("support.fill_mask"):
+        model, tokenizer = load_model(options.run)
+        for number, guess in enumerate(guess_masks(model, tokenizer, options.text), start=1):
+            print(f"[MASK] {number}: {format_guess(guess)}")
+
+
+if __name__ == "__main__":
+    main()

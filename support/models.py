@@ -2,8 +2,11 @@
 import functools
 import math
 import pickle
+import struct
+import sys
 import zipfile
-from dataclasses import asdict, fields
+import zlib
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -13,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from maelm import MAELM, Config, Corruption, Encoder
 from support.cli import UserError
 from support.cross_attention import CrossMAELM
-from support.files import atomic, read_json
+from support.files import atomic, check_fields, read_json
 from support.tokenizer import Tokenizer
 from support.worker import Worker
 
@@ -105,6 +108,9 @@ def use_of_gpu(config: Config, worker: Worker, speed: float) -> dict[str, float]
 
 
 # ---- 3. Checkpoints ----------------------------------------------------------------------------------------
+DAMAGE = (zipfile.BadZipFile, pickle.UnpicklingError, zlib.error, struct.error, RuntimeError, EOFError, ValueError)
+
+
 def checkpoints(out: Path) -> list[Path]:
     """Checkpoints of a run, oldest first. Only files of this name are ours to load or to delete."""
     return sorted(out.glob(f"step_{7 * '[0-9]'}.pt"))
@@ -119,36 +125,40 @@ def write_tensors(path: Path, state: dict):
             raise (error.__context__ or error) from None  # PyTorch's writer hides the disk's error behind its own
 
 
+class Damaged(UserError):
+    """A file that is not whole, or that this project did not write."""
+
+
 def read_tensors(path: Path, *wanted: str) -> dict:
-    """What a .pt file holds, on the CPU, with its configuration as a Config; it runs no code. UserError if the file is
-    damaged, lacks a field, or is of another version of this code."""
+    """The content of a .pt file, on the CPU, with its configuration as a Config; it runs no code. Raises Damaged, or
+    UserError for a file that lacks a field or is of a newer version. Errors of disk and memory pass through."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; name a run folder, a checkpoint, or a folder that finetune.py wrote")
+    state = None
     try:
-        damaged = zipfile.ZipFile(path).testzip()  # compares the checksums, which torch.load does not
-        state = torch.load(path, map_location="cpu", weights_only=True) if damaged is None else None
-    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError):
-        state = None
+        if zipfile.ZipFile(path).testzip() is None:  # compares the checksums, which torch.load does not
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except DAMAGE as error:
+        if "can't allocate memory" in str(error):
+            raise
     if not isinstance(state, dict):
-        raise UserError(f"{path}: damaged, or not written by this project; delete it: then the checkpoint before it is "
-                        "used, or its run is done again")
-    if not state.keys() >= {"config", *wanted}:
+        raise Damaged(f"{path}: damaged, or not written by this project; delete it: then the checkpoint before it is "
+                      "used, or its run is done again")
+    if not state.keys() >= {"config", *wanted} or not isinstance(state["config"], dict):
         raise UserError(f"{path}: lacks config, {', '.join(wanted)}: not a file of the kind that is needed here")
+    check_fields(path, state["config"], Config)
     try:
-        differs = state["config"].keys() ^ {field.name for field in fields(Config)}
-        if not differs:
-            return state | {"config": check(Config(**state["config"]))}
-    except (AttributeError, TypeError, ValueError) as error:
+        return state | {"config": check(Config(**state["config"]))}  # a missing field has its default
+    except ValueError as error:
         raise UserError(f"{path}: damaged configuration ({error}); delete it, or use another") from error
-    raise UserError(f"{path}: written by another version of maelm, which differs in {', '.join(sorted(differs))}; use "
-                    "that version, or delete the folder and train again")
 
 
 def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, seconds: float, keep: int):
     """Write step_STEP.pt, then remove the oldest but `keep` (0 = none). UserError if a weight is not finite."""
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
-            raise UserError(f"step {step}: {name} is not finite; start again with a lower --learning-rate")
+            raise UserError(f"step {step}: {name} is not finite; go on from the last checkpoint with --change-recipe "
+                            "and a lower --learning-rate")
     write_tensors(out / f"step_{step:07d}.pt", {
         "step": step,
         "seconds": seconds,  # of training, evaluations not counted
@@ -159,6 +169,35 @@ def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, second
     if keep > 0:
         for old in checkpoints(out)[:-keep]:
             old.unlink()
+
+
+def set_damaged_aside(out: Path):
+    """Rename checkpoints that are newer than the newest whole one, and say so. Raises Damaged if none is whole."""
+    damaged = []
+    for path in reversed(checkpoints(out)):
+        try:
+            read_tensors(path, "step")
+            break
+        except Damaged:
+            if path == checkpoints(out)[0]:
+                raise
+            damaged.append(path)
+    for path in damaged:
+        aside = path.with_name(f"{path.name}.damaged")
+        path.replace(aside)
+        print(f"warning: {path} is damaged, and is now {aside.name}; the run goes on from the checkpoint before it",
+              file=sys.stderr)
+
+
+def load_checkpoint(path: Path, model: MAELM, optimizers: list) -> tuple[int, float]:
+    """Load a file of save_checkpoint into model and optimizers. Returns its step and the seconds of training."""
+    state = read_tensors(path, "step", "seconds", "model", "optimizers")
+    load_weights(model, state["model"], path)
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+        for group in optimizer.param_groups:  # they also hold the recipe, which --change-recipe may change
+            group |= {name: optimizer.defaults[name] for name in group.keys() & optimizer.defaults.keys()}
+    return state["step"], state["seconds"]
 
 
 def copy_weights(model: MAELM, start: MAELM) -> str:

@@ -44,16 +44,16 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(matrices, list(update), alpha=-group["lr"] * scale)
 
 
-def make_optimizers(model: nn.Module, train, dtype: torch.dtype) -> list:
-    """AdamW and, by the fields of a TrainConfig, Muon, which multiplies in `dtype`, for the matrices of the layers."""
+def make_optimizers(model: nn.Module, recipe, dtype: torch.dtype) -> list:
+    """AdamW and, if the Recipe says so, Muon for the matrices of the layers, which multiplies in `dtype`."""
     matrices, rest = [], []
     for name, parameter in model.named_parameters():
-        if train.optimizer == "muon" and ".blocks." in name and parameter.ndim == 2:
+        if recipe.optimizer == "muon" and ".blocks." in name and parameter.ndim == 2:
             matrices.append(parameter)
         else:
             rest.append(parameter)
-    adamw = torch.optim.AdamW(rest, lr=train.learning_rate, betas=(train.adam_beta1, train.adam_beta2),
-                              eps=train.adam_epsilon, weight_decay=train.weight_decay, fused=True)
+    adamw = torch.optim.AdamW(rest, lr=recipe.learning_rate, betas=(recipe.adam_beta1, recipe.adam_beta2),
+                              eps=recipe.adam_epsilon, weight_decay=recipe.weight_decay, fused=True)
     if not matrices:
         return [adamw]
-    return [adamw, Muon(matrices, train.muon_learning_rate, train.muon_weight_decay, dtype)]
+    return [adamw, Muon(matrices, recipe.muon_learning_rate, recipe.muon_weight_decay, dtype)]

@@ -8,9 +8,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from maelm import Corruption
-from support.cli import UserError
+from support.cli import UserError, root_cause
+
+
+PLACES = {"init", "tokenizer", "device", "cache", "wandb"}  # settings that may have other names on another machine
 
 
 class Worker(NamedTuple):
@@ -46,6 +50,30 @@ class Worker(NamedTuple):
         """Wait until all processes are here."""
         self.all_reduce(0)
 
+    def gather(self, value: object) -> list:
+        """The values of all processes, by rank."""
+        found = [value]
+        if self.world_size > 1:
+            found = [None] * self.world_size
+            dist.all_gather_object(found, value)
+        return found
+
+    def agree(self, settings: dict):
+        """Raises UserError if a process has other settings than this one, apart from names of places."""
+        for rank, others in enumerate(self.gather(settings)):
+            for name, value in settings.items():
+                if name not in PLACES and value != others[name]:
+                    raise UserError(f"{name}={value!r} in process {self.rank}, {others[name]!r} in process {rank}: "
+                                    "start all of them with the same command, text and --out")
+
+    def parallel(self, model: nn.Module) -> nn.Module:
+        """A model that averages its gradients over all processes in the backward pass."""
+        if self.world_size == 1:
+            return model
+        network = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        network.broadcast_buffers = False  # they never change (as an argument, it has another name in each version)
+        return network
+
     def init_process_group(self):
         """Join the other processes that torchrun started."""
         if self.world_size > 1 and not dist.is_initialized():
@@ -77,31 +105,75 @@ def best_device(name: str, small: bool) -> torch.device:
     if not there.get(name):
         raise UserError(f"--device {name}: this machine, or this PyTorch, has none; use --device auto")
     if name == "cuda":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        number, there = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
+        if not number.isdecimal() or int(number) >= there:
+            raise UserError(f"LOCAL_RANK={number!r}: this machine has {there} GPUs; start one process per GPU")
+        return torch.device("cuda", int(number))
     return torch.device(name)
 
 
-def make_worker(precision: str, device: str = "auto", small: bool = False) -> Worker:
-    """The device and dtype of this process, and which of torchrun's processes it is. UserError as best_device."""
-    device = best_device(device, small)
-    info = Path("/proc/cpuinfo")
-    flags = info.read_text() if info.is_file() else ""
-    bf16 = device.type == "cpu" and ("amx_bf16" in flags or "avx512_bf16" in flags)  # other CPUs are slower in it
+def set_up_gpu(device: torch.device):
+    """Choose the process's GPU and its kernels."""
+    torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+    # cuDNN's attention may read a mask as another dtype. A context around the call would be compiled each time.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether a device multiplies matrices in bf16 faster than in float32."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
-        # cuDNN's attention may read a mask as another dtype. A context around the call would be compiled each time.
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)  # a T4 or V100 emulates it, slowly
+        return torch.cuda.is_bf16_supported(including_emulation=False)  # a T4 or V100 emulates it, slowly
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text() if device.type == "cpu" and info.is_file() else ""
+    return "amx_bf16" in flags or "avx512_bf16" in flags
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Which of torchrun's processes this one is, and how many there are: 0 and 1 without torchrun. Raises UserError if
+    its variables do not fit together."""
+    rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if rank == world_size == "":
+        return 0, 1
+    whole = rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)
+    if not whole or (int(world_size) > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
+        raise UserError(f"RANK={rank!r} and WORLD_SIZE={world_size!r}, without torchrun's other variables or not whole "
+                        "numbers: start with torchrun, or unset both")
+    return int(rank), int(world_size)
+
+
+def make_worker(precision: str, device: str = "auto", small: bool = False) -> Worker:
+    """The device and dtype of this process, and which of torchrun's processes it is. Raises UserError for a device that
+    is not there, and for variables that torchrun did not set."""
+    rank, world_size = rank_and_world_size()
+    found = best_device(device, small)
+    if found.type == "cuda":
+        set_up_gpu(found)
     keep_freed_memory()
-    if precision != "auto":
-        bf16 = precision == "bf16"
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    return Worker(int(os.environ.get("RANK", 0)), world, device, torch.bfloat16 if bf16 else torch.float32)
+    bf16 = precision == "bf16" or (precision == "auto" and has_bf16(found))
+    return Worker(rank, world_size, found, torch.bfloat16 if bf16 else torch.float32)
 
 
-def compile_model(model: nn.Module, how: str):
-    """Compile a model in place, so that its parameters keep their names. How: auto, on, or graphs (CUDA graphs)."""
-    torch._dynamo.config.suppress_errors = how == "auto"  # without a compiler, run as it is
+def compile_model(model: nn.Module):
+    """Compile a model in place when it is called first, so that its parameters keep their names."""
     torch._dynamo.config.optimize_ddp = False  # it would cut the model into pieces
-    model.compile(dynamic=False, mode="reduce-overhead" if how == "graphs" else None)
+    model.compile(dynamic=False)
+
+
+def compile_for(worker: Worker, model: nn.Module, how: str, batch: tuple):
+    """Compile a MAELM if that pays. How: on, off, or auto: on for a GPU, except small models, which are trained before
+    they are compiled. If auto fails with a batch, a warning says why, and the model stays as it was."""
+    pays = worker.device.type == "cuda" and model.config.encoder_dim >= 256
+    if how == "off" or (how == "auto" and not pays):
+        return
+    if worker.is_main:
+        print("compiling the model in its first steps takes a minute or two (--compile off: without)")
+    compile_model(model)
+    if how == "auto":
+        try:
+            with worker.autocast():
+                model(*worker.put(*batch)).backward()
+        except torch._dynamo.exc.TorchDynamoException as error:
+            model._compiled_call_impl = None
+            print(f"warning: the model is not compiled, therefore slower: {root_cause(error)}", file=sys.stderr)
+        model.zero_grad()

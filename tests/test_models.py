@@ -2,7 +2,7 @@
 import json
 
 import rank
-import train
+from support import fill_mask
 from tests.common import ROOT
 
 MAE, MLM = (str(ROOT / "models" / name) for name in ("mae-lm", "mlm"))
@@ -18,5 +18,5 @@ def test_the_models_show_figure_1(tmp_path):
 
 def test_the_models_have_learned_english(capsys):
     for model in (MAE, MLM):
-        train.main(["--fill-mask", "he went [MASK] the house.", "--init", model])
+        fill_mask.main([model, "he went [MASK] the house."])
         assert capsys.readouterr().out.startswith("[MASK] 1: to 0.")

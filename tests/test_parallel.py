@@ -24,7 +24,7 @@ def note(name, result):
 
 corpus.prepare = lambda *arguments: note("prepared-by", prepare(*arguments))
 backend = lambda graph, inputs: note("graphs-of", graph)
-torch.nn.Module.compile = lambda model, dynamic, mode: compiled(model, dynamic=dynamic, backend=backend)
+torch.nn.Module.compile = lambda model, dynamic: compiled(model, dynamic=dynamic, backend=backend)
 train.main()
 """
 
@@ -35,7 +35,7 @@ def test_two_processes_equal_one_that_accumulates(text, tmp_path):
     out = tmp_path / "run"
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "program.py",
-               *arguments(text, out, *flags, "--compile", "graphs", "--stop-at", 4, "--cache", tmp_path / "cache")]
+               *arguments(text, out, *flags, "--compile", "on", "--stop-at", 4, "--cache", tmp_path / "cache")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
 """Claims about runs that end early or meet other runs, and about command lines and devices."""
 import errno
+import fcntl
 import io
 import math
 import os
@@ -8,16 +9,19 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
 import torch
 
 import train
-from support import models, worker
+from conftest import model_and_batch
+from support import cli, models, worker
 from support.cli import UserError
-from support.files import lock_folder, read_json
-from tests.common import ROOT, arguments, contents, fails, last_checkpoint, losses, same, short_run, write_corpus
+from support.files import lock_folder, read_json, write_json
+from support.log import read_log
+from tests.common import ROOT, arguments, contents, fails, last_checkpoint, losses, same, short_run
 
 
 @pytest.fixture
@@ -79,7 +83,7 @@ def change_step(monkeypatch, changed, change):
     monkeypatch.setattr(train, "train_step", step)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [*cli.ending_signals(), signal.SIGINT])
 def test_a_signal_saves_a_checkpoint(number, text, finished, tmp_path, monkeypatch, capsys):
     def interrupt(loss):
         signal.raise_signal(number)
@@ -117,7 +121,8 @@ def test_a_full_disk_destroys_nothing(text, finished, tmp_path, monkeypatch, cap
 # ---- What is not finite, or too large -------------------------------------------------------------------------------
 def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path, monkeypatch, capsys):
     change_step(monkeypatch, 4, lambda loss: loss * math.nan)
-    assert "step 5: the loss is not finite" in fails(lambda: short_run(text, tmp_path / "run"), capsys)
+    line = fails(lambda: short_run(text, tmp_path / "run", "--log-interval", 6), capsys)
+    assert re.search("step 5: .* the first bad one, with loss nan and gradient norm .* --change-recipe", line)
     assert checkpoint_names(tmp_path / "run") == ["step_0000003.pt"]
 
 
@@ -137,6 +142,8 @@ def test_want_of_memory_names_the_flag(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "train_step", Mock(side_effect=RuntimeError("an illegal memory access")))
     with pytest.raises(RuntimeError, match="illegal memory access"):  # other errors keep their traceback
         short_run(text, tmp_path / "run")
+    monkeypatch.setattr(train, "make_model", Mock(side_effect=MemoryError()))
+    assert "use a smaller model" in fails(lambda: short_run(text, tmp_path / "run"), capsys)
 
 
 def test_a_run_without_a_checkpoint_can_begin_anew(text, copy):
@@ -147,7 +154,7 @@ def test_a_run_without_a_checkpoint_can_begin_anew(text, copy):
 
 
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
-def test_a_damaged_checkpoint_is_named_and_can_be_deleted(text, finished, copy, capsys):
+def test_a_run_goes_on_before_a_damaged_checkpoint(text, finished, copy, capsys):
     newest = copy / "step_0000006.pt"
     content = newest.read_bytes()
     flipped = bytearray(content)
@@ -155,15 +162,54 @@ def test_a_damaged_checkpoint_is_named_and_can_be_deleted(text, finished, copy, 
     flipped[content.index(weight.numpy().tobytes()) + 50] ^= 64
     for damaged in (content[:-1000], flipped):
         newest.write_bytes(damaged)
-        assert "step_0000006.pt: damaged, or not written" in fails(lambda: short_run(text, copy), capsys)
-    newest.unlink()
-    assert same(short_run(text, copy), finished)
+        with pytest.raises(UserError, match="step_0000006.pt: damaged, or not written"):
+            models.load_model(copy)
+        assert same(short_run(text, copy), finished)
+        assert "is damaged, and is now step_0000006.pt.damaged" in capsys.readouterr().err
+        assert (copy / "step_0000006.pt.damaged").read_bytes() == damaged
+    for path in models.checkpoints(copy):
+        path.write_bytes(b"torn")
+    before = contents(copy)
+    assert "step_0000003.pt: damaged" in fails(lambda: short_run(text, copy), capsys)  # there is none before it
+    assert contents(copy) == before
+
+
+def test_what_cannot_be_read_is_not_called_damaged(copy, monkeypatch):
+    for error in (PermissionError(), MemoryError(), RuntimeError("can't allocate memory")):
+        monkeypatch.setattr(torch, "load", Mock(side_effect=error))
+        with pytest.raises(type(error)):
+            models.load_model(copy)
+
+
+def test_a_recipe_changes_by_one_flag_only(text, finished, tmp_path, capsys):
+    out = short_run(text, tmp_path / "run", "--stop-at", 3)
+    flags = ["--learning-rate", "1e-3", "--weight-decay", 0.5, "--seed", 2]
+    assert "--change-recipe" in fails(lambda: short_run(text, out, *flags), capsys)
+    short_run(text, out, *flags, "--change-recipe")
+    line, = [line for line in read_log(out) if "start" in line and line["step"] == 3]
+    assert line["start"]["changed"] == {"learning_rate": [6e-3, 1e-3], "weight_decay": [0.1, 0.5], "seed": [0, 2],
+                                        "stop_at": [3, 0]}
+    group = last_checkpoint(out)["optimizers"][0]["param_groups"][0]
+    assert group["weight_decay"] == 0.5 and read_log(out)[-2]["lr"] < 1e-3
+
+
+def test_fields_may_be_added(text, finished, tmp_path):
+    """Files that lack a field have its default."""
+    out = short_run(text, tmp_path / "run", "--stop-at", 3)
+    settings, state = read_json(out / "config.json"), last_checkpoint(out)
+    for name in ("decoder", "precision", "adam_epsilon", "wandb"):
+        assert settings[name] in ("bi", "fp32", 1e-6, "")
+    write_json(out / "config.json", {name: settings[name] for name in settings if name not in ("decoder", "wandb")})
+    del state["config"]["decoder"]
+    torch.save(state, out / "step_0000003.pt")
+    assert same(short_run(text, out), finished)
 
 
 @pytest.mark.parametrize("part, change, message", [
     ("model", {"head.bias": torch.zeros(7)}, "its weights do not fit"),
     ("model", {"head.bias": torch.full((300,), math.nan)}, "head.bias is not finite"),
-    ("config", {"bert_trick": False}, "written by another version of maelm, which differs in .*bert_trick"),
+    ("config", {"bert_trick": False}, "this version of maelm does not know the field 'bert_trick'"),
+    ("config", {"dropout": "none"}, "dropout='none' has a wrong type"),
 ])
 def test_a_checkpoint_that_is_not_of_this_model_is_refused(part, change, message, copy):
     state = last_checkpoint(copy)
@@ -200,21 +246,27 @@ def test_a_folder_in_use_or_of_something_else_is_refused(text, copy, tmp_path, c
     with lock_folder(copy):
         assert "another process is at work there" in fails(lambda: short_run(text, copy), capsys)
     assert contents(copy) == before
-    assert "not empty; choose another" in fails(lambda: short_run(text, tmp_path), capsys)
+    assert "not empty, and not written by this program" in fails(lambda: short_run(text, tmp_path), capsys)
+    write_json(tmp_path / "export" / "config.json", {"model_type": "maelm"})
+    assert "not empty, and not" in fails(lambda: short_run(text, tmp_path / "export"), capsys)
+    assert not (tmp_path / "export" / ".lock").exists()
+    path = copy / "config.json"
+    for out in (path, path / "run"):
+        assert f"{out}: a file has this name" in fails(lambda: short_run(text, out), capsys)
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--mask-rate 0.3 --seed 2", "mask_rate=0.15 there, 0.3 here; seed=0 there, 2 here"),
-    ("--no-uncased", r"vocabulary='\w+' there, '\w+' here; .*uncased=True there, False here"),
-    ("--data HERE/other.txt", r"corpus='\w+' there, '\w+' here; .*data='.*' there, '.*' here"),
-    ("--init HERE/run/step_0000003.pt", r"init_weights=None there, '\w+' here; learning_rate=.*"),
+    ("--mask-rate 0.3 --seed 2", "mask_rate=0.15 there, 0.3 here; seed=0 there, 2 here; choose another --out"),
+    ("--no-uncased --change-recipe", r"uncased=True there, False here; choose another --out$"),
+    ("--seed 2", "seed=0 there, 2 here; choose another --out, or continue this run with --change-recipe"),
+    ("--max-steps 9", "max_steps=6 there, 9 here; the run is finished: .* start another --out from it with --init"),
+    ("--init HERE/run/step_0000003.pt --learning-rate 6e-3 --muon-learning-rate 2e-2", r"init_weights=None there, '\w"),
 ])
 def test_another_run_is_refused_with_what_differs(flags, message, text, copy, tmp_path, capsys):
-    write_corpus(tmp_path / "other.txt", 300)
     before = contents(copy)
     flags = flags.replace("HERE", str(tmp_path)).split()
     line = fails(lambda: short_run(text, copy, *flags), capsys)
-    assert re.search(f"{copy} was made with other settings: .*{message}; choose another --out", line)
+    assert re.search(f"{copy} was made with other settings: .*{message}", line)
     assert contents(copy) == before
 
 
@@ -227,12 +279,13 @@ def test_another_run_is_refused_with_what_differs(flags, message, text, copy, tm
     ("--vocab-size 1000000000", "vocab_size=1000000000: use at most 1,048,576"),
     ("--micro-batch-size 3", "batch_size=8 is not a multiple of micro_batch_size=3 times 1"),
     ("--mask-rate 0.99", "mask_rate=0.99 masks 24 of 24 tokens in a row: use 1 to"),
-    ("--resume", "--resume: .*new holds no run to continue"),
+    ("--fill-mask text", "python -m support.fill_mask RUN TEXT"),
+    ("--max-steps 30 --warmup-steps 100", "warmup_steps=100 is longer than --max-steps 30: lower --warmup-steps"),
     ("--init no/run", "no/run: not a run folder"),
     ("--init RUN --encoder-layers 1", "encoder_layers=1: the weights of --init have 2"),
     ("--init RUN --no-uncased", "uncased=False: the given tokenizer has True"),
     ("--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
-    ("--stop-at 7", "stop_at=7 is not possible: .*at most max_steps"), ("--adam-beta2 1", "adam_beta2=1.0 is not"),
+    ("--stop-at 7", "stop_at=7: use at most max_steps=6"), ("--adam-beta2 1", "adam_beta2=1.0 is not"),
     ("--decoder-reset", "decoder_reset=True has no effect here"),
 ])
 def test_a_bad_command_line_gets_one_line(flags, message, text, finished, tmp_path, monkeypatch, capsys):
@@ -242,8 +295,61 @@ def test_a_bad_command_line_gets_one_line(flags, message, text, finished, tmp_pa
     assert not [*tmp_path.glob("new/[!.]*")]
 
 
+@pytest.mark.parametrize("variables", ["RANK=1", "WORLD_SIZE=2", "RANK= WORLD_SIZE=1", "RANK=0 WORLD_SIZE=two",
+                                       "RANK=2 WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2"])
+def test_left_over_variables_of_torchrun_get_one_line(variables, text, tmp_path, monkeypatch, capsys):
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    assert "start with torchrun, or unset both" in fails(lambda: short_run(text, tmp_path / "run"), capsys)
+
+
+@pytest.mark.parametrize("name, value", [("seed", 1), ("corpus", "another"), ("step", 3), ("cache", "node's")])
+def test_processes_agree_on_all_but_places(name, value, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(worker.Worker, "gather", lambda self, mine: [mine, {**mine, name: value}])
+    if name == "cache":
+        monkeypatch.setattr(train, "pretrain", lambda run: 0)
+        short_run(text, tmp_path / "run")
+    else:
+        line = fails(lambda: short_run(text, tmp_path / "run"), capsys)
+        assert re.search(f"{name}=.* in process 0, {value!r} in process 1: start all of them", line)
+
+
+def test_a_disk_without_locks_is_used_without(text, finished, tmp_path, monkeypatch, capsys):
+    for number in (errno.ENOSYS, errno.ENOLCK):
+        monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, os.strerror(number))))
+        assert same(short_run(text, tmp_path / str(number)), finished)
+        assert "this disk has no file locks" in capsys.readouterr().err
+
+
+def test_closed_streams_do_not_end_a_run(text, finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert same(short_run(text, tmp_path / "run"), finished)
+
+
+def test_a_home_that_cannot_be_written_is_named(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", os.devnull)
+    flags = arguments(text, tmp_path / "run", "--cache", "~/.cache/maelm")
+    assert "--cache and the variable HF_HOME can name" in fails(lambda: train.main(flags), capsys)
+
+
+def test_a_model_that_cannot_be_compiled_is_trained_with_a_warning(capsys):
+    def fail(graph, inputs):
+        raise FileNotFoundError("no C++ compiler")
+
+    model, tokens, corruption = model_and_batch(encoder_dim=256)
+    compile_model = model.compile
+    model.compile = lambda dynamic: compile_model(backend=fail)
+    gpu = Mock(autocast=nullcontext, put=lambda *batch: batch)
+    gpu.device.type = "cuda"
+    worker.compile_for(gpu, model, "auto", (tokens, corruption))
+    assert "warning: the model is not compiled, therefore slower: " in capsys.readouterr().err
+    assert model(tokens, corruption).isfinite()
+
+
 def test_auto_takes_the_best_device(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     table = ((True, False, True, "cuda:3"), (False, True, False, "mps"), (False, True, True, "cpu"),
              (False, False, False, "cpu"))
     for cuda, mps, small, expected in table:

@@ -1,7 +1,9 @@
 """Claims about pre-training: train.py, support/optim.py, support/fill_mask.py, support/models.py."""
+import re
+import shutil
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from unittest.mock import Mock
 
 import numpy as np
@@ -12,14 +14,14 @@ import torch
 import train
 from conftest import tiny
 from maelm import CLS, MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head
-from support import models, optim
+from support import fill_mask, models, optim
 from support.cli import printable
 from support.corpus import evenly, rows_of_step, unigram_entropy
-from support.files import read_json
+from support.files import read_json, write_json
 from support.log import read_log
 from support.models import load_model
 from support.worker import Worker
-from tests.common import contents, same, short_run
+from tests.common import contents, fails, last_checkpoint, same, short_run
 
 CPU = torch.device("cpu")
 TINY = tiny()
@@ -39,6 +41,8 @@ def test_a_run_folder_holds_what_the_readme_says(finished):
     log = read_log(finished)
     assert log[0]["step"] == 0 and log[0]["unigram_entropy"] > 1
     assert [line["step"] for line in log if "val_loss" in line] == [0, 3, 6]
+    start, = [line["start"] for line in log if "start" in line]
+    assert start["torch"] == torch.__version__ and (start["processes"], start["micro_batch"]) == (1, 4)
     steps = [line for line in log if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     for line in steps:
@@ -67,7 +71,7 @@ def test_training_learns_the_little_language(ablation, text, tmp_path, capsys):
     log = read_log(out)
     assert log[-1]["val_loss"] < 0.5 * log[0]["unigram_entropy"]
     capsys.readouterr()
-    train.main(["--fill-mask", "my friend likes [MASK] bread [MASK], number 12.", "--init", str(out)])
+    fill_mask.main([str(out), "my friend likes [MASK] bread [MASK], number 12."])
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("[MASK] 1: some 0.") and second.startswith("[MASK] 2: today 0.")
 
@@ -79,10 +83,9 @@ def test_a_terminal_obeys_no_token():
 # ---- Batches and evaluation -----------------------------------------------------------------------------------------
 def batch(rank, world, step=7, seed=0):
     """The micro-batches of 4 rows that a process has in a step of 24 rows."""
-    recipe = train.TrainConfig(batch_size=24, micro_batch_size=4, seed=seed)
-    config = replace(TINY, mask_in_encoder=0.5, encoder_fill="random")
-    worker = Worker(rank, world, CPU, torch.float32)
-    return train.batch_of_step(step, random_rows(200), config, recipe, worker)
+    flags = dict(mask_in_encoder=0.5, encoder_fill="random", batch_size=24, micro_batch_size=4, seed=seed)
+    settings = train.make_settings(asdict(TINY), flags)
+    return train.batch_of_step(step, random_rows(200), settings, Worker(rank, world, CPU, torch.float32))
 
 
 def test_rows_and_masks_depend_on_seed_and_step():
@@ -131,18 +134,49 @@ def test_init_gives_an_mlm_a_new_decoder(text, tmp_path, capsys):
         torch.testing.assert_close(after.encoder.state_dict()[name], weight)
 
 
-def test_weights_keep_the_recipe_of_their_run_at_a_fifth_of_its_rates(finished, tmp_path):
-    own, flagged = [train.parse(["--init", str(finished), *flags]) for flags in ([], ["--learning-rate", "1e-3"])]
+def recipe_of(*flags):
+    """The recipe that a command line has."""
+    return train.parse([str(flag) for flag in flags]).settings.recipe
+
+
+def test_the_run_of_init_takes_the_place_of_a_preset(text, finished, tmp_path):
     there = read_json(finished / "config.json")
-    assert (own.train.learning_rate, own.train.muon_learning_rate) == pytest.approx((6e-3 / 5, 2e-2 / 5))
-    assert own.train.max_steps == there["max_steps"] and own.train.optimizer == "muon"
-    assert flagged.train.learning_rate == 1e-3
-    assert train.parse(["--init", str(finished), "--preset", "small"]).train.learning_rate == 2e-3
-    (tmp_path / "run").mkdir()
-    for file in ("tokenizer.json", "step_0000006.pt"):
-        (tmp_path / "run" / file).write_bytes((finished / file).read_bytes())
-    imported = train.parse(["--init", str(tmp_path / "run")])
-    assert (imported.train.optimizer, imported.train.learning_rate, imported.train.max_steps) == ("adamw", 1e-4, 10_000)
+    own = train.parse(["--init", str(finished)]).settings
+    assert there["learning_rate"] == 6e-3 and there["muon_learning_rate"] == 2e-2
+    rates = {"learning_rate": 1.2e-3, "muon_learning_rate": 4e-3}
+    assert asdict(own.recipe) == {name: there[name] for name in asdict(own.recipe)} | rates
+    assert own.recipe.data == str(text) and asdict(own.config) == {name: there[name] for name in asdict(own.config)}
+    assert own.options.eval_interval == 3 and own.options.device == "auto"  # another machine may have another device
+    assert recipe_of("--init", finished, "--learning-rate", 1e-3).learning_rate == 1e-3
+    small = recipe_of("--init", finished, "--preset", "small")
+    assert (small.learning_rate, small.max_steps, small.data) == (2e-3, 20_000, str(text))
+
+    child = short_run(text, tmp_path / "child", "--init", finished, "--stop-at", 1)
+    assert recipe_of("--init", child).learning_rate == read_json(child / "config.json")["learning_rate"] == 0.0012
+    write_json(child / "config.json", asdict(own.config) | {"init": "hf:roberta"})  # as support.convert leaves it
+    imported = recipe_of("--init", child)
+    assert (imported.optimizer, imported.learning_rate, imported.max_steps) == ("adamw", 1e-4, 10_000)
+
+
+def test_the_run_of_init_may_go_on(text, finished, tmp_path, capsys):
+    """The same command continues: the weights that were loaded do not change any more."""
+    first = short_run(text, tmp_path / "first", "--stop-at", 3)
+    flags = [text, tmp_path / "run", "--init", first]
+    short_run(*flags, "--stop-at", 2)
+    short_run(text, first)
+    assert last_checkpoint(short_run(*flags))["step"] == 6
+    assert "init_weights=" in fails(lambda: short_run(text, tmp_path / "run", "--init", finished), capsys)
+
+
+@pytest.mark.parametrize("content, message", [
+    (None, "missing"), ('{"max_steps": "many"}', "max_steps='many' has a wrong type"), ("[]", "damaged"),
+    ('{"bert_trick": 1}', "does not know the field 'bert_trick'")])
+def test_settings_of_init_are_checked(content, message, finished, tmp_path, capsys):
+    path = shutil.copytree(finished, tmp_path / "run") / "config.json"
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    assert re.search(f"{path}: .*{message}", fails(lambda: train.main(["--init", str(path.parent)]), capsys))
 
 
 def test_saving_is_not_training(text, tmp_path, monkeypatch):
@@ -174,7 +208,7 @@ def test_muon_in_bf16_is_pytorchs_muon():  # needs torch 2.9 or later, which has
 
 
 def test_matrices_of_layers_go_to_muon():
-    recipe = train.TrainConfig(optimizer="muon", weight_decay=0.02, muon_weight_decay=0.3)
+    recipe = train.Recipe(optimizer="muon", weight_decay=0.02, muon_weight_decay=0.3)
     model = MAELM(TINY)
     adamw, other = [found.param_groups[0] for found in optim.make_optimizers(model, recipe, torch.float32)]
     assert adamw["weight_decay"] == 0.02 and other["weight_decay"] == 0.3
@@ -204,7 +238,7 @@ def test_help_shows_the_values_of_the_preset(capsys):
 
 
 def test_a_step_follows_schedule_and_clipping():
-    recipe = train.TrainConfig(batch_size=4, max_steps=10, warmup_steps=4, clip_norm=1e-3)
+    recipe = train.Recipe(max_steps=10, warmup_steps=4, clip_norm=1e-3)
     for step, factor in ((0, 0.25), (3, 1.0), (7, 0.5)):
         model = MAELM(TINY)
         before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -223,6 +257,17 @@ def test_wandb_gets_every_number_of_the_log_as_one_run(text, tmp_path, monkeypat
     assert first.kwargs["id"] == second.kwargs["id"]
     logged = wandb.init.return_value.log.call_args_list
     assert [call.args[0] for call in logged] == read_log(out)
+
+
+def test_wandb_cannot_end_a_run(text, finished, tmp_path, monkeypatch, capsys):
+    wandb = Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    wandb.init.return_value.log.side_effect = Exception("no network")
+    assert same(short_run(text, tmp_path / "run", "--wandb", "project"), finished)
+    assert capsys.readouterr().err.count("warning: --wandb: Exception('no network')") == 1
+    wandb.init.side_effect = Exception("no key")
+    flags = ["--wandb", "project", "--data", "no/such/text"]  # it starts before the text is read
+    assert "wandb login" in fails(lambda: short_run(text, tmp_path / "new", *flags), capsys)
 
 
 TABLE_4 = {  # base, base++, large++
@@ -249,7 +294,7 @@ TABLE_4 = {  # base, base++, large++
 def test_presets_hold_table_4():
     for column, preset in enumerate(("base", "base++", "large++")):
         command = train.parse(["--preset", preset])
-        fields = asdict(command.config) | asdict(command.train)
+        fields = command.settings.fields()
         assert {name: fields[name] for name in TABLE_4} == {name: row[column] for name, row in TABLE_4.items()}
 
 
@@ -273,7 +318,8 @@ def test_parameter_counts_differ_from_the_official_model_by_two_vocabulary_rows_
 
 def test_flags_override_ablations_and_ablations_presets():
     command = train.parse("--preset base++ --ablation enc-mask --encoder-layers 6 --seed 3".split())
-    assert command.config == Config(vocab_size=64000, rel_pos_buckets=64, mask_in_encoder=1.0, encoder_layers=6)
-    assert (command.train.learning_rate, command.train.seed, command.train.batch_size) == (2e-4, 3, 2048)
+    config, recipe, _ = command.settings
+    assert config == Config(vocab_size=64000, rel_pos_buckets=64, mask_in_encoder=1.0, encoder_layers=6)
+    assert (recipe.learning_rate, recipe.seed, recipe.batch_size) == (2e-4, 3, 2048)
     command = train.parse(["--ablation", "enc-mask-dec-resets", "--no-decoder-reset"])
-    assert command.config == train.make_config("toy", "enc-mask")
+    assert command.settings.config == train.make_config("toy", "enc-mask")
