@@ -157,8 +157,8 @@ class Claim(NamedTuple):
     p: float = 1.0  # corrected for the number of claims
 
     def verdict(self) -> str:
-        sign = "shown" if self.interval.mean > 0 else "reversed"
-        return sign if self.p < 0.05 else "undecided"
+        sign = "confirmed" if self.interval.mean > 0 else "reversed"
+        return sign if self.p < 0.05 else "inconclusive"
 
     def power(self) -> str:
         """Whether the paper's number lies in the interval: one that has no room for it excludes it."""
@@ -171,11 +171,11 @@ class Claim(NamedTuple):
 def claims(record: Record) -> list[Claim]:
     """The paper's claims that are measured, of bench/results/plan.md."""
     ranks = [
-        ("Figure 1a", "MLM's top rank, text with `[MASK]` minus without", "above 0", None,
+        ("Figure 1a", "MLM's rank in the last layer, text with `[MASK]` minus without", "above 0", None,
          record.rank("mlm", "with_mask") - record.rank("mlm", "without_mask")),
         ("Figure 1b", "MLM's rank at `[MASK]`, top minus embeddings", "above 0", None,
          record.rank("mlm", "mask_only") - record.rank("mlm", "mask_only", layer=0)),
-        ("Table 3", "top rank of text without `[MASK]`, MAE-LM minus MLM", "29 of 768", 29 / 6,
+        ("Table 3", "rank of text without `[MASK]`, MAE-LM minus MLM", "29 of 768", 29 / 6,
          record.rank("mae-lm", "without_mask") - record.rank("mlm", "without_mask"))]
     for task in DECIDING:
         ranks.append((f"Table 3, {task}", "the same after fine-tuning", "62 of 768 (MNLI)", 62 / 6,

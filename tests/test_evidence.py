@@ -29,8 +29,8 @@ def test_verdicts_say_effect_and_power():
         interval = evidence.Interval((low + high) / 2, low, high, p)
         found = evidence.Claim("Table 3", "", "29 of 768", 4.8, None, interval, p)
         return found.verdict(), found.power()
-    cases = {(1, 9, 0.01): ("shown", "inside"), (-9, -1, 0.01): ("reversed", "outside"),
-             (5, 9, 0.06): ("undecided", "outside"), (-9, 1, 0.1): ("undecided", "outside")}
+    cases = {(1, 9, 0.01): ("confirmed", "inside"), (-9, -1, 0.01): ("reversed", "outside"),
+             (5, 9, 0.06): ("inconclusive", "outside"), (-9, 1, 0.1): ("inconclusive", "outside")}
     for case, (verdict, place) in cases.items():
         assert claim(*case) == (verdict, f"29 of 768: 4.8, {place}")
 
@@ -48,11 +48,11 @@ def record_of(sign):
     return {name: {"found": one} for name, one in found.items()}
 
 
-@pytest.mark.parametrize("sign, word", [(1, "shown"), (-1, "reversed")])
+@pytest.mark.parametrize("sign, word", [(1, "confirmed"), (-1, "reversed")])
 def test_claims_follow_the_sign_of_differences(sign, word):
     found = {claim.where: claim.verdict() for claim in evidence.claims(evidence.Record(record_of(sign)))}
     expected = dict.fromkeys(("Figure 1b", "Table 3", "Table 3, docs", "Table 1"), word)
-    assert found == expected | {"Figure 1a": "shown"}
+    assert found == expected | {"Figure 1a": "confirmed"}
 
 
 def test_project_record_gives_its_page(tmp_path, monkeypatch):
