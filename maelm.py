@@ -11,7 +11,7 @@ removes masked positions from the encoder's input. A shallow decoder predicts th
                          |                 |
                         sat               mat     predicted at masked positions only
 
-Letters, as in the paper, with their values for its base model:
+Letters as in the paper, and values of its base model:
     B   sequences in a batch                        d     dimensions of the encoder (768); d_h of a head (64)
     n   tokens in a sequence (512)                  V     tokens in the vocabulary (32,768)
     m   masked positions in a sequence (77)         e_x   embedding of token x
@@ -35,10 +35,10 @@ CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # 0 to 3, and how many; bytes and m
 class Config:
     """Hyperparameters of the model. The defaults are the paper's base model."""
     vocab_size: int = 32768  # V, including special tokens and bytes
-    seq_len: int = 512  # n
-    encoder_layers: int = 12  # L
-    encoder_dim: int = 768  # d
-    encoder_heads: int = 12  # each of size d / heads, also in the decoder
+    seq_len: int = 512  # n, tokens per sequence
+    encoder_layers: int = 12  # L, layers of the encoder
+    encoder_dim: int = 768  # d, dimensions
+    encoder_heads: int = 12  # of size d / heads, also in the decoder
     decoder_layers: int = 4  # 0 for a standard MLM, with mask_in_encoder=1
     dropout: float = 0.1  # in the encoder; the decoder has none (App. C)
     rel_pos_buckets: int = 32  # groups of distances between tokens; 0 for no relative positions
@@ -66,7 +66,7 @@ class Config:
 
 # ---- 2. Masking: section 3, App. C -------------------------------------------------------------------------
 class Corruption(NamedTuple):
-    """The masked text and its positions. m and r are equal in all sequences, so no padding is needed."""
+    """The masked text and its positions. m and r are equal in all sequences: no padding is needed."""
     corrupted: Tensor  # (B, n) int64, x-hat
     masked: Tensor  # (B, m) int64, the masked positions M, in random order
     kept: Tensor  # (B, r) int64, the positions that the encoder sees, ascending
@@ -97,7 +97,7 @@ def apply_masks(tokens, masked, config, generator):
     is_masked = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, masked, True)
     if is_masked.sum() != B * m:
         raise ValueError("the masked positions of a sequence must be distinct")
-    replacement = torch.full_like(masked, MASK)  # at all masked positions, whereas BERT leaves some unchanged
+    replacement = torch.full_like(masked, MASK)  # everywhere, whereas BERT leaves some unchanged
     if config.encoder_fill == "random":
         replacement.random_(NUM_SPECIAL, config.vocab_size, generator=generator)
     corrupted = tokens.scatter(1, masked, replacement)
@@ -173,7 +173,7 @@ class RelativeBias(nn.Module):
     def __init__(self, config, heads):
         super().__init__()
         self.table = nn.Embedding(config.rel_pos_buckets, heads)
-        distance = torch.arange(1 - config.seq_len, config.seq_len)  # all that occur: 2n - 1
+        distance = torch.arange(1 - config.seq_len, config.seq_len)  # all 2n - 1
         bucket = relative_bucket(distance, config.rel_pos_buckets, config.rel_pos_max_distance)
         self.register_buffer("bucket", bucket, persistent=False)
 
