@@ -6,7 +6,7 @@ removes masked positions from the encoder's input. A shallow decoder predicts th
              |     |           |     |
           [      encoder, L layers        ]       sees real tokens only, at their own positions
              |     |           |     |
-            h_0   h_1         h_3   h_4           H^L; e_[MASK] fills the gaps in front of the decoder
+            h_0   h_1         h_3   h_4           H^L; e_[MASK] fills the gaps before the decoder
           [      decoder, 4 layers        ]       discarded after pre-training, like the head
                          |                 |
                         sat               mat     predicted at masked positions only
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # 0 to 3, and how many; bytes and merges follow
+CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # 0 to 3, and their number; bytes and merges follow
 
 
 # ---- 1. Configuration: section 4.1 -------------------------------------------------------------------------
@@ -38,11 +38,11 @@ class Config:
     seq_len: int = 512  # n, tokens per sequence
     encoder_layers: int = 12  # L, layers of the encoder
     encoder_dim: int = 768  # d, dimensions
-    encoder_heads: int = 12  # of size d / heads, also in the decoder
+    encoder_heads: int = 12  # each of size d / heads, in the decoder as well
     decoder_layers: int = 4  # 0 for a standard MLM, with mask_in_encoder=1
     dropout: float = 0.1  # in the encoder; the decoder has none (App. C)
     rel_pos_buckets: int = 32  # groups of distances between tokens; 0 for no relative positions
-    rel_pos_max_distance: int = 128  # the last group holds all distances from here on
+    rel_pos_max_distance: int = 128  # all distances from here on share a group
     mask_rate: float = 0.15  # fraction of the tokens to mask
     # For small presets (bench/results/presets.md):
     norm: str = "post"  # post | pre: LayerNorm after or before the sub-layers
@@ -66,14 +66,14 @@ class Config:
 
 # ---- 2. Masking: section 3, App. C -------------------------------------------------------------------------
 class Corruption(NamedTuple):
-    """The masked text and its positions. m and r are equal in all sequences: no padding is needed."""
+    """The masked text and its positions. All sequences share one m and one r: no padding is needed."""
     corrupted: Tensor  # (B, n) int64, x-hat
     masked: Tensor  # (B, m) int64, the masked positions M, in random order
     kept: Tensor  # (B, r) int64, the positions that the encoder sees, ascending
 
 
 def corrupt(tokens, config, generator):
-    """Mask a random mask_rate of the tokens (B, n) int64, but never a special token -> Corruption."""
+    """Mask a fraction mask_rate of the tokens (B, n) int64, but never a special token -> Corruption."""
     m = config.num_masked(tokens.shape[1])
     masked = draw_masks(tokens >= NUM_SPECIAL, m, generator)
     return apply_masks(tokens, masked, config, generator)
@@ -102,9 +102,9 @@ def apply_masks(tokens, masked, config, generator):
         replacement.random_(NUM_SPECIAL, config.vocab_size, generator=generator)
     corrupted = tokens.scatter(1, masked, replacement)
 
-    visible = masked[:, :round(config.mask_in_encoder * m)]  # to the encoder: none in MAE-LM, else random
+    visible = masked[:, :round(config.mask_in_encoder * m)]  # the encoder sees the first ones: none in MAE-LM
     is_removed = is_masked.scatter(1, visible, False)
-    kept = (~is_removed).nonzero()[:, 1].view(B, -1)  # ascending, sequence by sequence
+    kept = (~is_removed).nonzero()[:, 1].view(B, -1)  # ascending; r in each sequence
     return Corruption(corrupted, masked, kept)
 
 
@@ -128,7 +128,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.p = heads, dropout
         self.query = nn.Linear(dim, dim)  # for all heads: W^Q = [W_1^Q ... W_N^Q]
-        self.key_value = nn.Linear(dim, 2 * dim)  # separate from query, for cross-attention
+        self.key_value = nn.Linear(dim, 2 * dim)  # separate, for support/cross_attention.py
         self.output = nn.Linear(dim, dim)
 
     def forward(self, x, bias=None, memory=None):
@@ -169,7 +169,7 @@ class Block(nn.Module):
 
 
 class RelativeBias(nn.Module):
-    """A learned number per head and bucket of distances, added to the logits of attention; section 4.1."""
+    """A learned number per head and distance bucket, added to the logits of attention; section 4.1."""
     def __init__(self, config, heads):
         super().__init__()
         self.table = nn.Embedding(config.rel_pos_buckets, heads)
@@ -178,11 +178,11 @@ class RelativeBias(nn.Module):
         self.register_buffer("bucket", bucket, persistent=False)
 
     def forward(self, positions):
-        """positions (B, t) int64, or (1, t) if all sequences have the same -> (B or 1, heads, t, t)."""
+        """positions (B, t) int64, or (1, t) if all sequences share them -> (B or 1, heads, t, t)."""
         values = self.table(self.bucket)  # one per distance and head: (2n - 1, heads)
         distance = positions[:, None, :] - positions[:, :, None]  # key minus query: (B, t, t)
         index = distance + len(values) // 2  # distance 0 is in the middle of values
-        return lookup(values, index)  # values[index], with heads in front; section 7
+        return lookup(values, index)  # values[index], but (B, heads, t, t); section 7
 
 
 class Stack(nn.Module):
@@ -195,7 +195,7 @@ class Stack(nn.Module):
         self.final_norm = nn.Identity() if config.norm == "post" else nn.LayerNorm(dim)
 
     def forward(self, x, positions, padding=None, at=None):
-        """H^0, x (B, t, d), and positions (B, t) -> [H^0, ..., H^L]. With `at`, H^L is (B, m, d)."""
+        """x = H^0 (B, t, d), positions (B, t) -> [H^0, ..., H^L]. With `at`, H^L is (B, m, d)."""
         bias = self.attention_bias(positions, padding)
         *lower, last = self.blocks
         states = [x]
@@ -205,7 +205,7 @@ class Stack(nn.Module):
         return [*states, self.final_norm(x)]
 
     def attention_bias(self, positions, padding=None):
-        """The relative bias, plus -inf for keys that are padding (B, t) bool -> (B, heads, t, t), or None."""
+        """The relative bias, plus -inf at keys where padding (B, t); fits (B, heads, t, t). Or None."""
         bias = self.relative_bias(positions) if self.relative_bias is not None else None
         if padding is not None:
             hidden = torch.zeros(padding.shape, device=padding.device).masked_fill(padding, -torch.inf)
@@ -227,7 +227,7 @@ class Encoder(nn.Module):
         self.stack = Stack(config, d, config.encoder_layers, config.dropout, relative=True)
 
     def forward(self, tokens, positions, padding=None, at=None):
-        """tokens, positions (B, r) int64 -> H^L (B, r, d). padding (B, r) bool, True at tokens to ignore."""
+        """tokens, positions (B, r) int64 -> H^L (B, r, d). padding (B, r) bool: ignore. `at` as in Block."""
         return self.hidden_states(tokens, positions, padding, at)[-1]
 
     def hidden_states(self, tokens, positions, padding=None, at=None):
@@ -245,7 +245,7 @@ class Decoder(nn.Module):
         super().__init__()
         width = config.decoder_width
         self.project = nn.Linear(config.encoder_dim, width) if config.encoder_dim != width else nn.Identity()
-        # Differs from the paper: there p_i is the encoder's; in the authors' code it is not.
+        # Differs from the paper: section 3 has one p_i; the authors' code learns its own here.
         self.position_embedding = nn.Embedding(config.seq_len, width)
         self.norm = nn.LayerNorm(width)
         self.stack = Stack(config, width, config.decoder_layers, 0.0, config.decoder_relative)  # no dropout
@@ -286,7 +286,7 @@ class MAELM(nn.Module):
         self.init_parameters()
 
     def init_parameters(self):
-        """Matrices and embeddings start as N(0, init_std), biases as 0, and gains of LayerNorms as 1."""
+        """Matrices and embeddings start as N(0, init_std^2), biases as 0, LayerNorm gains as 1."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=self.config.init_std)
@@ -315,20 +315,20 @@ class MAELM(nn.Module):
         n, r = corruption.corrupted.shape[1], seen.shape[1]
         if not self.config.aligned_positions:  # Table 2: misaligned
             positions = torch.arange(r, device=seen.device)[None]
-        elif r == n:  # nothing is removed: all sequences share one row of positions, so one bias
+        elif r == n:  # nothing is removed: `kept` is 0 to n - 1 in all sequences, so one row, one bias
             positions = torch.arange(n, device=seen.device)[None]
         else:  # MAE-LM
             positions = corruption.kept
         return self.encoder(seen, positions, at=at)
 
     def decode(self, h, corruption):
-        """H^L, h (B, r, d) -> the decoder's output at the masked positions, (B, m, decoder_width)."""
+        """h = H^L (B, r, d) -> the decoder's output at the masked positions, (B, m, decoder_width)."""
         x = self.fill_gaps(h, corruption)  # (B, n, d)
         positions = torch.arange(x.shape[1], device=x.device)[None]  # (1, n)
         return self.decoder(x, positions, at=corruption.masked)
 
     def fill_gaps(self, h, corruption):
-        """Put h_i^L, h (B, r, d), at the kept positions and e_[MASK] at all others -> (B, n, d)."""
+        """Put h = H^L (B, r, d) at the kept positions and e_[MASK] at all others -> (B, n, d)."""
         B, n = corruption.corrupted.shape
         row = torch.arange(B, device=h.device)[:, None]  # (B, 1)
         e_mask = self.encoder.token_embedding.weight[MASK].to(h.dtype)  # (d,)
@@ -357,24 +357,24 @@ ABLATIONS = {  # Table 2, as differences from MAE-LM
 }
 
 
-# ---- 7. Details: T5's buckets, and the same results in less time -------------------------------------------
+# ---- 7. Details: T5's buckets, and speed-ups that change no result -----------------------------------------
 def relative_bucket(distance, num_buckets, max_distance):
     """T5's bucket (Raffel et al., 2019) per distance, key minus query, int64 -> int64. For (32, 128), the
     distances -200 -9 -1 0 1 9 fall into the buckets 15 8 1 0 17 24."""
-    # The formula is T5's, which the paper cites. The authors' code has another one.
-    half = num_buckets // 2  # keys to the right of the query have the upper half
+    # Differs from the authors' code, which has another formula.
+    half = num_buckets // 2  # keys to the right of the query get the upper half
     max_exact = half // 2  # distances below this have buckets of their own
     size = distance.abs()
-    # From 0 at max_exact to 1 at max_distance in the logarithm. 1e-9, as log(16) / log(256) may be below 1/2.
-    way = (size.clamp(min=max_exact).double() / max_exact).log() / math.log(max_distance / max_exact)
-    far = max_exact + ((half - max_exact) * way + 1e-9).long()
+    # A log scale: 0 at max_exact, 1 at max_distance. 1e-9, as rounding may put a boundary just below.
+    fraction = (size.clamp(min=max_exact).double() / max_exact).log() / math.log(max_distance / max_exact)
+    far = max_exact + ((half - max_exact) * fraction + 1e-9).long()
     far = far.clamp(max=half - 1)  # the last bucket is open-ended
     bucket = torch.where(size < max_exact, size, far)
     return torch.where(distance > 0, half + bucket, bucket)
 
 
 def lookup(values, index):
-    """values[index].permute(0, 3, 1, 2), its gradient faster: values (2n - 1, heads), index (B, t, t)."""
+    """values[index].permute(0, 3, 1, 2), with a faster gradient: values (2n - 1, heads), index (B, t, t)."""
     B, t, _ = index.shape
     flat = index.view(B, 1, t * t).expand(-1, values.shape[1], -1)  # (B, heads, t * t)
     return values.t().expand(B, -1, -1).gather(2, flat).unflatten(2, (t, t))
