@@ -7,7 +7,6 @@
 A task is a function that students write; each of its tests is a point. It is no sandbox: use a container.
 """
 import re
-import shutil
 import textwrap
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from course.grade import (FILES, HERE, PYTEST_INI, SHORTCUTS, TASKS, TESTS, find
                           marks_of, read_submission, source)
 from support.cli import Parser, UserError, clear_errors
 
-HEADER = '"""Part of a larger program: the functions that you write."""\nimport math\n\nimport numpy as np\nimport torch'
+HEADER = '"""Functions that you write for a larger program."""\nimport math\n\nimport numpy as np\nimport torch'
 CROSS_ATTENTION = "CrossMAELM = None  # a part of Table 2 that is not homework, but conftest.py imports it\n"
 
 

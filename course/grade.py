@@ -1,7 +1,7 @@
 """Grading: reads submissions, runs the claims on their functions, and counts points; see teaching.md.
 
-Each task runs in a fresh copy of this project, with the student's file and our solutions of all other tasks. Points come
-from pytest's report, which is written outside of that copy. It is no sandbox.
+Each task runs in a fresh copy of this project, with the student's file and our solutions of all other tasks. The points
+come from pytest's report, which is written outside of that copy. It is no sandbox.
 """
 import ast
 import functools

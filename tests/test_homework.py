@@ -22,6 +22,8 @@ LOSS, DEVIATION = 0.72, 0.04  # of our solutions after 50 steps, over seeds 0 to
 def test_warm_up_ends_at_the_peak():
     found = [train.learning_rate_factor(step, 4, 12) for step in range(4)]
     assert found == pytest.approx([0.25, 0.5, 0.75, 1]), "4 steps of warm-up: 1/4 at step 0, the peak at step 3"
+    found = [train.learning_rate_factor(step, 2, 12) for step in range(2)]
+    assert found == pytest.approx([0.5, 1]), "2 steps of warm-up: 1/2 at step 0, the peak at step 1"
 
 
 @task("learning_rate_factor")
