@@ -42,11 +42,10 @@ def unsolved(text: str, task: str) -> str:
 
 
 def without(file: str, tasks: list[str]) -> str:
-    """A file of ours without the solutions of these tasks."""
+    """A file of ours without the solutions of those of these tasks that are in it."""
     text = (HERE / file).read_text("utf-8")
     for task in tasks:
-        if TASKS[task] == file:
-            text = unsolved(text, task)
+        text = unsolved(text, task) if TASKS[task] == file else text
     return text
 
 
@@ -82,39 +81,35 @@ def hand_out(folder: Path):
 # ---- 2. The command -----------------------------------------------------------------------------------------
 def students_in(path: Path) -> list[Path]:
     """The submissions of a class, folders or zips side by side in a folder; or else the path itself."""
-    if path.is_dir() and not any((path / file).exists() for file in FILES):
-        inner = [entry for entry in sorted(path.iterdir()) if entry.is_dir() or entry.suffix == ".zip"]
-        students = [entry for entry in inner if read_submission(entry)]
-        if len(students) > 1:
-            return students
-    return [path]
+    if not path.is_dir() or any((path / file).exists() for file in FILES):
+        return [path]
+    inner = [entry for entry in sorted(path.iterdir()) if entry.is_dir() or entry.suffix == ".zip"]
+    return [entry for entry in inner if read_submission(entry)] or [path]
 
 
-def grade_one(path: Path, options) -> bool:
-    """Grade a submission, and print a line per task. Returns whether it has full marks."""
-    texts = read_submission(path)
-    if not texts:
-        raise UserError(f"{path}: has none of the files {', '.join(FILES)}")
-    results, marks = grade_all(texts, options.only, options.time_limit), marks_of(texts)
-    for result in results:
-        print(f"{result.task} {result.points}/{result.most} {result.status}")
-        if options.verbose and result.details:
-            print(textwrap.indent(result.details, "    "))
-    score, most = sum(result.points for result in results), sum(result.most for result in results)
-    print("\n".join([*marks, f"total {score}/{most}"]))
-    if options.json:
-        options.json.write_text(gradescope(results, marks), "utf-8")
-    return score == most
-
-
-def grade_class(paths: list[Path], options):
-    """Grade many submissions, all of which are read before any of their code runs, and print a line for each."""
-    submissions = {path.name: read_submission(path) for path in paths}
-    for name, texts in submissions.items():
-        results = grade_all(texts, options.only, options.time_limit)
-        points = " ".join(str(result.points) for result in results)
-        marks = " ".join(marks_of(texts))
-        print(f"{name}: {sum(result.points for result in results)} = {points} {marks}".rstrip())
+def grade_students(options) -> bool:
+    """Grade one submission, with a line per task, or a class, with a line per student. Returns whether all have full
+    marks. All are read before any of their code runs."""
+    submissions = {path: read_submission(path) for path in students_in(options.grade)}
+    if not all(submissions.values()) or options.json and len(submissions) > 1:
+        raise UserError(f"{options.grade}: has none of the files {', '.join(FILES)}, or several students for --json")
+    perfect = True
+    for path, texts in submissions.items():
+        results, marks = grade_all(texts, options.only, options.time_limit), marks_of(texts)
+        score, most = sum(result.points for result in results), sum(result.most for result in results)
+        perfect = perfect and score == most
+        if len(submissions) > 1:
+            points = [f"{result.task} {result.points}" for result in results]
+            print(f"{path.name}: {score}/{most}; {', '.join([*points, *marks])}")
+            continue
+        for result in results:
+            print(f"{result.task} {result.points}/{result.most} {result.status}")
+            if options.verbose and result.details:
+                print(textwrap.indent(result.details, "    "))
+        print("\n".join([*marks, f"total {score}/{most}"]))
+        if options.json:
+            options.json.write_text(gradescope(results, marks), "utf-8")
+    return perfect
 
 
 def main(argv=None) -> int:
@@ -137,9 +132,5 @@ def main(argv=None) -> int:
             tasks = list(TASKS) if "all" in options.blank else options.blank
             print(without("maelm.py" if "all" in options.blank else TASKS[tasks[0]], tasks), end="")
         else:
-            students = students_in(options.grade)
-            if len(students) > 1:
-                grade_class(students, options)
-            else:
-                return int(not grade_one(students[0], options))
+            return int(not grade_students(options))
     return 0

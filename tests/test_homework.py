@@ -134,7 +134,7 @@ def test_the_mean_is_not_subtracted():
     h = 10 + torch.randn(200, 8, generator=generator(0))
     before = h.clone()
     assert rank.effective_rank(h, 0.95) == 1, "vectors that are nearly alike have rank 1: the mean counts"
-    assert rank.effective_rank(h - h.mean(0), 0.95) == 8
+    assert rank.effective_rank(h - h.mean(0), 0.95) == 8, "without its mean this matrix has rank 8"
     assert torch.equal(h, before), "h has changed: the caller still needs it"
 
 
