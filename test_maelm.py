@@ -57,10 +57,9 @@ def test_every_sequence_has_exactly_m_masks():
         assert {x.dtype for x in (corrupted, masked, kept)} == {torch.int64}, "tokens and positions are int64"
         assert [len(row.unique()) for row in masked] == [m] * 50, "a position is masked twice"
         assert (corrupted == maelm.MASK).sum(1).tolist() == [m] * 50, "a sequence has another number of [MASK]"
-    assert maelm.Config().num_masked(512) == 77  # App. C
 
 
-@task("corrupt")
+@task("corrupt", gate=True)
 def test_only_real_or_given_positions_are_masked():
     tokens = random_tokens(50)
     tokens[:, 3:6] = torch.tensor([maelm.PAD, maelm.SEP, maelm.MASK])
@@ -77,13 +76,13 @@ def test_only_real_or_given_positions_are_masked():
     assert sorted(masked.tolist()) == [0, 1, 2, 3, 4], "any id from NUM_SPECIAL up can be masked"
 
 
-@task("corrupt")
+@task("corrupt", gate=True)
 def test_all_else_is_kept_in_order_and_unchanged():
     tokens = random_tokens()
     corrupted, masked, kept = maelm.corrupt(tokens, tiny(), generator(0))
     rest = [[i for i in range(24) if i not in row] for row in masked.tolist()]
     assert kept.tolist() == rest, "the encoder sees all positions that are not masked, from left to right"
-    exact(corrupted, tokens.scatter(1, masked, maelm.MASK), "the text may differ at masked positions only")
+    exact(corrupted, tokens.scatter(1, masked, maelm.MASK), "the text differs at other than masked positions")
 
 
 @task("corrupt", gate=True)
@@ -196,9 +195,8 @@ def test_the_mask_embedding_learns_from_every_gap():
     assert x.dtype == torch.bfloat16, "the result has another dtype than h"
     x.sum().backward()
     gradient = model.encoder.token_embedding.weight.grad
-    assert gradient is not None, "no gradient reaches e_[MASK]: it cannot learn what a gap should hold"
+    assert gradient is not None and h.grad is not None, "no gradient reaches e_[MASK], or none reaches the encoder"
     assert gradient[maelm.MASK].tolist() == [36] * 32, "e_[MASK] has a gradient from each of the 36 gaps"
-    assert h.grad is not None, "no gradient reaches the encoder"
     exact(h.grad, torch.ones_like(h), "each h_i is used once")
 
 
@@ -229,8 +227,7 @@ def test_far_buckets_begin_where_t5s_begin():
 def bias_table(heads=4, **fields):
     """A RelativeBias whose entry for a bucket and a head is bucket + 100 head."""
     bias = maelm.RelativeBias(tiny(**fields), heads)
-    buckets, _ = bias.table.weight.shape
-    bias.table.weight.data.copy_(torch.arange(buckets)[:, None] + torch.arange(heads) * 100)
+    bias.table.weight.data[:] = torch.arange(len(bias.table.weight))[:, None] + 100 * torch.arange(heads)
     return bias
 
 
@@ -242,8 +239,7 @@ def test_relative_bias_is_of_key_minus_query():
     exact(bias_table()(keys), expected[None].float(), "row i, column j: the bucket of key j as query i sees it")
     buckets = torch.tensor([[0, 7, 7], [3, 0, 5], [3, 1, 0]])  # 8 buckets to distance 20, 40 positions
     expected = torch.stack([buckets, buckets + 100])[None].float()
-    keys = torch.tensor([[2, 31, 32]])
-    exact(bias_table(2, **OTHER)(keys), expected, "another config: other buckets, heads and lengths")
+    exact(bias_table(2, **OTHER)(torch.tensor([[2, 31, 32]])), expected, "another config: other buckets and heads")
 
 
 @task("RelativeBias.forward", gate=True)
@@ -301,12 +297,12 @@ def test_a_bias_can_hide_keys_and_is_not_changed():
 
 @task("attention", gate=True)
 def test_attention_drops_weights_out():
-    """Of 500 equal weights half are doubled, so a query's result is 1 on average."""
-    out = maelm.attention(torch.zeros(2, 3, 50, 4), torch.zeros(2, 3, 500, 4), torch.ones(2, 3, 500, 4), None, 0.5)
+    """Of 500 equal weights a fifth is dropped, and a query's result is 1 on average."""
+    out = maelm.attention(torch.zeros(2, 3, 50, 4), torch.zeros(2, 3, 500, 4), torch.ones(2, 3, 500, 4), None, 0.2)
     hint = "dropout is on the weights: it drops whole keys for a query, not features of the result"
     close(out, out[..., :1].expand(-1, -1, -1, 4), hint)
     assert out.mean().item() == pytest.approx(1, abs=0.02), "the weights that stay are not scaled up by 1 / (1 - p)"
-    assert 0.03 < out[..., 0].std(-1).mean() < 0.06, "each query drops keys of its own"
+    assert 0.015 < out[..., 0].std(-1).mean() < 0.03, "each query drops a share p of the keys, other keys than others"
     assert len(out.flatten(0, 1).unique(dim=0)) == 6, "heads or sequences share a mask: each draws its own"
 
 
@@ -328,7 +324,7 @@ def test_each_head_has_a_bias_of_its_own():
 
 @task("Attention.forward", gate=True)
 def test_attention_has_dropout_in_training_only():
-    layer, x = attention_layer(dropout=0.5)
+    layer, x = attention_layer(dropout=0.2)
     calm = layer(x)
     exact(layer(x), calm, "two results differ in evaluation mode")
     assert not torch.allclose(layer.train()(x), calm), "training mode has no dropout"
@@ -337,6 +333,7 @@ def test_attention_has_dropout_in_training_only():
     layer.output.load_state_dict(dict(weight=torch.eye(8), bias=torch.zeros(8)))
     heads = layer(x).unflatten(-1, (2, 4))
     assert heads.std(dim=(1, 2)).min() > 0, "dropout is on the weights of attention, not on the input"
+    close(4 * heads, (4 * heads).round(), "not a number of fifths, scaled up by 1 / (1 - p): is p = self.p?")
     close(heads, heads[..., :1].expand_as(heads), "dropout is on the weights of attention, not on features")
 
 
@@ -346,7 +343,9 @@ def test_cross_attention_reads_its_memory():
     theirs = torch.nn.MultiheadAttention(8, 2, batch_first=True)
     copy_attention(layer, theirs)
     memory = torch.randn(3, 7, 8, generator=generator(1))
-    close(layer(x, memory=memory), theirs(x, memory, memory)[0], "not cross-attention to memory", atol=1e-5, rtol=1e-5)
+    bias = torch.randn(5, 7, generator=generator(2))
+    expected, _ = theirs(x, memory, memory, attn_mask=bias)
+    close(layer(x, bias[None, None], memory), expected, "not cross-attention to memory", atol=1e-5, rtol=1e-5)
 
 
 # ---- Section 2.1: layers and the encoder ----------------------------------------------------------------------------
@@ -403,7 +402,9 @@ def test_all_layers_are_listed_and_learn():
     model.encoder.norm.reset_parameters()
     states = model.encoder.hidden_states(tokens, torch.arange(24)[None])
     assert [state.shape for state in states] == [(6, 24, 32)] * 3, "the states are H^0, ..., H^L: L + 1"
-    exact(states[-1], model.encoder(tokens, torch.arange(24)[None]), "the last state is the encoder's output")
+    at = torch.tensor([[4, 1]] * 6)
+    last = model.encoder(tokens, torch.arange(24)[None], at=at)
+    close(last, at_positions(states[-1], at), "of H^L only the indices `at`", atol=1e-5, rtol=1e-4)
     close(states[0].var(-1, correction=0), torch.ones(6, 24), "H^0 is not normalised", atol=1e-3, rtol=0)
     all_learn(states[-1].sin().sum(), model.encoder)
 
@@ -423,13 +424,12 @@ def test_padding_and_other_sequences_change_nothing():
 
 @task("Encoder.hidden_states", gate=True)
 def test_embeddings_have_dropout_in_training_only():
-    model, tokens, _ = model_and_batch(dropout=0.5, encoder_layers=1)
+    model, tokens, _ = model_and_batch(dropout=0.3, encoder_layers=1)
     calm, again, training = (model.encoder.train(on).hidden_states(tokens, torch.arange(24)[None])[0]
                              for on in (False, False, True))
     exact(calm, again, "two results differ in evaluation mode")
     zeros = training == 0
-    share = zeros.float().mean().item()
-    assert share == pytest.approx(0.5, abs=0.05), "with dropout 0.5, half of the numbers of H^0 are 0 in training"
+    assert zeros.float().mean().item() == pytest.approx(0.3, abs=0.05), "a share p of H^0 is 0 in training"
     assert len(zeros.flatten(0, 1).unique(dim=0)) == 6 * 24, "each vector drops numbers of its own"
 
 

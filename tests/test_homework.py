@@ -36,7 +36,7 @@ def test_the_rate_falls_linearly_to_zero():
 
 
 # ---- A metric -------------------------------------------------------------------------------------------------------
-@task("matthews")
+@task("matthews", gate=True)
 def test_matthews_of_two_labels_is_the_formula():
     true = np.array([1] * 8 + [0] * 4)
     guess = np.array([1] * 6 + [0] * 2 + [0] * 3 + [1])  # TP 6, FN 2, TN 3, FP 1
@@ -114,6 +114,7 @@ def test_rank_is_exact_for_known_singular_values():
             found = [rank.effective_rank(matrix, tau) for tau in TAUS]
             assert found == ranks, f"squared singular values {squares}, a matrix {tuple(matrix.shape)}, tau {TAUS}"
     assert rank.effective_rank(h) == 1, "without tau it is 0.9"
+    assert rank.effective_rank(torch.eye(300)) == 270, "300 equal singular values: all rows and columns count"
     symmetric = torch.diag(torch.tensor([2.0, 1.0]))
     assert rank.effective_rank(symmetric, 0.75) == 1, "4 of 5 are more than 0.75"
     assert type(rank.effective_rank(symmetric)) is int, "a rank is an int"

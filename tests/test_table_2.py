@@ -47,6 +47,10 @@ def test_uni_predicts_all_tokens_but_the_first():
 
 
 # ---- Sizes and rows -------------------------------------------------------------------------------------------------
+def test_the_paper_masks_77_of_512_tokens():
+    assert maelm.Config().num_masked(512) == 77  # App. C
+
+
 @pytest.mark.parametrize("field, values", [("rel_pos_buckets", (-4, 7)), ("decoder_dim", (-64, 100)), ("seq_len", (1,)),
                                            ("decoder_layers", (0, -1)), ("encoder_heads", (0, 7)),
                                            ("init_std", (-1.0, 0.0, math.nan, math.inf)), ("decoder", ("uni",))])
