@@ -51,13 +51,13 @@ def test_matthews_of_two_labels_is_the_formula():
 
 @task("matthews")
 def test_matthews_of_several_labels_is_gorodkins():
-    true, guess = np.random.default_rng(1).integers(3, size=(2, 60))
+    true, guess = np.random.default_rng(1).integers(5, size=(2, 60))
     true[:30] = guess[:30]
-    guess[50:] = 3  # a label that is never true
-    right, t, p = (true == guess).sum(), np.bincount(true, minlength=4), np.bincount(guess)
+    guess[50:] = 5  # a label that is never true
+    right, t, p = (true == guess).sum(), np.bincount(true, minlength=6), np.bincount(guess)
     expected = (60 * right - t @ p) / math.sqrt((60 ** 2 - t @ t) * (60 ** 2 - p @ p))
     assert metrics.matthews(true, true) == pytest.approx(1), "a perfect guess has 1"
-    for names in ([0, 1, 2, 3], [1, 7, 0, -2]):
+    for names in ([0, 1, 2, 3, 4, 5], [1, 7, 0, -2, 9, 4]):
         found = metrics.matthews(np.array(names)[guess], np.array(names)[true])
         assert found == pytest.approx(expected), f"labels {names}: any integers can be labels, also a label never true"
 
