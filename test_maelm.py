@@ -155,7 +155,7 @@ def test_masked_tokens_do_not_leak():
         config, tokens = tiny(**maelm.ABLATIONS[name]), random_tokens()
         corruption = maelm.corrupt(tokens, config, generator(1))
         changed = tokens.scatter(1, corruption.masked, 42)
-        leak = f"{name}: other true tokens at the masked positions change the result, so the model can see them"
+        leak = f"{name}: with other true tokens at the masked positions the result differs: can the model see them?"
         close(maelm.corrupt(changed, config, generator(1)), corruption, leak)
 
 
