@@ -50,7 +50,7 @@ BY_HAND = set("""os sys subprocess ctypes gc inspect importlib builtins threadin
     pathlib shutil socket pickle types traceback mmap mock unittest pytest _pytest conftest test_maelm transformers
     testing assert_close library setattr getattr delattr vars globals locals exec eval compile open breakpoint
     attrgetter methodcaller load fromfile memmap from_file genfromtxt loadtxt gi_frame cr_frame tb_frame f_back
-    _exit _getframe _C""".split())
+    _exit _getframe _C glob tempfile linecache codecs fileinput""".split())
 
 
 # ---- 1. Reading code ----------------------------------------------------------------------------------------
