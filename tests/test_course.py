@@ -1,13 +1,18 @@
-"""Claims about course/assign.py: what students get, and what their solutions are worth."""
+"""Claims about course/: what students get, and what their solutions are worth."""
+import json
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 
-from course.assign import (HERE, TASKS, alone, blank, claims_of, find, functions_of, hand_out, main, source,
-                           unsolved)
+import pytest
+
+from course.assign import blank, main, unsolved
+from course.grade import FILES, HERE, TASKS, TESTS, claims_of, completed, find, functions_of, marks_of, source
 from tests.common import fails
 
-OURS = {file: (HERE / file).read_text("utf-8") for file in TASKS.values()}
+OURS = {file: (HERE / file).read_text("utf-8") for file in FILES}
 
 
 def solved(*names):
@@ -19,6 +24,20 @@ def solved(*names):
     return texts
 
 
+def hand_in(folder, texts):
+    """Write a submission; returns its folder."""
+    for file, text in texts.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
+    return folder
+
+
+def grades(capsys, *arguments):
+    """The lines that the grader prints."""
+    main(["--grade", *map(str, arguments)])
+    return capsys.readouterr().out.splitlines()
+
+
 def lines_of(text):
     """The lines of a text that say something, without comments."""
     lines = [line.partition("  #")[0].strip() for line in text.splitlines()]
@@ -26,23 +45,21 @@ def lines_of(text):
 
 
 # ---- What students get ----------------------------------------------------------------------------------------------
-def test_the_handout_is_new_and_has_every_test_and_no_line_of_a_solution(tmp_path, capsys):
-    hand_out(tmp_path / "homework")
-    texts = {path.name: path.read_text() for path in (tmp_path / "homework").rglob("*") if path.is_file()}
-    tests = texts["test_maelm.py"] + texts["test_homework.py"]
+def test_the_handout_is_short_and_has_every_test_and_no_line_of_a_solution(tmp_path, capsys):
+    main(["--handout", str(tmp_path / "homework")])
+    paths = [path for path in (tmp_path / "homework").rglob("*") if path.is_file()]
+    assert len(paths) <= 12
+    texts = {path.relative_to(tmp_path / "homework").as_posix(): path.read_text() for path in paths}
     given = lines_of("\n".join(texts.values()))
     for name, file in TASKS.items():
         for part in functions_of(name):
-            solution = lines_of(source(OURS[file], part)) - lines_of(blank(OURS[file], part))
-            assert solution & given == set()
-            assert source(texts[file.rpartition("/")[2]], part) == blank(OURS[file], part)
-        assert [test for test in claims_of(name) if f"def {test.partition('::')[2]}(" not in tests] == []
-    assert not {"copying.py", "test_mistakes.py"} & texts.keys()
-    assert "apply_masks" not in texts["fill_mask.py"]
+            assert source(texts[file], part) == blank(OURS[file], part)
+            assert (lines_of(source(OURS[file], part)) - lines_of(blank(OURS[file], part))) & given == set()
+    assert "def lookup" not in texts["maelm.py"]
     collected = subprocess.run([sys.executable, "-m", "pytest", "-q", "--collect-only"], cwd=tmp_path / "homework",
-                               capture_output=True, text=True)
-    assert f"{sum(len(claims_of(name)) for name in TASKS)} tests collected" in collected.stdout, collected.stdout
-    assert "arxiv.org" in texts["assignment.md"] and "arxiv.org" in texts["README.md"]
+                               capture_output=True, text=True).stdout
+    tests = [test for name in (*TASKS, "together") for test in claims_of(name)]
+    assert f"{len(tests)} tests collected" in collected and all(f"::{test}\n" in collected for test in tests)
     assert "name a new folder" in fails(lambda: main(["--handout", str(tmp_path)]), capsys)
 
 
@@ -60,45 +77,73 @@ def test_the_teachers_table_has_every_task_with_its_points():
     assert rows == [(name, str(len(claims_of(name)))) for name in TASKS]
 
 
+def test_every_assert_of_a_task_has_a_sentence():
+    for file in TESTS:
+        for block in (HERE / file).read_text().split("\n\n\n"):
+            if block.startswith("@task("):
+                assert re.findall(r'^ +assert (?!.*, f?".*"$).*(?<!# App. C)$', block, re.MULTILINE) == []
+
+
 # ---- What solutions are worth ---------------------------------------------------------------------------------------
 def test_our_solutions_of_the_others_complete_a_students_file():
-    """So our own code, which passes test_maelm.py, gets full marks."""
     for name, file in TASKS.items():
-        assert alone(solved(name)[file], name, OURS[file]) == OURS[file]
-
-
-def test_a_students_indentation_and_helpers_stay():
-    text = "class RelativeBias:\n\tdef forward(self):\n\t\treturn helper\n\n\n"
-    text += source(solved()["maelm.py"], "corrupt")
-    text += "\n\ndef helper():\n  return 1\n"
-    found = alone(text, "MAELM.forward", OURS["maelm.py"])
-    compile(found, "student.py", "exec")
-    assert find(found, "helper")
-    assert "NotImplementedError" not in found
+        text = completed(solved(name)[file], file, [name])
+        module = {"__name__": "student"}
+        exec(compile(text.partition("\nif __name__")[0] if file != "maelm.py" else text, file, "exec"), module)
+        assert text.startswith(solved(name)[file])
+        others = [part for task in TASKS if TASKS[task] == file and task != name for part in functions_of(task)]
+        assert all(source(OURS[file], part) in text for part in others)
 
 
 def test_what_goes_wrong_in_a_task_costs_that_task_only(tmp_path, capsys):
-    texts = solved("learning_rate_factor", "tau_rank", "attention", "Attention.forward", "corrupt")
+    texts = solved("learning_rate_factor", "tau_rank", "attention", "matthews", "corrupt")
     texts["support/metrics.py"] += "def broken(:\n"
-    texts["rank.py"] += "torch.testing.assert_close = print\n"
     texts["train.py"] = "import missing\n" + texts["train.py"]
-    wrong = texts["maelm.py"].replace("d_h ** -0.5", "d_h ** -1")
-    wrong = wrong.replace("fewest = int(", "exit_now()\n    fewest = int(")
-    texts["maelm.py"] = f"\ufeff{wrong}\n\ndef exit_now():\n    import os\n    os._exit(0)\n"
-    (tmp_path / "support").mkdir()
-    for file, text in texts.items():
-        (tmp_path / file).write_text(text)
-    expected = {
-        "learning_rate_factor": "0/2 no report: it cannot be imported, takes over 60 s, or ends Python",
-        "tau_rank": "0/2 the file names assert_close or pytest",
-        "matthews": "0/2 cannot be read: invalid syntax (<unknown>, line",
-        "effective_rank": "0/4 not attempted",
-        "attention": "2/4 failed: test_attention_and_its_gradients_are_the_formulas",
-        "Attention.forward": "3/3 full marks",
-        "corrupt": "0/11 no report: it cannot be imported, takes over 60 s, or ends Python",
-    }
-    assert main(["--grade", str(tmp_path), "--only", *expected]) == 1
-    *lines, total = capsys.readouterr().out.splitlines()
-    for line, (name, text) in zip(lines, expected.items(), strict=True):
-        assert line.startswith(f"{name} {text}")
-    assert total == "total 5/28"
+    wrong = texts["maelm.py"].replace("tokens.scatter(1, masked, replacement)", "tokens")
+    texts["maelm.py"] = wrong.replace("d_h ** -0.5", "d_h ** -0.5 + unknown") + "\nimport os, torch\n"
+    texts["rank.py"] += "\nprint('<testcase name=\"test_x\"/>' * 100)\n"
+    expected = [
+        "learning_rate_factor 0/2 cannot be imported: ModuleNotFoundError: No module named 'missing'",
+        "tau_rank 3/3 full marks",
+        "matthews 0/3 cannot be imported: SyntaxError: invalid syntax",
+        "effective_rank 0/4 not attempted",
+        "attention 0/3 no points without test_attention_and_its_gradients_are_the_formulas; failed: test_attention",
+        "corrupt 0/9 no points without test_every_sequence_has_exactly_m_masks; failed: test_every",
+    ]
+    only = [line.partition(" ")[0] for line in expected]
+    folder, results = hand_in(tmp_path / "student", texts), tmp_path / "results.json"
+    found = grades(capsys, folder, "--only", *only, "--verbose", "--json", results)
+    assert all(any(line.startswith(start) for line in found) for start in expected), found
+    assert any(re.match(r" +maelm.py:\d+ in attention: logits = .* unknown", line) for line in found)
+    assert "read by hand: maelm.py names os" in found
+    assert found[-1] == "total 3/24"
+    tests = json.loads(results.read_text())["tests"]
+    assert [test["score"] for test in tests] == [0, 3, 0, 0, 0, 0, 0]
+    assert [test["max_score"] for test in tests] == [2, 3, 3, 4, 3, 9, 0]
+    assert tests[-1]["visibility"] == "hidden"
+
+
+def test_honest_work_counts_in_any_form(tmp_path, capsys):
+    text = solved("tau_rank")["maelm.py"]
+    text += "\n\nif True:  # as pytest wants it\n    def attention(q, k, v, bias=None, p=0.0):\n"
+    text += "        return F.scaled_dot_product_attention(q, k, v, bias, p)\n"
+    (tmp_path / "class" / "ben").mkdir(parents=True)
+    with zipfile.ZipFile(tmp_path / "class" / "anna.zip", "w") as archive:
+        archive.writestr("hand in/code/maelm.py", "\ufeff" + text.replace(blank(OURS["maelm.py"], "attention"), ""))
+        archive.writestr("__MACOSX/maelm.py", "no Python")
+    shutil.copy(HERE / "rank.py", tmp_path / "class" / "ben")
+    found = grades(capsys, tmp_path / "class", "--only", "attention")
+    assert found == ["anna.zip: 3/3; attention 3", "ben: 0/3; attention 0"]
+    assert "there is no such file" in fails(lambda: main(["--grade", str(tmp_path / "mistyped")]), capsys)
+    (tmp_path / "empty").mkdir()
+    assert "has none of the files" in fails(lambda: main(["--grade", str(tmp_path / "empty")]), capsys)
+
+
+@pytest.mark.parametrize("code, name", [("import os as o\n", "os"), ("torch.equal = print\n", "torch.equal"),
+                                        ("x = type('A', (int,), {})\n", "type"), ("y = __import__\n", "__import__"),
+                                        ("class A(int):\n    def __eq__(self, b):\n        return True\n", "__eq__")])
+def test_a_file_that_reaches_for_the_interpreter_is_marked(code, name):
+    assert marks_of(OURS) == []
+    text = OURS["maelm.py"] + "\n\n" + code
+    assert marks_of({"maelm.py": text}) == [f"read by hand: maelm.py names {name}"]
+    assert find(text, "corrupt")

@@ -1,4 +1,4 @@
-"""Claims about four short functions outside of maelm.py that students write in the course."""
+"""Claims about four short functions outside of maelm.py that students write in the course, and about all together."""
 import itertools
 import math
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import maelm
 import rank
 import train
 from conftest import generator
@@ -13,47 +14,78 @@ from support import metrics
 
 task = pytest.mark.task
 TAUS = (0.5, 0.8, 0.9, 0.95, 0.99)
+LOSS, DEVIATION = 0.72, 0.04  # of our solutions after 50 steps, over seeds 0 to 4
 
 
+# ---- The learning rate ----------------------------------------------------------------------------------------------
 @task("learning_rate_factor")
 def test_warm_up_ends_at_the_peak():
-    assert [train.learning_rate_factor(step, 4, 12) for step in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1])
+    found = [train.learning_rate_factor(step, 4, 12) for step in range(4)]
+    assert found == pytest.approx([0.25, 0.5, 0.75, 1]), "4 steps of warm-up: 1/4 at step 0, the peak at step 3"
+    found = [train.learning_rate_factor(step, 2, 12) for step in range(2)]
+    assert found == pytest.approx([0.5, 1]), "2 steps of warm-up: 1/2 at step 0, the peak at step 1"
 
 
 @task("learning_rate_factor")
 def test_the_rate_falls_linearly_to_zero():
-    factors = [train.learning_rate_factor(step, 4, 12) for step in range(4, 12)]
-    assert factors == pytest.approx([1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
-    assert [train.learning_rate_factor(step, 0, 2) for step in range(2)] == pytest.approx([1, 0.5])
+    found = [train.learning_rate_factor(step, 4, 12) for step in range(4, 12)]
+    expected = [1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
+    assert found == pytest.approx(expected), "from 1 at the end of warm-up in equal steps to 0 at max_steps"
+    found = [train.learning_rate_factor(step, 0, 2) for step in range(2)]
+    assert found == pytest.approx([1, 0.5]), "there may be no warm-up"
 
 
-@task("matthews")
+# ---- A metric -------------------------------------------------------------------------------------------------------
+@task("matthews", gate=True)
 def test_matthews_of_two_labels_is_the_formula():
     true = np.array([1] * 8 + [0] * 4)
     guess = np.array([1] * 6 + [0] * 2 + [0] * 3 + [1])  # TP 6, FN 2, TN 3, FP 1
-    assert metrics.matthews(guess, true) == pytest.approx((6 * 3 - 1 * 2) / math.sqrt(7 * 8 * 4 * 5))
-    assert metrics.matthews(1 - guess, true) == pytest.approx((2 * 1 - 3 * 6) / math.sqrt(5 * 8 * 4 * 7))
+    before = guess.copy(), true.copy()
+    found = metrics.matthews(guess, true)
+    assert found == pytest.approx((6 * 3 - 1 * 2) / math.sqrt(7 * 8 * 4 * 5)), "not the formula of two labels"
+    assert isinstance(found, float), "the result is a number, not an array"
+    opposite = metrics.matthews(1 - guess, true)
+    assert opposite == pytest.approx((2 * 1 - 3 * 6) / math.sqrt(5 * 8 * 4 * 7)), "the opposite guess is negative"
+    assert np.array_equal([guess, true], before), "an argument has changed: the caller still needs it"
 
 
 @task("matthews")
 def test_matthews_of_several_labels_is_gorodkins():
-    true, guess = np.random.default_rng(1).integers(3, size=(2, 60))
+    true, guess = np.random.default_rng(1).integers(5, size=(2, 60))
     true[:30] = guess[:30]
-    guess[50:] = 3  # a label that is never true
-    right, t, p = (true == guess).sum(), np.bincount(true, minlength=4), np.bincount(guess)
+    guess[50:] = 5  # a label that is never true
+    right, t, p = (true == guess).sum(), np.bincount(true, minlength=6), np.bincount(guess)
     expected = (60 * right - t @ p) / math.sqrt((60 ** 2 - t @ t) * (60 ** 2 - p @ p))
-    assert [metrics.matthews(true, true), metrics.matthews(guess, 0 * true)] == pytest.approx([1, 0])
-    for names in ([0, 1, 2, 3], [1, 7, 0, -2]):
-        assert metrics.matthews(np.array(names)[guess], np.array(names)[true]) == pytest.approx(expected)
+    assert metrics.matthews(true, true) == pytest.approx(1), "a perfect guess has 1"
+    for names in ([0, 1, 2, 3, 4, 5], [1, 7, 0, -2, 9, 4]):
+        found = metrics.matthews(np.array(names)[guess], np.array(names)[true])
+        assert found == pytest.approx(expected), f"labels {names}: any integers can be labels, also a label never true"
+
+
+@task("matthews")
+def test_a_single_label_correlates_with_nothing():
+    labels = np.array([0, 1, 2, 1])
+    for predicted, true in ((labels, 0 * labels), (0 * labels, labels), (1 + 0 * labels, labels), (0 * labels,) * 2):
+        assert metrics.matthews(predicted, true) == 0, "with one label only, true or predicted, the result is 0"
+
+
+# ---- Effective rank -------------------------------------------------------------------------------------------------
+@task("tau_rank", gate=True)
+def test_rank_is_the_smallest_k_that_reaches_tau():
+    values = torch.tensor([16.0, 9, 4, 1], dtype=torch.float64)
+    before = values.clone()
+    taus = (0.5, 0.5333333, 0.5333334, 0.8, 0.9, 0.97)  # 16 of 30 is 0.53333333...
+    for scale in (1, 1e-15):
+        found = [rank.tau_rank(scale * values, tau) for tau in taus]
+        assert found == [1, 1, 2, 2, 3, 4], f"of the values 16, 9, 4, 1 times {scale}, so many hold a share {taus}"
+    assert type(rank.tau_rank(values, 0.9)) is int, "a rank is an int"
+    assert torch.equal(values, before), "the values have changed: the caller still needs them"
 
 
 @task("tau_rank")
-def test_rank_is_the_smallest_k_that_reaches_tau():
+def test_no_values_and_no_shares_are_told_apart():
     values = torch.tensor([16.0, 9, 4, 1], dtype=torch.float64)
-    taus = (0.5, 0.5333333, 0.5333334, 0.8, 0.9, 0.97)  # 16 of 30 is 0.53333333...
-    for scale in (1, 1e-15):
-        assert [rank.tau_rank(scale * values, tau) for tau in taus] == [1, 1, 2, 2, 3, 4]
-    assert rank.tau_rank(0 * values, 0.9) == 0
+    assert rank.tau_rank(0 * values, 0.9) == 0, "a matrix of zeros has rank 0"
     for tau in (-0.1, 0, 1, 1.5):
         with pytest.raises(ValueError):
             rank.tau_rank(values, tau)
@@ -63,7 +95,8 @@ def test_rank_is_the_smallest_k_that_reaches_tau():
 def test_equal_singular_values_count_exactly():
     for d, tau, value in itertools.product((3, 10, 64), TAUS, (1, 0.1, 1 / 3)):
         k = int(np.ceil(tau * d - 1e-9))
-        assert rank.tau_rank(torch.full((d,), value, dtype=torch.float64), tau) == k, (d, tau, value)
+        found = rank.tau_rank(torch.full((d,), value, dtype=torch.float64), tau)
+        assert found == k, f"{k} of {d} equal values hold a share {tau}: does a rounding error decide?"
 
 
 def with_squares(*squares):
@@ -73,30 +106,81 @@ def with_squares(*squares):
     return u * torch.tensor(squares, dtype=torch.float64).sqrt() @ v
 
 
-@task("effective_rank")
+@task("effective_rank", gate=True)
 def test_rank_is_exact_for_known_singular_values():
     for squares, ranks in (((16.0, 9, 4, 1), [1, 2, 3, 3, 4]), ((100.0, 1, 1, 1, 1), [1, 1, 1, 1, 4])):
         h = with_squares(*squares)
-        for matrix in (h, h.float().numpy()):
-            assert [rank.effective_rank(matrix, tau) for tau in TAUS] == ranks
-    symmetric = torch.diag(torch.tensor([2.0, 1.0]))  # 4 of 5 are more than 0.75
-    assert rank.effective_rank(symmetric, 0.75) == 1
+        for matrix in (h, h.T, h.float().numpy()):
+            found = [rank.effective_rank(matrix, tau) for tau in TAUS]
+            assert found == ranks, f"squared singular values {squares}, a matrix {tuple(matrix.shape)}, tau {TAUS}"
+    assert rank.effective_rank(h) == 1, "without tau it is 0.9"
+    assert rank.effective_rank(torch.eye(300)) == 270, "300 equal singular values: all rows and columns count"
+    symmetric = torch.diag(torch.tensor([2.0, 1.0]))
+    assert rank.effective_rank(symmetric, 0.75) == 1, "4 of 5 are more than 0.75"
+    assert type(rank.effective_rank(symmetric)) is int, "a rank is an int"
 
 
 @task("effective_rank")
-def test_small_singular_values_count_in_float64():
+def test_any_real_dtype_is_measured_in_float64():
     h = with_squares(1.0, 4e-8, 4e-8, 1e-14)
-    assert [rank.effective_rank(h, 1 - rest) for rest in (1e-7, 6e-8, 2e-8)] == [1, 2, 3]
+    found = [rank.effective_rank(h, 1 - rest) for rest in (1e-7, 6e-8, 2e-8)]
+    assert found == [1, 2, 3], "small singular values are lost: in which precision is the sum?"
+    whole = torch.tensor([[3, 0], [0, 1], [0, 0]])
+    for matrix in (whole, whole.bfloat16(), whole.numpy(), whole.float().requires_grad_()):
+        assert rank.effective_rank(matrix, 0.95) == 2, f"a matrix of {matrix.dtype}"
 
 
-@task("effective_rank")
+@task("effective_rank", gate=True)
 def test_the_mean_is_not_subtracted():
     h = 10 + torch.randn(200, 8, generator=generator(0))
-    assert [rank.effective_rank(h, 0.95), rank.effective_rank(h - h.mean(0), 0.95)] == [1, 8]
+    before = h.clone()
+    assert rank.effective_rank(h, 0.95) == 1, "vectors that are nearly alike have rank 1: the mean counts"
+    assert rank.effective_rank(h - h.mean(0), 0.95) == 8, "without its mean this matrix has rank 8"
+    assert torch.equal(h, before), "h has changed: the caller still needs it"
 
 
 @task("effective_rank")
 def test_what_has_no_rank_is_refused():
-    for h in (np.ones(5), np.full((5, 3), np.nan), np.full((5, 3), np.inf), np.ones((0, 3))):
+    for h in (np.ones(5), np.full((5, 3), np.nan), np.full((5, 3), np.inf), np.ones((0, 3)), np.ones((2, 3, 4))):
         with pytest.raises(ValueError):
             rank.effective_rank(h)
+
+
+# ---- All together ---------------------------------------------------------------------------------------------------
+def fifty_steps(seed):
+    """Train a tiny model on texts that count up from one of four numbers -> model, corruption, tokens, losses."""
+    config = maelm.Config(vocab_size=20, seq_len=24, encoder_layers=2, encoder_dim=32, encoder_heads=2, dropout=0.0,
+                          decoder_layers=1, mask_rate=0.25, init_std=0.1, norm="pre", rel_pos_buckets=8,
+                          rel_pos_max_distance=20)
+    torch.manual_seed(0)
+    model, draw, losses = maelm.MAELM(config), generator(seed), []
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.95))
+    for step in range(50):
+        first = torch.randint(4, (32, 1), generator=draw)
+        tokens = maelm.NUM_SPECIAL + (5 * first + torch.arange(24)) % 16
+        corruption = maelm.corrupt(tokens, config, draw)
+        optimizer.param_groups[0]["lr"] = 0.01 * train.learning_rate_factor(step, 5, 50)
+        loss = model(tokens, corruption)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model, corruption, tokens, losses
+
+
+@task("together")
+def test_the_loss_falls_as_ours_does():
+    loss = np.mean([fifty_steps(seed)[3][-10:] for seed in range(3)])
+    assert not loss < LOSS - 4 * DEVIATION, f"loss {loss:.2f}, ours {LOSS}: too good; what does the model see?"
+    assert loss < LOSS + 4 * DEVIATION, f"loss {loss:.2f}, ours {LOSS} (deviation {DEVIATION}): what does it not learn?"
+
+
+@task("together")
+def test_a_trained_model_can_be_measured():
+    model, corruption, tokens, _ = fifty_steps(0)
+    h = model.encode(corruption).flatten(0, 1)
+    found = rank.effective_rank(h, 0.9)
+    assert 4 <= found <= 13, f"the text has effective rank {found}, ours 8"
+    guess = model.logits(corruption).argmax(-1)
+    found = metrics.matthews(guess.flatten().numpy(), tokens.gather(1, corruption.masked).flatten().numpy())
+    assert 0.5 < found < 1, f"guesses correlate with the masked tokens by {found:.2f}, ours by 0.9"

@@ -1,4 +1,4 @@
-"""Claims about sizes, the rows of Table 2, and the three of them with cross-attention."""
+"""Claims about sizes, the rows of Table 2, the start of training, and shortcuts that save time: none is homework."""
 import math
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ import train
 from conftest import generator, model_and_batch, random_tokens, tiny
 from support import cross_attention
 from support.models import check, make_model
-from test_maelm import close, copy_attention, copy_layer, exact
+from test_maelm import all_learn, at_positions, bias_table, close, copy_attention, copy_layer, exact
 from tests.common import SHAPE
 
 
@@ -47,6 +47,10 @@ def test_uni_predicts_all_tokens_but_the_first():
 
 
 # ---- Sizes and rows -------------------------------------------------------------------------------------------------
+def test_the_paper_masks_77_of_512_tokens():
+    assert maelm.Config().num_masked(512) == 77  # App. C
+
+
 @pytest.mark.parametrize("field, values", [("rel_pos_buckets", (-4, 7)), ("decoder_dim", (-64, 100)), ("seq_len", (1,)),
                                            ("decoder_layers", (0, -1)), ("encoder_heads", (0, 7)),
                                            ("init_std", (-1.0, 0.0, math.nan, math.inf)), ("decoder", ("uni",))])
@@ -73,3 +77,73 @@ def test_every_row_of_table_2_learns_and_uses_all_its_parameters(ablation):
         loss = model(tokens, corruption)
         loss.backward()
     assert loss < first / 2
+
+
+def test_positions_skip_removed_tokens_if_aligned():
+    for aligned in (True, False):
+        model, _, corruption = model_and_batch(aligned_positions=aligned)
+        positions = corruption.kept if aligned else torch.arange(18).expand(6, -1)
+        seen = corruption.corrupted.gather(1, corruption.kept)
+        close(model.encode(corruption), model.encoder(seen, positions))
+
+
+def test_relative_tables_are_where_the_config_says():
+    for fields, tables in [
+        (dict(), 1), (dict(decoder_relative=True), 2), (dict(decoder_relative=True, decoder_dim=64), 2),
+        (dict(decoder_relative=True, rel_pos_buckets=0), 0), (dict(decoder="bi+cross", decoder_relative=True), 2),
+        (dict(decoder="uni+cross", decoder_relative=True), 1), (dict(decoder="cross", decoder_relative=True), 1),
+    ]:
+        model, tokens, corruption = model_and_batch(**fields)
+        assert len([name for name, _ in model.named_parameters() if "table" in name]) == tables
+        all_learn(model(tokens, corruption), model)
+
+
+# ---- The start, and dropout ------------------------------------------------------------------------------------------
+def test_initial_weights_are_normal():
+    torch.manual_seed(0)
+    model = maelm.MAELM(tiny(encoder_dim=256, init_std=0.02))
+    for name, p in model.named_parameters():
+        if p.ndim == 1:  # gains of LayerNorms and biases
+            assert p.unique().tolist() == [float(name.endswith("weight"))], name
+        elif p.numel() > 5000:
+            assert p.std().item() == pytest.approx(0.02, abs=0.001), name
+            assert p.abs().max() > 0.06, name  # normal, not truncated
+
+
+def test_dropout_is_in_the_encoder_only():
+    model, tokens, corruption = model_and_batch(dropout=0.5)
+    model.train()
+    h, other = model.encode(corruption), model.encode(corruption)
+    assert not torch.allclose(h, other)
+    x, positions = model.fill_gaps(h, corruption), torch.arange(24)[None]
+    exact(model.decoder(x, positions), model.decoder(x, positions))
+
+
+# ---- The same in less time -------------------------------------------------------------------------------------------
+def test_a_prediction_does_not_depend_on_which_others_are_asked_for():
+    """With masks that the encoder sees all, the loss at fewer positions needs the same model input."""
+    for fields in (dict(**maelm.ABLATIONS["mlm"]), dict(mask_in_encoder=1.0), dict(mask_in_encoder=1.0, norm="pre"),
+                   dict(mask_in_encoder=1.0, decoder="bi+cross"), dict(mask_in_encoder=1.0, decoder="cross")):
+        model, _, corruption = model_and_batch(**fields)
+        fewer = corruption._replace(masked=corruption.masked[:, [4, 1]])
+        close(model.logits(fewer), model.logits(corruption)[:, [4, 1]], atol=1e-5, rtol=1e-4)
+
+
+def test_a_layer_at_some_positions_is_the_same():
+    for norm in ("post", "pre"):
+        block, at = maelm.Block(tiny(norm=norm), 32, 4, 0.0), torch.tensor([[5, 0], [3, 6]])
+        x = torch.randn(2, 7, 32, generator=generator(0))
+        close(block(x, at=at), at_positions(block(x), at), atol=1e-5, rtol=1e-5)
+
+
+def test_the_fast_bias_is_the_plain_lookup_and_hides_padding():
+    bias, positions = bias_table(), torch.tensor([[0, 3, 4], [1, 2, 23]])
+    plain = bias.table(bias.bucket[positions[:, None, :] - positions[:, :, None] + 23]).permute(0, 3, 1, 2)
+    exact(bias(positions), plain)
+    padding = torch.tensor([[False, False, True], [False, True, False]])
+    hidden = plain.masked_fill(padding[:, None, None, :], -math.inf)
+    stack = maelm.Stack(tiny(), 32, 1, 0.0, relative=False)
+    assert stack.attention_bias(positions) is None
+    exact(stack.attention_bias(positions, padding).expand(-1, 4, 3, -1), hidden - plain)
+    stack.relative_bias = bias
+    exact(stack.attention_bias(positions, padding), hidden)

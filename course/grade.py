@@ -1,0 +1,250 @@
+"""Grading: reads submissions, runs the claims on their functions, and counts points; see teaching.md.
+
+Each task runs in a fresh copy of this project, with the student's file and our solutions of all other tasks. The points
+come from pytest's report, which is written outside of that copy. It is no sandbox.
+"""
+import ast
+import functools
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import tokenize
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+from support.cli import UserError
+
+HERE = Path(__file__).resolve().parent.parent
+TASKS = {  # function or Class.method: its file; each one calls only those above it
+    "learning_rate_factor": "train.py",
+    "tau_rank": "rank.py",
+    "matthews": "support/metrics.py",
+    "effective_rank": "rank.py",
+    "relative_bucket": "maelm.py",
+    "attention": "maelm.py",
+    "RelativeBias.forward": "maelm.py",
+    "Attention.forward": "maelm.py",
+    "corrupt": "maelm.py",
+    "Encoder.hidden_states": "maelm.py",
+    "MAELM.fill_gaps": "maelm.py",
+    "MAELM.forward": "maelm.py",
+}
+STEPS = {"corrupt": ("draw_masks", "apply_masks")}  # functions that also belong to a task
+SHORTCUTS = {"RelativeBias.forward": ("lookup",)}  # functions that only our solution of a task calls
+TOGETHER = "together"  # claims about all of a student's functions at once
+FILES = ("maelm.py", "rank.py", "train.py", "support/metrics.py")
+TESTS = ("test_maelm.py", "tests/test_homework.py")
+COPIED = ("*.py", "support/*.py", "tests/test_homework.py")
+PYTEST_INI = "[pytest]\naddopts = --import-mode=importlib --tb=short\npythonpath = .\n"
+BY_HAND = set("""os sys subprocess ctypes gc inspect importlib builtins threading multiprocessing signal atexit io
+    pathlib shutil socket pickle types traceback mmap mock unittest pytest _pytest conftest test_maelm transformers
+    testing assert_close library setattr getattr delattr vars globals locals exec eval compile open breakpoint
+    attrgetter methodcaller load fromfile memmap from_file genfromtxt loadtxt gi_frame cr_frame tb_frame f_back
+    _exit _getframe _C glob tempfile linecache codecs fileinput""".split())
+
+
+# ---- 1. Reading code ----------------------------------------------------------------------------------------
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """The syntax tree of a file, or an empty one if it has none: pytest will say why."""
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return ast.parse("")
+
+
+def find(text: str, name: str) -> ast.FunctionDef | None:
+    """Function or Class.method `name` in a Python text, the last one if there are several; None if there is none."""
+    node = parsed(text)
+    for part in name.split("."):
+        named = {inner.name: inner for inner in getattr(node, "body", []) if hasattr(inner, "name")}
+        node = named.get(part)
+    return node
+
+
+def source(text: str, name: str) -> str:
+    """The lines of a function, not indented."""
+    node = find(text, name)
+    return textwrap.dedent("\n".join(text.split("\n")[node.lineno - 1:node.end_lineno]))
+
+
+def functions_of(task: str) -> tuple[str, ...]:
+    """The functions that students write for a task."""
+    return (task, *STEPS.get(task, ()))
+
+
+def claims_of(task: str) -> dict[str, bool]:
+    """The tests of a task, and whether each is a gate, without which the task has no points."""
+    text = "\n".join((HERE / file).read_text("utf-8") for file in TESTS)
+    found = re.findall(rf'^@task\("{task}"(, gate=True)?\)\ndef (\w+)', text, re.MULTILINE)
+    return {name: bool(gate) for gate, name in found}
+
+
+def is_written(text: str, name: str) -> bool:
+    """Whether a file defines function or Class.method `name`, in any way, and not as our blank."""
+    owner, _, last = name.rpartition(".")
+    node = find(text, name)
+    if node is None:  # by a def inside an if, a lambda, or not at all
+        return owner in text and last in text
+    assigned = re.search(rf"^\s*({re.escape(name)}|{last}) = ", text, re.MULTILINE)
+    return bool(assigned) or "NotImplementedError" not in ast.unparse(node.body[-1])
+
+
+def suspicious(text: str) -> Counter:
+    """Names by which a file could reach the interpreter or the tests, and how often each occurs."""
+    found, nodes = Counter(), list(ast.walk(parsed(text)))
+    code = io.StringIO(ast.unparse(parsed(text)))  # without comments
+    for token in tokenize.generate_tokens(code.readline):
+        name = token.string if token.type == tokenize.NAME else ""
+        found[name] += name in BY_HAND or name.startswith("__") and name not in ("__init__", "__name__")
+    allowed = {"self", *[node.name for node in nodes if isinstance(node, ast.ClassDef)]}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):  # such as torch.equal = ...
+            found[ast.unparse(node)] += ast.unparse(node.value) not in allowed and node.attr != "data"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "type":
+            found["type"] += len(node.args) > 1  # makes a class
+    return +found
+
+
+# ---- 2. Submissions -----------------------------------------------------------------------------------------
+def read_submission(path: Path) -> dict[str, str]:
+    """The texts of a student's files, by their names in FILES. Raises UserError if there are none."""
+    if path.suffix == ".zip" and path.is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.unpack_archive(path, folder)
+            return read_submission(Path(folder))
+    if not path.exists():
+        raise UserError(f"{path}: there is no such file or folder; name a maelm.py, a folder or a zip")
+    if path.is_file():
+        return {"maelm.py": path.read_text("utf-8-sig", "replace")}
+    texts = {}
+    for found in sorted(path.rglob("*.py"), key=lambda found: len(found.parts)):  # of copies, the uppermost counts
+        for file in FILES:
+            if found.name == Path(file).name and "__MACOSX" not in found.parts:
+                texts.setdefault(file, found.read_text("utf-8-sig", "replace"))
+    return texts
+
+
+def marks_of(texts: dict[str, str]) -> list[str]:
+    """A line for each file that a person should read."""
+    lines = []
+    for file, text in texts.items():
+        names = suspicious(text)
+        if "def main(" in text:  # not the handout's short file but ours, which has some of these names
+            names -= suspicious((HERE / file).read_text("utf-8"))
+        if names:
+            lines.append(f"read by hand: {file} names {', '.join(sorted(names))}")
+    return lines
+
+
+def completed(text: str, file: str, own: list[str]) -> str:
+    """A student's file, at whose end our solutions replace all tasks but the student's own."""
+    ours, parts = (HERE / file).read_text("utf-8"), [text]
+    for task in TASKS:
+        if TASKS[task] == file and task not in own:
+            for name in (*functions_of(task), *SHORTCUTS.get(task, ())):
+                owner, _, method = name.rpartition(".")
+                parts.append(source(ours, name))
+                if owner:
+                    parts.append(f"if {owner!r} in globals():\n    {name} = {method}")
+    return "\n\n\n".join([*parts, ""])
+
+
+# ---- 3. Points ----------------------------------------------------------------------------------------------
+class Result(NamedTuple):
+    """How a task was solved: its points, the most there are, a line, and a paragraph for each failed claim."""
+    task: str
+    points: int
+    most: int
+    status: str
+    details: str = ""
+
+
+def grade(task: str, texts: dict[str, str], seconds: float) -> Result:
+    """Grade a task of a submission, or `together`: all that the student has attempted."""
+    most, own = len(claims_of(task)), []
+    for name, file in TASKS.items():
+        written = any(is_written(texts.get(file, ""), function) for function in functions_of(name))
+        if written and task in (name, TOGETHER):
+            own.append(name)
+    files = {TASKS[name] for name in own}
+    if not files or task == TOGETHER and "maelm.py" not in files:
+        return Result(task, 0, most, "not attempted")
+
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as elsewhere:
+        folder, report = Path(name), Path(elsewhere) / "report.xml"
+        for path in itertools.chain(*map(HERE.glob, COPIED)):
+            target = folder / path.relative_to(HERE)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(path, target)
+        (folder / "pytest.ini").write_text(PYTEST_INI)
+        for file in files:
+            (folder / file).write_text(completed(texts[file], file, own), "utf-8")
+        test = TESTS[0] if files == {"maelm.py"} and task != TOGETHER else TESTS[1]
+        # Without conftest.py as a plugin, so that a file that cannot be imported is in the report.
+        command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command += [f"{test}::{claim}" for claim in claims_of(task)]
+        try:
+            subprocess.run(command, cwd=folder, timeout=seconds, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                           stderr=subprocess.DEVNULL)
+            cases = list(ElementTree.parse(report).iter("testcase"))
+        except subprocess.TimeoutExpired:
+            return Result(task, 0, most, f"takes over {seconds:g} s")
+        except (OSError, ElementTree.ParseError):
+            return Result(task, 0, most, "no report: it ends Python")
+    return counted(task, cases, texts)
+
+
+def counted(task: str, cases: list[ElementTree.Element], texts: dict[str, str]) -> Result:
+    """The points for the test cases of a report."""
+    claims, failed = claims_of(task), {}
+    by_name = {case.get("name"): case for case in cases}
+    if cases and not by_name.keys() & claims.keys():  # pytest could not even collect the tests
+        said = re.findall(r"^E +(\w+: .*)", "".join(cases[0].itertext()), re.MULTILINE)
+        return Result(task, 0, len(claims), f"cannot be imported: {said[-1] if said else 'see pytest'}")
+    for claim in claims:
+        if claim not in by_name:
+            failed[claim] = f"{claim}: has no result"
+        elif len(by_name[claim]):  # a failure, an error or a skip is inside
+            failed[claim] = f"{claim}: {explained(''.join(by_name[claim].itertext()), texts)}"
+    gates = [claim for claim in failed if claims[claim]]
+    status = f"failed: {', '.join(failed)}" if failed else "full marks"
+    if gates:
+        status = f"no points without {gates[0]}; {status}"
+    return Result(task, 0 if gates else len(claims) - len(failed), len(claims), status, "\n".join(failed.values()))
+
+
+def explained(traceback: str, texts: dict[str, str]) -> str:
+    """The message and the student's lines of pytest's short traceback, without lines of ours."""
+    lines = re.findall(r"^E +(?:AssertionError: )?(.*)", traceback, re.MULTILINE)[:1]
+    for file, number, function, code in re.findall(r"^(\S+):(\d+): in (.+)\n +(.*)", traceback, re.MULTILINE):
+        if int(number) <= len(texts.get(file, "").splitlines()):  # our solutions follow at the end
+            lines.append(f"    {file}:{number} in {function}: {code}")
+    return "\n".join(lines)
+
+
+def grade_all(texts: dict[str, str], only: list[str], seconds: float) -> list[Result]:
+    """Grade all tasks, or only some, with a process per task."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda task: grade(task, texts, seconds), only or [*TASKS, TOGETHER]))
+
+
+def gradescope(results: list[Result], marks: list[str]) -> str:
+    """results.json, as Gradescope documents it; students do not see the marks."""
+    tests = []
+    for result in results:
+        output = f"{result.status}\n{result.details}"
+        tests.append({"name": result.task, "score": result.points, "max_score": result.most, "output": output})
+    for mark in marks:
+        tests.append({"name": mark, "score": 0, "max_score": 0, "output": "", "visibility": "hidden"})
+    return json.dumps({"tests": tests}, indent=1)
