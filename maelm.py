@@ -95,8 +95,8 @@ def apply_masks(tokens, masked, config, generator):
     Example for MAE-LM: tokens 10 11 12 13 10 14, masked 5 2 -> corrupted 10 11 3 13 10 3, kept 0 1 3 4."""
     B, m = masked.shape
     is_masked = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, masked, True)
-    if is_masked.sum() != B * m:
-        raise ValueError("the masked positions of a sequence must be distinct")
+    if m == 0 or is_masked.sum() != B * m:
+        raise ValueError("each sequence needs one or more masked positions, all distinct")
     replacement = torch.full_like(masked, MASK)  # everywhere, whereas BERT leaves some unchanged
     if config.encoder_fill == "random":
         replacement.random_(NUM_SPECIAL, config.vocab_size, generator=generator)
@@ -277,8 +277,6 @@ class MAELM(nn.Module):
         super().__init__()
         if config.decoder != "bi":
             raise ValueError(f"decoder={config.decoder!r}: use support.models.make_model")
-        if config.decoder_layers == 0 and config.mask_in_encoder < 1:
-            raise ValueError("without a decoder, the encoder must see all masks: mask_in_encoder=1")
         self.config = config
         self.encoder = Encoder(config)
         self.decoder = Decoder(config) if config.decoder_layers > 0 else None
@@ -313,6 +311,8 @@ class MAELM(nn.Module):
         """H^L at the kept positions, (B, r, d), or in a standard MLM (r = n) at positions `at`: (B, m, d)."""
         seen = corruption.corrupted.gather(1, corruption.kept)  # (B, r)
         n, r = corruption.corrupted.shape[1], seen.shape[1]
+        if at is not None and r < n:
+            raise ValueError("without a decoder, the encoder must see all masks: mask_in_encoder=1")
         if not self.config.aligned_positions:  # Table 2: misaligned
             positions = torch.arange(r, device=seen.device)[None]
         elif r == n:  # nothing is removed: `kept` is 0 to n - 1 in all sequences, so one row, one bias

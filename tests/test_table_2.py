@@ -46,6 +46,13 @@ def test_uni_predicts_all_tokens_but_the_first():
     close(model(tokens, corruption), torch.stack(by_hand).mean())
 
 
+def test_an_mlm_refuses_removed_positions():
+    mlm, tokens, _ = model_and_batch(**maelm.ABLATIONS["mlm"])
+    for removed in (maelm.corrupt(tokens, tiny(mask_in_encoder=delta), generator(0)) for delta in (0.0, 0.5)):
+        with pytest.raises(ValueError, match="the encoder must see all masks"):
+            mlm(tokens, removed)
+
+
 # ---- Sizes and rows -------------------------------------------------------------------------------------------------
 def test_the_paper_masks_77_of_512_tokens():
     assert maelm.Config().num_masked(512) == 77  # App. C
