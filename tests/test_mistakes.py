@@ -32,7 +32,6 @@ MISTAKES = [  # claim, without test_; module.function or module.Class.method; a 
     ("any_number_of_masks_can_be_applied", "maelm.apply_masks", "is_masked.sum() != B * m", "False"),
     ("a_random_fill_is_any_real_token", "maelm.apply_masks", "random_(NUM_SPECIAL,", "random_(0,"),
     ("only_real_or_given_positions_are_masked", "maelm.draw_masks", "maskable.sum(1).min()", "maskable.sum(1).max()"),
-    ("only_real_or_given_positions_are_masked", "maelm.draw_masks", "not 0 < m <= fewest", "m > fewest"),
     ("masked_tokens_do_not_leak", "maelm.apply_masks", "tokens.scatter(1, masked, replacement)", "tokens"),
     ("removing_equals_hiding", "maelm.MAELM.encode", "positions = corruption.kept", "positions = corruption.kept // 2"),
     ("positions_skip_removed_tokens_if_aligned", "maelm.MAELM.encode", "not self.config.aligned_positions",
