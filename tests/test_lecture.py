@@ -1,5 +1,8 @@
-"""The notebook of the lecture runs in a Jupyter kernel, and what it computes is what rank.py computes."""
+"""Claims about the notebook of the lecture: it runs in a Jupyter kernel, measures as rank.py does, and finds maelm."""
 import json
+import os
+import subprocess
+import sys
 
 import nbformat
 from nbclient import NotebookClient
@@ -11,6 +14,12 @@ from tests.common import ROOT, write_corpus
 NOTEBOOK = ROOT / "course" / "lecture.ipynb"
 
 
+def read_notebook():
+    """The notebook, and its code cells by id."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    return notebook, {cell.id: cell for cell in notebook.cells if cell.cell_type == "code"}
+
+
 def pictures(notebook):
     """The number of pictures that the cells of a notebook show."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -18,16 +27,37 @@ def pictures(notebook):
 
 
 def test_lecture_draws_what_rank_measures(tmp_path):
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook, cells = read_notebook()
     committed = pictures(notebook)
-    text, setup = write_corpus(tmp_path / "text.txt", 1000), notebook.cells[1]
-    setup.source += f"\nTEXT, SHARE, STEPS, OUT = {str(text)!r}, 1.0, 20, Path({str(tmp_path / 'lecture')!r})"
+    text = write_corpus(tmp_path / "text.txt", 1000)
+    cells["settings"].source += f"\nTEXT, SHARE, STEPS = {str(text)!r}, 1.0, 20"
     notebook.cells.append(nbformat.v4.new_code_cell("import json\nprint(json.dumps(found))"))
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": NOTEBOOK.parent}}).execute()
     found = json.loads(notebook.cells[-1].outputs[0].text)
-    assert pictures(notebook) == committed == 11
+    assert pictures(notebook) == committed == 15
 
     out = tmp_path / "rank"
     rank.main(["models/mae-lm", "models/mlm", "--data", str(text), "--val-share", "1", "--out", str(out)])
     measured = read_json(out / "rank.json")["models"]
     assert list(found.values()) == list(measured.values())
+
+
+def test_no_cell_of_the_lecture_is_longer_than_a_slide():
+    _, cells = read_notebook()
+    assert [name for name, cell in cells.items() if len(cell.source.splitlines()) > 14] == []
+
+
+def test_the_first_cell_alone_fetches_the_repository_once(tmp_path):
+    origin, alone = tmp_path / "origin", tmp_path / "alone"
+    alone.mkdir()
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-C", str(origin)]
+    for command in (["git", "init", "-q", str(origin)], [*git, "add", "."], [*git, "commit", "-qm", "first"]):
+        subprocess.run(command, check=True)
+        (origin / "course").mkdir(exist_ok=True)
+        (origin / "course" / "lecture.py").touch()
+    _, cells = read_notebook()
+    first = next(iter(cells.values())).source + "\nprint(os.getcwd() == sys.path[0], os.getcwd())"
+    for address in (str(origin), ""):  # without an address, it is found where it was fetched
+        end = subprocess.run([sys.executable, "-c", first], cwd=alone, capture_output=True, text=True,
+                             env={**os.environ, "MAELM_REPOSITORY": address})
+        assert end.stdout == f"True {(alone / 'maelm').resolve()}\n", end.stderr
