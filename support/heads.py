@@ -5,6 +5,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+import tokenizers
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from tqdm import tqdm
 
 from maelm import CLS, PAD, SEP, Config
 from support.files import json_lines
-from support.metrics import METRICS, f1_of_second_label, squad_metrics
+from support.metrics import METRICS, squad_metrics
 from support.tasks import Example, Labels, Question
 from support.tokenizer import Tokenizer
 
@@ -24,11 +25,7 @@ class Encoded(NamedTuple):
     targets: Tensor  # (N,) int64 or float32 labels; (N, 3) int64 for spans: first and last token, start of the passage
     examples: list  # Example or Question
     windows: list[tuple[int, int]]  # SQuAD, of each input: number of its question, tokens of the context before it
-    remarks: list[str]
-
-    def content(self) -> list[tuple]:
-        """The examples without their places in a file."""
-        return [example[:4] for example in self.examples]
+    remark: str
 
 
 def collate(encoded: Encoded, chosen, device: torch.device):
@@ -36,14 +33,6 @@ def collate(encoded: Encoded, chosen, device: torch.device):
     ids = [torch.from_numpy(encoded.ids[i]) for i in chosen]
     tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD).to(device)
     return tokens, tokens == PAD, encoded.targets[chosen].to(device)
-
-
-def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens of two texts are kept, given their numbers of tokens. The longer text is cut, down to half of the
-    room, and a token more if that is odd: as `tokenizers` does. Of equally long texts, the second is the longer."""
-    shorter = min(first, second, room // 2)
-    longer = min(max(first, second), room - shorter)
-    return (longer, shorter) if first > second else (shorter, longer)
 
 
 class ClassifierHead(nn.Sequential):
@@ -60,31 +49,27 @@ class ClassifierHead(nn.Sequential):
 
 class Classification:
     """Inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, targets as in Encoded. Spans has the same methods."""
-    def __init__(self, tokenizer: Tokenizer, dim: int, n: int, dropout: float, labels: Labels):
-        self.tokenizer, self.dim, self.n = tokenizer, dim, n
-        self.dropout, self.labels = dropout, labels
+    def __init__(self, tokenizer: Tokenizer, config: Config, tune, labels: Labels):
+        self.config, self.labels = config, labels
+        self.n = min(tune.seq_len, config.seq_len)
+        self.model = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer.model.to_str())).model  # a copy
+        self.model.post_processor = tokenizers.processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)])
+        self.model.enable_truncation(self.n)  # of the longer text first
 
     def encode(self, examples: list[Example]) -> Encoded:
-        """Tokens of each example, cut off by longest_first. UserError for a label that the task does not have."""
+        """Tokens of each example, at most n. UserError for examples that the task does not have, as Labels.target."""
         targets = [self.labels.target(example) for example in examples]  # before the long work
         ids, truncated = [], 0
         for example in tqdm(examples, "tokenizing", leave=False, disable=None):
-            a = self.tokenizer.encode(example.text)
-            b = self.tokenizer.encode(example.text2 or "")
-            room = self.n - (2 if example.text2 is None else 3)  # for both texts
-            truncated += len(a) + len(b) > room
-            if example.text2 is None:
-                tokens = [CLS, *a[:room], SEP]
-            else:
-                first, second = longest_first(len(a), len(b), room)
-                tokens = [CLS, *a[:first], SEP, *b[:second], SEP]
-            ids.append(np.array(tokens, np.int64))
-        remarks = [f"{truncated:,} of {len(ids):,} inputs are cut off at {self.n} tokens"] if truncated else []
-        return Encoded(ids, torch.tensor(targets), examples, [], remarks)
+            found = self.model.encode(example.text, example.text2)
+            ids.append(np.array(found.ids, np.int64))
+            truncated += bool(found.overflowing)
+        return Encoded(ids, torch.tensor(targets), examples, [],
+                       f"{truncated:,} of {len(ids):,} inputs are cut off at {self.n} tokens")
 
     def head(self) -> nn.Module:
-        classes = max(1, len(self.labels.names))
-        return ClassifierHead(self.dim, classes, self.dropout)
+        return ClassifierHead(self.config.encoder_dim, max(1, len(self.labels.names)), self.config.dropout)
 
     def loss(self, logits, targets, padding):
         """Cross-entropy in nats, or the squared error of one number; mean over the batch."""
@@ -98,13 +83,10 @@ class Classification:
 
     def score(self, outputs, encoded: Encoded) -> dict[str, float | None]:
         """Logits (N, C) -> metrics in percent; None for the rank correlation of equal predictions."""
-        true = encoded.targets.numpy()
         predicted = outputs.argmax(1) if self.labels.names else outputs[:, 0]
-        metric = self.labels.metric
-        found = {metric: METRICS[metric](predicted, true)}
-        if self.labels.f1 and len(self.labels.names) == 2:
-            found |= f1_of_second_label(predicted, true)
-        for name, value in found.items():
+        found = {}
+        for name in self.labels.metrics:
+            value = METRICS[name](predicted, encoded.targets.numpy())
             found[name] = None if math.isnan(value) else 100 * value
         return found
 
@@ -154,11 +136,9 @@ def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
 # ---- 3. SQuAD 2.0: inputs, head, loss and score -------------------------------------------------------------
 class Spans:
     """Inputs `[CLS] question [SEP] window of the context [SEP]`; an answer outside the window is at [CLS]."""
-    labels = Labels("f1")  # no names
-
-    def __init__(self, tokenizer: Tokenizer, dim: int, n: int, tune):
-        self.tokenizer, self.dim, self.n = tokenizer, dim, n
-        self.tune = tune
+    def __init__(self, tokenizer: Tokenizer, config: Config, tune, labels: Labels):
+        self.tokenizer, self.config, self.tune, self.labels = tokenizer, config, tune, labels
+        self.n = min(tune.seq_len, config.seq_len)
         self.spans_of = functools.cache(functools.partial(spans_of, tokenizer))  # many questions share a context
 
     def encode(self, questions: list[Question]) -> Encoded:
@@ -182,11 +162,11 @@ class Spans:
                 inside = q.answers and offset <= first and last < offset + room
                 target = (first + shift, last + shift) if inside else (0, 0)
                 targets.append((*target, len(query)))
-        return Encoded(ids, torch.tensor(targets), questions, windows, [f"{len(ids):,} windows of {self.n} tokens"])
+        return Encoded(ids, torch.tensor(targets), questions, windows, f"{len(ids):,} windows of {self.n} tokens")
 
     def head(self) -> nn.Module:
         """A new head: H^L -> logits of the first and the last token of the answer, (B, m, 2)."""
-        return nn.Linear(self.dim, 2)
+        return nn.Linear(self.config.encoder_dim, 2)
 
     def in_passage(self, logits, targets, padding):
         """Logits (B, m, 2), -inf except at [CLS] and in the window; targets (B, 3) int64, padding (B, m) bool."""
@@ -250,14 +230,6 @@ class Spans:
 
 
 # ---- 4. An encoder with a head ------------------------------------------------------------------------------
-def make_kind(task: str, tokenizer: Tokenizer, config: Config, tune, labels: Labels) -> Classification | Spans:
-    """The inputs, head, loss and score of a task, for an encoder with this config and by the fields of a TuneConfig."""
-    n = min(tune.seq_len, config.seq_len)
-    if task == "squad2":
-        return Spans(tokenizer, config.encoder_dim, n, tune)
-    return Classification(tokenizer, config.encoder_dim, n, tune.dropout, labels)
-
-
 class Tuned(nn.Module):
     """An encoder with a head."""
     def __init__(self, encoder: nn.Module, head: nn.Module):
