@@ -147,43 +147,41 @@ def outputs_of(model: Tuned, kind: Classification | Spans, encoded: Encoded, bat
 
 
 def evaluate(model: Tuned, setup: Setup, tune: TuneConfig, step: int):
-    """An evaluation on dev, for MNLI also on dev_mm, and the outputs on dev; None if the model has diverged."""
+    """A checkpoint's scores on dev, for MNLI also on dev_mm, and its files; results.DIVERGED if it has diverged."""
     kind, found = setup.kind, {}
     for split, encoded in setup.splits.items():
         if split != "train":
             found[split] = outputs_of(model, kind, encoded, tune.batch_size, setup.worker.device)
     if None in found.values():
-        return results.DIVERGED, None
+        return results.DIVERGED, {}
     outputs, ranks = found["dev"]
-    metrics = kind.score(outputs, setup.splits["dev"])
+    metrics, files = kind.score(outputs, setup.splits["dev"])
     if "dev_mm" in found:
-        metrics["accuracy_mm"] = kind.score(found["dev_mm"][0], setup.splits["dev_mm"])["accuracy"]
-    return {"value": metrics[kind.labels.metrics[0]], "metrics": metrics, "ranks": ranks, "step": step}, outputs
+        metrics["accuracy_mm"] = kind.score(found["dev_mm"][0], setup.splits["dev_mm"])[0]["accuracy"]
+    return {"value": metrics[kind.labels.metrics[0]], "metrics": metrics, "ranks": ranks, "step": step}, files
 
 
 def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     """One run. Of seed 1, the predictions and the best model, with all that --predict needs to know, are kept."""
-    start, kind = time.perf_counter(), setup.kind
+    start, labels, best = time.perf_counter(), setup.kind.labels, None
     encoder = setup.pretrained.new_encoder(seed)
     torch.manual_seed(seed_of(seed))  # for the head
-    model = Tuned(encoder, kind.head()).to(setup.worker.device)
-    best = None
+    model = Tuned(encoder, setup.kind.head()).to(setup.worker.device)
     for step in fine_tune(model, setup, tune, seed):
-        last, outputs = evaluate(model, setup, tune, step)
-        if outputs is None:
-            best = last  # a run that has diverged has no value, whatever it reached before
+        found, files = evaluate(model, setup, tune, step)
+        if found == results.DIVERGED:
+            best = found  # a run that has diverged has no value, whatever it reached before
             break
-        if best is None or results.height(last["value"]) > results.height(best["value"]):  # of equal ones the first
-            best, files = last, kind.files(outputs, setup.splits["dev"])
+        if best is None or results.height(found["value"]) > results.height(best["value"]):  # of equal ones the first
+            best, best_files = found, files
             weights = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
-    if seed == 1 and best["step"] is not None:
+    if seed == 1 and best != results.DIVERGED:
         write_tensors(setup.out / "encoder.pt", {
             "config": asdict(setup.pretrained.config), "model": weights, "task": setup.task,
-            "labels": list(kind.labels.names), "scale": kind.labels.scale, "pairs": kind.labels.pairs})
-        write_texts(setup.out, files)
+            "labels": list(labels.names), "scale": labels.scale, "pairs": labels.pairs})
+        write_texts(setup.out, best_files)
     setting = {name: getattr(tune, name) for name in SWEPT}
-    seconds = round(time.perf_counter() - start, 2)
-    return {"setting": setting, "seed": seed, "best": best, "last": last, "seconds": seconds}
+    return best | {"setting": setting, "seed": seed, "seconds": round(time.perf_counter() - start, 2)}
 
 
 # ---- 3. All runs of a task ----------------------------------------------------------------------------------
@@ -197,7 +195,7 @@ def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
         setting = "  ".join(f"{name} {value:g}" for name, value in run["setting"].items())
         left = (len(missing) - number) * run["seconds"] / 3600
         print(f"{setup.task}  {setting}  seed {seed}  {setup.kind.labels.metrics[0]} "
-              f"{results.format_number(run['best']['value'])}  {run['seconds']:.0f} s  {left:.1f} h left")
+              f"{results.format_number(run['value'])}  {run['seconds']:.0f} s  {left:.1f} h left")
     for run in runs:
         results.wait_for(results.path_of_run(setup.out, *run))
     return [results.read_run(setup.out, *run) for run in runs]
@@ -238,7 +236,7 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
         points = grid(TASKS[task].group, dim, given)
         # Seed 0: the seeds of the result play no part in the choice.
         sweep = finish_runs(setup, [(replace(tune, **point), 0) for point in points])
-        sweep.sort(key=lambda run: results.height(run["best"]["value"]), reverse=True)
+        sweep.sort(key=lambda run: results.height(run["value"]), reverse=True)
         tune = replace(tune, **sweep[0]["setting"])
     runs = finish_runs(setup, [(tune, seed) for seed in range(1, options.seeds + 1)])
     if not worker.is_main:
@@ -269,9 +267,9 @@ def predict_file(options: argparse.Namespace, device: torch.device):
     encoded = kind.encode(read_file(task, source, labelled=False))
     open_folder(options.out, {"predict": str(source), "model": short_hash((folder / "encoder.pt").read_bytes())})
     outputs, _ = outputs_of(model, kind, encoded, tune.batch_size, device)
-    files = kind.files(outputs, encoded)
+    _, files = kind.score(outputs, encoded)
     if task in GLUE:
-        files |= submission(task, source, kind.predictions(outputs, encoded))
+        files[submission(task, source)] = files.pop("predictions.tsv")
     write_texts(options.out, files)
     print(f"{options.out}: {', '.join(files)}\n  {encoded.remark}")
 
@@ -310,7 +308,7 @@ def parse(argv) -> argparse.Namespace:
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: use a positive number")
     if task == "docs" and options.data or task == "custom" and not options.data:
-        parser.error(f"--task {task} --data {options.data}: custom needs a folder with train and dev, docs must have none")
+        parser.error(f"--task {task} --data {options.data}: custom needs a folder with train and dev, docs takes none")
     path = Path(options.init.removeprefix("random:")).resolve()
     name = f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.name
     if options.init.startswith("random:"):

@@ -86,15 +86,13 @@ def read_hub(name: str, split: str) -> list[Example] | list[Question]:
     return found if name == "squad2" else examples_of(name, found, hub)
 
 
-def submission(name: str, source: str, predictions: list[dict]) -> dict[str, str]:
-    """The file that GLUE's server takes, by its name: predictions for the texts in `source`. MNLI has three of them."""
-    file = TASKS[name].folder
-    if name == "mnli" and "diagnostic" in Path(source).name:
-        file = "AX"
-    elif name == "mnli":
-        file = "MNLI-mm" if "mismatched" in Path(source).name else "MNLI-m"
-    lines = [f"{line['id']}\t{line['prediction']}\n" for line in predictions]
-    return {f"{file}.tsv": "".join(["index\tprediction\n", *lines])}
+def submission(name: str, path: Path) -> str:
+    """The name of the file with the predictions for the texts in `path` for GLUE's server."""
+    if name == "mnli" and "diagnostic" in path.name:
+        return "AX.tsv"
+    if name == "mnli":
+        return "MNLI-mm.tsv" if "mismatched" in path.name else "MNLI-m.tsv"
+    return f"{TASKS[name].folder}.tsv"
 
 
 # ---- 3. Rows as examples ------------------------------------------------------------------------------------

@@ -81,23 +81,10 @@ class Classification:
         """The logits (B, C) as they are."""
         return logits
 
-    def score(self, outputs, encoded: Encoded) -> dict[str, float | None]:
-        """Logits (N, C) -> metrics in percent; None for the rank correlation of equal predictions."""
-        predicted = outputs.argmax(1) if self.labels.names else outputs[:, 0]
-        found = {}
-        for name in self.labels.metrics:
-            value = METRICS[name](predicted, encoded.targets.numpy())
-            found[name] = None if math.isnan(value) else 100 * value
-        return found
-
-    def files(self, outputs, encoded: Encoded) -> dict[str, str]:
-        """Logits (N, C) -> the file of all predictions, by its name."""
-        return {"predictions.jsonl": json_lines(self.predictions(outputs, encoded))}
-
-    def predictions(self, outputs, encoded: Encoded) -> list[dict]:
-        """Logits (N, C) -> id, label and prediction of each example, and the probability of every label."""
-        names = self.labels.names
-        found = []
+    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float | None], dict[str, str]]:
+        """Logits (N, C) -> metrics in percent (None for the rank correlation of equal predictions), and files of
+        predictions by their names: .jsonl with the probability of every label, .tsv as GLUE's server takes it."""
+        names, lines = self.labels.names, []
         for example, output in zip(encoded.examples, torch.from_numpy(outputs)):
             line = {"id": example.id}
             if example.label is not None:
@@ -107,8 +94,13 @@ class Classification:
                 line["scores"] = dict(zip(names, output.softmax(0).tolist()))
             else:
                 line["prediction"] = float(f"{self.labels.scale * output.item():.4g}")
-            found.append(line)
-        return found
+            lines.append(line)
+        table = [f"{line['id']}\t{line['prediction']}\n" for line in lines]
+        metrics, predicted = {}, outputs.argmax(1) if names else outputs[:, 0]
+        for name in self.labels.metrics:
+            value = METRICS[name](predicted, encoded.targets.numpy())
+            metrics[name] = None if math.isnan(value) else 100 * value
+        return metrics, {"predictions.jsonl": json_lines(lines), "predictions.tsv": "index\tprediction\n" + "".join(table)}
 
 
 # ---- 2. SQuAD 2.0: contexts as tokens -----------------------------------------------------------------------
@@ -216,17 +208,11 @@ class Spans:
             answers[name] = text if odds[name] <= 0 else ""
         return answers, odds
 
-    def score(self, outputs, encoded: Encoded) -> dict[str, float]:
-        """Outputs of all windows (N, 4) -> the numbers of the official evaluation."""
+    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
+        """Outputs of all windows (N, 4) -> the numbers of the official evaluation, and the files that it reads."""
         answers, odds = self.answers(outputs, encoded)
-        return squad_metrics(encoded.examples, answers, odds)
-
-    def files(self, outputs, encoded: Encoded) -> dict[str, str]:
-        """Outputs of all windows (N, 4) -> the files that the official evaluation reads, by their names."""
-        answers, odds = self.answers(outputs, encoded)
-        return {
-            "predictions.json": json.dumps(answers, indent=1),
-            "null_odds.json": json.dumps(odds, indent=1)}
+        return squad_metrics(encoded.examples, answers, odds), {
+            "predictions.json": json.dumps(answers, indent=1), "null_odds.json": json.dumps(odds, indent=1)}
 
 
 # ---- 4. An encoder with a head ------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import itertools
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -75,10 +75,10 @@ def split_long(texts: Iterable[str], longest: int) -> Iterator[str]:
 
 
 # ---- 2. Rows ------------------------------------------------------------------------------------------------
-def parse_json(text: str, place: str, number: Callable | None = None):
-    """The value of a JSON text; `number` makes each number from its letters. Raises UserError."""
+def parse_json(text: str, place: str):
+    """The value of a JSON text. Raises UserError."""
     try:
-        value = json.loads(text, parse_int=number, parse_float=number, parse_constant=number)
+        value = json.loads(text)
         if "\\ud" in text.lower():  # half of a surrogate pair, such as \ud83d alone, is not text
             value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
         return value
@@ -86,15 +86,15 @@ def parse_json(text: str, place: str, number: Callable | None = None):
         raise UserError(f"{place}: not JSON ({error})") from error
 
 
-def json_rows(path: Path, number: Callable | None = None) -> Iterator[Row]:
+def json_rows(path: Path) -> Iterator[Row]:
     """The objects of a file with one of them per line, or with a list of them."""
     lines, unit = lines_of(path), "line"
     for index, line in enumerate(lines, start=1):
         values = []
         if line.lstrip().startswith("["):
-            values, unit = parse_json(line + "".join(lines), str(path), number), "record"
+            values, unit = parse_json(line + "".join(lines), str(path)), "record"
         elif line.strip():
-            values = [parse_json(line, f"{path}, line {index}", number)]
+            values = [parse_json(line, f"{path}, line {index}")]
         for place, value in enumerate(values, start=index):
             if not isinstance(value, dict):
                 raise UserError(f"{path}, {unit} {place}: needs an object such as {{\"text\": ...}}; has {value!r:.60}")
@@ -135,8 +135,8 @@ def parquet_rows(path: Path, column: str | None = None) -> Iterator[Row]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a table, or the lines of a .txt as `text`. Cells are text: what a CSV contains, the digits of a
-    number in JSON (1.0 is not 1), numbers of Parquet as Python writes them. null, and NaN in Parquet, are None."""
+    """The rows of a table, or the lines of a .txt as `text`. Cells are text as it is in the file; numbers of JSON and
+    Parquet are as Python writes them (1.0 is not 1), null and NaN there are None. Raises UserError for a bad row."""
     _, kind = split_name(path)
     if kind in (".csv", ".tsv"):
         yield from csv_rows(path, comma="\t" if kind == ".tsv" else ",")
@@ -144,7 +144,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         for number, line in enumerate(lines_of(path), start=1):
             yield f"{path}, line {number}", {"text": line.removesuffix("\n")}
     elif kind in TABLES:
-        for place, record in parquet_rows(path) if kind == ".parquet" else json_rows(path, str):
+        for place, record in parquet_rows(path) if kind == ".parquet" else json_rows(path):
             for name, cell in record.items():
                 if isinstance(cell, bool | int | float):
                     record[name] = json.dumps(cell) if cell == cell else None

@@ -1,8 +1,7 @@
 """The results of fine-tuning: files of runs, medians over seeds, result.json and Table 1.
 
-A run is a dictionary: its `setting` in a sweep, its `seed`, its `seconds`, and the evaluations of its `best` and `last`
-checkpoint on the dev split. An evaluation has the `value` of the task's first metric and all `metrics` in percent, the
-`ranks` of Table 3 and the `step`.
+A run is a dictionary: its `setting` in a sweep, its `seed`, its `seconds`, and its best checkpoint on the dev split:
+`value` of the task's first metric and all `metrics` in percent, `ranks` of Table 3, and `step`.
 """
 import math
 import statistics
@@ -13,10 +12,9 @@ from pathlib import Path
 from support.files import read_json, write_json
 from support.tasks import SWEPT
 
-DIVERGED = {"value": None, "metrics": {}, "ranks": None, "step": None}  # the evaluation of a run that diverged
+DIVERGED = {"value": None, "metrics": {}, "ranks": None, "step": None}
 
 
-# ---- 1. Files of runs ---------------------------------------------------------------------------------------
 def path_of_run(out: Path, tune, seed: int) -> Path:
     """The file of a run, of a TuneConfig and a seed."""
     name = "-".join(f"{getattr(tune, field):g}" for field in SWEPT)
@@ -33,11 +31,10 @@ def read_run(out: Path, tune, seed: int) -> dict | None:
     """A run that is done, or None. UserError if its file is damaged or of another version of this program."""
     path = path_of_run(out, tune, seed)
     if path.is_file():
-        return read_json(path, "setting", "seed", "best", "last", "seconds",
+        return read_json(path, *DIVERGED, "setting", "seed", "seconds",
                          advice="or of an older version; delete it: then that run is done again")
 
 
-# ---- 2. Values of several runs ------------------------------------------------------------------------------
 def height(value: float | None) -> float:
     """A value to compare by: None, of a run that diverged, is the lowest."""
     return -math.inf if value is None else value
@@ -60,24 +57,19 @@ def format_number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-# ---- 3. result.json, and how it is printed ------------------------------------------------------------------
 def summarize(runs: list[dict], before: dict[str, int], dim: int) -> dict:
     """The part of result.json about the runs of all seeds. `before` are Table 3's ranks before fine-tuning."""
-    best, last = [run["best"] for run in runs], [run["last"] for run in runs]
     metrics = {}
-    for name in max([found["metrics"] for found in best], key=len):  # a run that diverged has none
-        metrics[name] = median(found["metrics"].get(name) for found in best)
-    values = [found["value"] for found in best]
-    return {"median": median(values), "values": values, "metrics": metrics,
-            "last": median(found["value"] for found in last), "setting": runs[0]["setting"],
-            "effective_rank": {"tau": 0.9, "d": dim, "before": before,
-                               "after": [found["ranks"] for found in best],
-                               "at_the_end": [found["ranks"] for found in last],
-                               "steps": [[run["best"]["step"], run["last"]["step"]] for run in runs]}}
+    for name in max([run["metrics"] for run in runs], key=len):  # a run that diverged has none
+        metrics[name] = median(run["metrics"].get(name) for run in runs)
+    values = [run["value"] for run in runs]
+    ranks = {"tau": 0.9, "d": dim, "before": before, "after": [run["ranks"] for run in runs]}
+    return {"median": median(values), "values": values, "metrics": metrics, "setting": runs[0]["setting"],
+            "steps": [run["step"] for run in runs], "effective_rank": ranks}
 
 
 def report(result: dict) -> str:
-    """result.json in three lines: the metrics, the value of the last checkpoints, and Table 3's ranks."""
+    """result.json in two lines: the metrics, and Table 3's ranks."""
     ranks = result["effective_rank"]
     metrics = "  ".join(f"{name} {format_number(value)}" for name, value in result["metrics"].items())
     values = ", ".join(map(format_number, result["values"]))
@@ -85,7 +77,6 @@ def report(result: dict) -> str:
     for name, before in ranks["before"].items():
         changes.append(f"{name} {before} -> {format_number(rank_after(ranks, name), digits=0)}")
     return (f"{result['task']}  {metrics}  (medians; seeds: {values})\n"
-            f"the best checkpoint of each run counts; the last ones have {format_number(result['last'])}\n"
             f"effective rank on the dev split, before -> after, of {ranks['d']}: {', '.join(changes)}")
 
 

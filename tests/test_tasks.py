@@ -204,7 +204,7 @@ def test_labels_with_fractions_are_numbers():
     assert found("2", "1.0", "n/a") == Labels(("accuracy",), ("1.0", "2", "n/a"), pairs=False)
     assert found("b", "a").metrics == ("accuracy", "f1")
     for label in ("n/a", "1e999"):
-        with pytest.raises(UserError, match="line 8: label .* is not one of the training labels: numbers"):
+        with pytest.raises(UserError, match="line 8: label .* is not one of the training labels .numbers"):
             found("1", "2.5").target(Example("a", None, label, place="line 8"))
 
 
