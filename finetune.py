@@ -128,9 +128,9 @@ def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterat
 
 
 @torch.no_grad()
-def outputs_of(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch_size: int, device: torch.device):
-    """The outputs that `kind` decodes for all inputs, (N, ...) float32, and Table 3's ranks of H^L. None if the model
-    has diverged: a hidden state or an output is not a number."""
+def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch_size: int, device: torch.device):
+    """The value, metrics and Table 3's ranks of H^L on a split, and files of predictions. All are empty if the model has
+    diverged: a hidden state or an output is not a number."""
     model.eval()
     order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
     moments, outputs = Moments(), []
@@ -141,44 +141,34 @@ def outputs_of(model: Tuned, kind: Classification | Spans, encoded: Encoded, bat
         moments.add(h[~padding])  # of real tokens only
     outputs = torch.cat(outputs)[np.argsort(order)]  # in the order of the examples again
     if outputs.isnan().any() or not moments.gram.isfinite().all():
-        return None
+        return {"value": None, "metrics": {}, "ranks": None}, {}
+    metrics, files = kind.score(outputs.numpy(), encoded)
     ranks = {name: tau_rank(moments.spectrum(centered), 0.9) for name, centered in CENTERINGS.items()}
-    return outputs.numpy(), ranks
-
-
-def evaluate(model: Tuned, setup: Setup, tune: TuneConfig, step: int):
-    """A checkpoint's scores on dev, for MNLI also on dev_mm, and its files; results.DIVERGED if it has diverged."""
-    kind, found = setup.kind, {}
-    for split, encoded in setup.splits.items():
-        if split != "train":
-            found[split] = outputs_of(model, kind, encoded, tune.batch_size, setup.worker.device)
-    if None in found.values():
-        return results.DIVERGED, {}
-    outputs, ranks = found["dev"]
-    metrics, files = kind.score(outputs, setup.splits["dev"])
-    if "dev_mm" in found:
-        metrics["accuracy_mm"] = kind.score(found["dev_mm"][0], setup.splits["dev_mm"])[0]["accuracy"]
-    return {"value": metrics[kind.labels.metrics[0]], "metrics": metrics, "ranks": ranks, "step": step}, files
+    return {"value": metrics[kind.labels.metrics[0]], "metrics": metrics, "ranks": ranks}, files
 
 
 def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     """One run. Of seed 1, the predictions and the best model, with all that --predict needs to know, are kept."""
-    start, labels, best = time.perf_counter(), setup.kind.labels, None
+    start, kind, splits, device = time.perf_counter(), setup.kind, setup.splits, setup.worker.device
     encoder = setup.pretrained.new_encoder(seed)
     torch.manual_seed(seed_of(seed))  # for the head
-    model = Tuned(encoder, setup.kind.head()).to(setup.worker.device)
+    model = Tuned(encoder, kind.head()).to(device)
+    best = None
     for step in fine_tune(model, setup, tune, seed):
-        found, files = evaluate(model, setup, tune, step)
-        if found == results.DIVERGED:
+        found, files = evaluate(model, kind, splits["dev"], tune.batch_size, device)
+        if found["ranks"] is None:
             best = found  # a run that has diverged has no value, whatever it reached before
             break
+        if "dev_mm" in splits:
+            mismatched, _ = evaluate(model, kind, splits["dev_mm"], tune.batch_size, device)
+            found["metrics"]["accuracy_mm"] = mismatched["value"]
         if best is None or results.height(found["value"]) > results.height(best["value"]):  # of equal ones the first
-            best, best_files = found, files
+            best, best_files = found | {"step": step}, files
             weights = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
-    if seed == 1 and best != results.DIVERGED:
+    if seed == 1 and best["ranks"]:
         write_tensors(setup.out / "encoder.pt", {
             "config": asdict(setup.pretrained.config), "model": weights, "task": setup.task,
-            "labels": list(labels.names), "scale": labels.scale, "pairs": labels.pairs})
+            "labels": list(kind.labels.names), "scale": kind.labels.scale, "pairs": kind.labels.pairs})
         write_texts(setup.out, best_files)
     setting = {name: getattr(tune, name) for name in SWEPT}
     return best | {"setting": setting, "seed": seed, "seconds": round(time.perf_counter() - start, 2)}
@@ -242,10 +232,9 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     if not worker.is_main:
         return {}
     untuned = Tuned(setup.pretrained.new_encoder(1), kind.head()).to(worker.device)
-    found = outputs_of(untuned, kind, setup.splits["dev"], tune.batch_size, worker.device)
-    before = found[1] if found else dict.fromkeys(CENTERINGS)
+    before, _ = evaluate(untuned, kind, setup.splits["dev"], tune.batch_size, worker.device)
     result = {"task": task, "init": options.init, "metric": kind.labels.metrics[0],
-              **results.summarize(runs, before, dim), "tune": asdict(tune), "sweep": sweep}
+              **results.summarize(runs, before["ranks"], dim), "tune": asdict(tune), "sweep": sweep}
     write_json(setup.out / "result.json", result)
     print(results.report(result), f"{setup.out}: result.json", sep="\n")
     return result
@@ -266,8 +255,7 @@ def predict_file(options: argparse.Namespace, device: torch.device):
     load_weights(model, state["model"], folder / "encoder.pt")
     encoded = kind.encode(read_file(task, source, labelled=False))
     open_folder(options.out, {"predict": str(source), "model": short_hash((folder / "encoder.pt").read_bytes())})
-    outputs, _ = outputs_of(model, kind, encoded, tune.batch_size, device)
-    _, files = kind.score(outputs, encoded)
+    _, files = evaluate(model, kind, encoded, tune.batch_size, device)
     if task in GLUE:
         files[submission(task, source)] = files.pop("predictions.tsv")
     write_texts(options.out, files)

@@ -95,12 +95,12 @@ class Classification:
             else:
                 line["prediction"] = float(f"{self.labels.scale * output.item():.4g}")
             lines.append(line)
-        table = [f"{line['id']}\t{line['prediction']}\n" for line in lines]
+        table = ["index\tprediction\n"] + [f"{line['id']}\t{line['prediction']}\n" for line in lines]
         metrics, predicted = {}, outputs.argmax(1) if names else outputs[:, 0]
         for name in self.labels.metrics:
             value = METRICS[name](predicted, encoded.targets.numpy())
             metrics[name] = None if math.isnan(value) else 100 * value
-        return metrics, {"predictions.jsonl": json_lines(lines), "predictions.tsv": "index\tprediction\n" + "".join(table)}
+        return metrics, {"predictions.jsonl": json_lines(lines), "predictions.tsv": "".join(table)}
 
 
 # ---- 2. SQuAD 2.0: contexts as tokens -----------------------------------------------------------------------

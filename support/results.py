@@ -1,7 +1,8 @@
 """The results of fine-tuning: files of runs, medians over seeds, result.json and Table 1.
 
 A run is a dictionary: its `setting` in a sweep, its `seed`, its `seconds`, and its best checkpoint on the dev split:
-`value` of the task's first metric and all `metrics` in percent, `ranks` of Table 3, and `step`.
+`value` of the task's first metric and all `metrics` in percent, `ranks` of Table 3, and `step`. A run that diverged has
+no value (None), no metrics, ranks and step.
 """
 import math
 import statistics
@@ -11,8 +12,6 @@ from pathlib import Path
 
 from support.files import read_json, write_json
 from support.tasks import SWEPT
-
-DIVERGED = {"value": None, "metrics": {}, "ranks": None, "step": None}
 
 
 def path_of_run(out: Path, tune, seed: int) -> Path:
@@ -31,7 +30,7 @@ def read_run(out: Path, tune, seed: int) -> dict | None:
     """A run that is done, or None. UserError if its file is damaged or of another version of this program."""
     path = path_of_run(out, tune, seed)
     if path.is_file():
-        return read_json(path, *DIVERGED, "setting", "seed", "seconds",
+        return read_json(path, "value", "metrics", "ranks", "setting", "seed", "seconds",
                          advice="or of an older version; delete it: then that run is done again")
 
 
@@ -65,7 +64,7 @@ def summarize(runs: list[dict], before: dict[str, int], dim: int) -> dict:
     values = [run["value"] for run in runs]
     ranks = {"tau": 0.9, "d": dim, "before": before, "after": [run["ranks"] for run in runs]}
     return {"median": median(values), "values": values, "metrics": metrics, "setting": runs[0]["setting"],
-            "steps": [run["step"] for run in runs], "effective_rank": ranks}
+            "steps": [run.get("step") for run in runs], "effective_rank": ranks}
 
 
 def report(result: dict) -> str:
@@ -73,11 +72,11 @@ def report(result: dict) -> str:
     ranks = result["effective_rank"]
     metrics = "  ".join(f"{name} {format_number(value)}" for name, value in result["metrics"].items())
     values = ", ".join(map(format_number, result["values"]))
-    changes = []
-    for name, before in ranks["before"].items():
-        changes.append(f"{name} {before} -> {format_number(rank_after(ranks, name), digits=0)}")
-    return (f"{result['task']}  {metrics}  (medians; seeds: {values})\n"
-            f"effective rank on the dev split, before -> after, of {ranks['d']}: {', '.join(changes)}")
+    lines = [f"{result['task']}  {metrics}  (medians; seeds: {values})"]
+    for name, before in (ranks["before"] or {}).items():
+        after = format_number(rank_after(ranks, name), digits=0)
+        lines.append(f"effective rank on the dev split, {name}, of {ranks['d']}: {before} -> {after}")
+    return "\n".join(lines)
 
 
 def table1(results: list[dict], out: Path):

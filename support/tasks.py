@@ -109,8 +109,8 @@ class Labels(NamedTuple):
         label, is_pair = example.label, example.text2 is not None
         if self.pairs not in (None, is_pair):
             has = "has" if is_pair else "lacks"
-            raise UserError(f"{example.place}: {has} a second text (column text2), unlike the task's training examples; "
-                            "use the same columns in all rows and files")
+            raise UserError(f"{example.place}: {has} a second text (column text2), unlike the training examples; use the "
+                            "same columns in all rows and files")
         if label is None:
             return 0
         if label in self.names:

@@ -23,6 +23,7 @@ from support.worker import Worker
 from tests.common import fails, little_documents, sentence
 from tests.test_tasks import FORMATS, rows_of, write_glue
 
+DIVERGED = {"value": None, "metrics": {}, "ranks": None}
 ONE = Worker(0, 1, torch.device("cpu"), torch.float32)
 CONTEXT = f"{sentence(0)} İstanbul'da  ÇOK \"naïve\" café—数学🙂 ΣΑΣα [MASK]\tend.\u00a0x {sentence(18)}"
 WORDS = [Question(str(word.start()), "where is it, and why so long?", CONTEXT, ((word.start(), word[0]),))
@@ -104,17 +105,17 @@ def test_fine_tuning_learns(finished, tmp_path, monkeypatch):
 
 
 def test_the_best_checkpoint_counts(finished, tmp_path, monkeypatch):
-    values, weights, evaluate = [50, 70, 70, 60], {}, finetune.evaluate
+    values, weights, evaluate = [50, 70, 70, 60, 0], [], finetune.evaluate
 
-    def scripted(model, setup, tune, step):
-        weights[step] = model.encoder.norm.weight.clone().cpu()
-        found, files = evaluate(model, setup, tune, step)
+    def scripted(model, *others):
+        weights.append(model.encoder.norm.weight.clone().cpu())
+        found, files = evaluate(model, *others)
         return found | {"value": values[len(weights) - 1]}, files
 
     monkeypatch.setattr(finetune, "evaluate", scripted)
     result = tune(finished, "rte", tmp_path, *"--epochs 2 --seeds 1 --batch-size 4".split())
     assert [result["median"], result["steps"]] == [70, [3]]
-    assert torch.equal(load_encoder(tmp_path / "out")[0].norm.weight, weights[3])
+    assert torch.equal(load_encoder(tmp_path / "out")[0].norm.weight, weights[1])
 
 
 def test_a_result_can_be_read_and_continued(finished, tmp_path):
@@ -228,7 +229,7 @@ def fake_runs(monkeypatch, value):
         seeds.append(seed)
         setting = {name: getattr(tune, name) for name in tasks.SWEPT}
         found = {"value": value(setup, tune, seed), "setting": setting, "seed": seed, "seconds": 1800.0}
-        return results.DIVERGED | found
+        return DIVERGED | found
 
     monkeypatch.setattr(finetune, "run_once", run_once)
     return seeds
@@ -269,7 +270,7 @@ def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
 
     def sleep(seconds):  # meanwhile the first process writes its lines
         for run in runs:
-            write_json(results.path_of_run(tmp_path, *run), results.DIVERGED | dict(setting={}, seed=run[1], seconds=1))
+            write_json(results.path_of_run(tmp_path, *run), DIVERGED | dict(setting={}, seed=run[1], seconds=1))
 
     monkeypatch.setattr(results.time, "sleep", sleep)
     lines = finetune.finish_runs(setup, runs)
@@ -286,7 +287,7 @@ def test_glue_is_the_average_of_eight(finished, tmp_path, monkeypatch):
     ("--task sst3", "invalid choice: 'sst3'"), ("--epochs 0", "epochs=0.0"),
     ("--warmup-share 2", "warmup_share=2.0 is not"), ("--init no --predict a.txt", "no/encoder.pt: no such file"),
     ("--task custom", "custom needs a folder"), ("--learning-rate nan", "learning_rate=nan is not possible"),
-    ("--epochs inf", "epochs=inf: use a positive number"), ("--task docs --data .", "docs must have none"),
+    ("--epochs inf", "epochs=inf: use a positive number"), ("--task docs --data .", "docs takes none"),
     ("--task rte --data no/such", "no/such: needs one file train (.csv")])
 def test_a_bad_command_gets_one_line(flags, message, tmp_path, capsys):
     assert message in fails(lambda: finetune.main([*flags.split(), "--out", str(tmp_path)]), capsys)
