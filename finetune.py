@@ -6,10 +6,9 @@
     python finetune.py --init out/rte-base --predict test.tsv   # what a fine-tuned model predicts for new texts
 
 --task custom reads the files train and dev (.csv, .tsv, .jsonl, .parquet, also compressed) in --data, with the columns
-text[,text2],label. Labels stay as written, 01 is not 1; labels with decimals are numbers to predict. If there are two
-labels, F1 is that of the second in alphabetical order. Dev chooses the best of at most 20 checkpoints of a run, one per
-half epoch, so scores are slightly optimistic. The same command again does the missing runs; torchrun's processes share
-them.
+text[,text2],label. Labels stay as written, 01 is not 1; labels with decimals are numbers to predict. F1 is that of the
+second of two labels. Dev chooses the best of at most 20 checkpoints of a run, so scores are slightly optimistic. The
+same command again does the missing runs; torchrun's processes share them.
 """
 import argparse
 import math
@@ -129,8 +128,8 @@ def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterat
 
 @torch.no_grad()
 def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch_size: int, device: torch.device):
-    """The value, metrics and Table 3's ranks of H^L on a split, and files of predictions. All are empty if the model has
-    diverged: a hidden state or an output is not a number."""
+    """The value, metrics and Table 3's ranks of H^L on a split, and files of predictions. All are empty if the model
+    has diverged: a hidden state or an output is not a number."""
     model.eval()
     order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
     moments, outputs = Moments(), []
@@ -150,10 +149,9 @@ def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch
 def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     """One run. Of seed 1, the predictions and the best model, with all that --predict needs to know, are kept."""
     start, kind, splits, device = time.perf_counter(), setup.kind, setup.splits, setup.worker.device
-    encoder = setup.pretrained.new_encoder(seed)
+    encoder, best = setup.pretrained.new_encoder(seed), None
     torch.manual_seed(seed_of(seed))  # for the head
     model = Tuned(encoder, kind.head()).to(device)
-    best = None
     for step in fine_tune(model, setup, tune, seed):
         found, files = evaluate(model, kind, splits["dev"], tune.batch_size, device)
         if found["ranks"] is None:
@@ -195,11 +193,10 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     """Read encoder and data, encode, and claim the folder. UserError if it was made with other settings or data."""
     tune = options.tasks[task]
     pretrained = Pretrained(options.init, tune.dropout)
-    rate = tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2
-    tune = replace(tune, learning_rate=rate)
+    tune = replace(tune, learning_rate=tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2)
     examples = read_task(task, options.data, pretrained.settings.get("val_share", VAL_SHARE))
-    kind_of_task = Spans if task == "squad2" else Classification
-    kind = kind_of_task(pretrained.tokenizer, pretrained.config, tune, labels_of(task, examples["train"]))
+    labels = labels_of(task, examples["train"])
+    kind = (Spans if task == "squad2" else Classification)(pretrained.tokenizer, pretrained.config, tune, labels)
     splits = {split: kind.encode(found) for split, found in examples.items()}
     out = options.out / task if options.task == "glue" else options.out
     if worker.is_main:
@@ -249,8 +246,7 @@ def predict_file(options: argparse.Namespace, device: torch.device):
     labels = Labels(TASKS[task].metrics, tuple(state["labels"]), state["scale"], state.get("pairs"))
     tune = TuneConfig(**fields_of(TuneConfig, read_json(folder / "config.json") | vars(options)))
     pretrained = Pretrained(str(folder), 0.0)
-    kind_of_task = Spans if task == "squad2" else Classification
-    kind = kind_of_task(pretrained.tokenizer, pretrained.config, tune, labels)
+    kind = (Spans if task == "squad2" else Classification)(pretrained.tokenizer, pretrained.config, tune, labels)
     model = Tuned(pretrained.new_encoder(0), kind.head()).to(device)
     load_weights(model, state["model"], folder / "encoder.pt")
     encoded = kind.encode(read_file(task, source, labelled=False))

@@ -47,16 +47,13 @@ def find_files(name: str, data: str) -> dict[str, Path]:
 
 def read_docs_task(val_share: float) -> dict[str, list[Example]]:
     """Documentation strings, at most 100 and 150 of each library by hash, none from the validation of pre-training."""
-    most = {"train": 100, "dev": 150}
-    found = {"train": [], "dev": []}
-    count = Counter()
+    most, found, count = {"train": 100, "dev": 150}, {"train": [], "dev": []}, Counter()
     for library, text in sorted(read_docs(), key=lambda item: hashlib.blake2b(item[1].encode()).digest()):
-        if library not in TASKS["docs"].labels or in_validation(text, val_share):
-            continue
-        split = "dev" if in_validation(text, val_share + 0.1) else "train"  # the next tenth by hash
-        count[split, library] += 1
-        if count[split, library] <= most[split]:
-            found[split].append(Example(text, None, library, str(len(found[split]))))
+        if library in TASKS["docs"].labels and not in_validation(text, val_share):
+            split = "dev" if in_validation(text, val_share + 0.1) else "train"  # the next tenth by hash
+            count[split, library] += 1
+            if count[split, library] <= most[split]:
+                found[split].append(Example(text, None, library, str(len(found[split]))))
     return found
 
 
@@ -115,8 +112,7 @@ def examples_of(name: str, rows: Iterable[Row], where: object, labelled: bool = 
         for others in (task.hub_columns, ("text", "text2")):
             if others and others[0] in record:
                 columns = others
-        text = cell_of(columns[0], record, place)
-        text2 = None
+        text, text2 = cell_of(columns[0], record, place), None
         if len(columns) > 1 and record.get(columns[1]) is not None:
             text2 = cell_of(columns[1], record, place)
         value = cell_of(label, record, place).strip() if labelled else None
@@ -139,19 +135,18 @@ def field(record: dict, name: str, kind: type, place: str):
 
 
 def read_squad(path: Path, labelled: bool = True) -> list[Question]:
-    """The questions of a SQuAD JSON file, version 1.1 or 2.0, which may lack the answers unless they are `labelled`.
-    UserError if it is not one."""
-    found = {}
-    for article in field(parse_json("".join(lines_of(path)), str(path)), "data", list, str(path)):
-        for paragraph in field(article, "paragraphs", list, str(path)):
-            context = field(paragraph, "context", str, str(path))
-            for record in field(paragraph, "qas", list, str(path)):
-                name = field(record, "id", str, str(path))
-                place = f"{path}, question {name}"
+    """The questions of a SQuAD JSON file, version 1.1 or 2.0; without answers unless they are `labelled`."""
+    found, place = {}, str(path)
+    for article in field(parse_json("".join(lines_of(path)), place), "data", list, place):
+        for paragraph in field(article, "paragraphs", list, place):
+            context = field(paragraph, "context", str, place)
+            for record in field(paragraph, "qas", list, place):
+                name = field(record, "id", str, place)
                 if name in found:
-                    raise UserError(f"{place}: a second question has this id; give it another one")
-                answers = read_answers(record, context, place) if labelled else ()
-                found[name] = Question(name, field(record, "question", str, place), context, answers)
+                    raise UserError(f"{place}: a second question has the id {name}; give it another one")
+                question = field(record, "question", str, f"{place}, question {name}")
+                answers = read_answers(record, context, f"{place}, question {name}") if labelled else ()
+                found[name] = Question(name, question, context, answers)
     if not found:
         raise UserError(f"{path}: has no questions")
     return list(found.values())

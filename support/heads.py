@@ -54,7 +54,7 @@ class Classification:
         self.n = min(tune.seq_len, config.seq_len)
         self.model = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer.model.to_str())).model  # a copy
         self.model.post_processor = tokenizers.processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)])
+            "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)])
         self.model.enable_truncation(self.n)  # of the longer text first
 
     def encode(self, examples: list[Example]) -> Encoded:
@@ -84,7 +84,8 @@ class Classification:
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float | None], dict[str, str]]:
         """Logits (N, C) -> metrics in percent (None for the rank correlation of equal predictions), and files of
         predictions by their names: .jsonl with the probability of every label, .tsv as GLUE's server takes it."""
-        names, lines = self.labels.names, []
+        names = self.labels.names
+        lines = []
         for example, output in zip(encoded.examples, torch.from_numpy(outputs)):
             line = {"id": example.id}
             if example.label is not None:
@@ -95,15 +96,18 @@ class Classification:
             else:
                 line["prediction"] = float(f"{self.labels.scale * output.item():.4g}")
             lines.append(line)
-        table = ["index\tprediction\n"] + [f"{line['id']}\t{line['prediction']}\n" for line in lines]
-        metrics, predicted = {}, outputs.argmax(1) if names else outputs[:, 0]
+        table = [f"{line['id']}\t{line['prediction']}\n" for line in lines]
+        predicted = outputs.argmax(1) if names else outputs[:, 0]
+        metrics = {}
         for name in self.labels.metrics:
             value = METRICS[name](predicted, encoded.targets.numpy())
             metrics[name] = None if math.isnan(value) else 100 * value
-        return metrics, {"predictions.jsonl": json_lines(lines), "predictions.tsv": "".join(table)}
+        return metrics, {
+            "predictions.jsonl": json_lines(lines),
+            "predictions.tsv": "".join(["index\tprediction\n", *table])}
 
 
-# ---- 2. SQuAD 2.0: contexts as tokens -----------------------------------------------------------------------
+# ---- 2. SQuAD 2.0 -------------------------------------------------------------------------------------------
 def spans_of(tokenizer: Tokenizer, text: str):
     """Text -> ids, and of each token the first and last + 1 character, without the space before a word, (length,)."""
     found = tokenizer.model.encode(text, add_special_tokens=False)  # tiktoken has the same ids, but no characters
@@ -125,7 +129,6 @@ def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
     return a, b
 
 
-# ---- 3. SQuAD 2.0: inputs, head, loss and score -------------------------------------------------------------
 class Spans:
     """Inputs `[CLS] question [SEP] window of the context [SEP]`; an answer outside the window is at [CLS]."""
     def __init__(self, tokenizer: Tokenizer, config: Config, tune, labels: Labels):
@@ -171,8 +174,7 @@ class Spans:
 
     def loss(self, logits, targets, padding):
         """Mean of the cross-entropies of the first and the last token, in nats."""
-        logits = self.in_passage(logits, targets, padding)
-        return F.cross_entropy(logits, targets[:, :2])
+        return F.cross_entropy(self.in_passage(logits, targets, padding), targets[:, :2])
 
     def decode(self, logits, targets, padding):
         """Logits (B, m, 2) -> (B, 4): the score of no answer; score, first and last token of the best span."""
@@ -185,16 +187,14 @@ class Spans:
         spans = starts[:, :, None] + ends
         score, at = spans.flatten(1).max(1)
         first = at // longest
-        last = first + at % longest
-        return torch.stack([null, score, first, last], dim=1)
+        return torch.stack([null, score, first, first + at % longest], dim=1)
 
-    def answers(self, outputs, encoded: Encoded) -> tuple[dict[str, str], dict[str, float]]:
-        """Outputs of all windows (N, 4) -> by the question's id its answer, "" for none, and the odds of no answer: how
-        much higher the score of no answer is than that of the best span."""
+    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
+        """Outputs of all windows (N, 4) -> the numbers of the official evaluation, and the files that it reads: by the
+        question's id its answer, "" for none, and by how much no answer has a higher score than the best span."""
         null = {q.id: math.inf for q in encoded.examples}
         best = {q.id: (-math.inf, "") for q in encoded.examples}  # score and text of the best span
-        for (number, shift), output in zip(encoded.windows, outputs.tolist()):
-            no_answer, score, first, last = output
+        for (number, shift), (no_answer, score, first, last) in zip(encoded.windows, outputs.tolist()):
             q = encoded.examples[number]
             null[q.id] = min(null[q.id], no_answer)
             if score > best[q.id][0]:
@@ -206,16 +206,12 @@ class Spans:
         for name, (score, text) in best.items():
             odds[name] = null[name] - score
             answers[name] = text if odds[name] <= 0 else ""
-        return answers, odds
-
-    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
-        """Outputs of all windows (N, 4) -> the numbers of the official evaluation, and the files that it reads."""
-        answers, odds = self.answers(outputs, encoded)
         return squad_metrics(encoded.examples, answers, odds), {
-            "predictions.json": json.dumps(answers, indent=1), "null_odds.json": json.dumps(odds, indent=1)}
+            "predictions.json": json.dumps(answers, indent=1),
+            "null_odds.json": json.dumps(odds, indent=1)}
 
 
-# ---- 4. An encoder with a head ------------------------------------------------------------------------------
+# ---- 3. An encoder with a head ------------------------------------------------------------------------------
 class Tuned(nn.Module):
     """An encoder with a head."""
     def __init__(self, encoder: nn.Module, head: nn.Module):

@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 
 
-# ---- 1. Labels and numbers ----------------------------------------------------------------------------------
 def accuracy(predicted, true) -> float:
     """Share of equal entries of two arrays (N,), in [0, 1]."""
     return float((predicted == true).mean())
@@ -22,15 +21,13 @@ def correlation(predicted, true) -> float:
 
 def matthews(predicted, true) -> float:
     """Matthews' correlation of two labellings (N,) by 0 and 1, in [-1, 1]; 0 if one of them is constant."""
-    value = correlation(predicted, true)
-    return 0.0 if math.isnan(value) else value
+    return float(np.nan_to_num(correlation(predicted, true)))
 
 
 def mean_ranks(values):
     """The ranks (N,) of values (N,), from 1; equal values share the mean of their ranks."""
     _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = counts.cumsum() - (counts - 1) / 2
-    return ranks[index]
+    return (counts.cumsum() - (counts - 1) / 2)[index]
 
 
 def spearman(predicted, true) -> float:
@@ -47,7 +44,6 @@ def f1(predicted, true) -> float:
 METRICS = {"accuracy": accuracy, "matthews": matthews, "spearman": spearman, "f1": f1}
 
 
-# ---- 2. SQuAD 2.0: EM and F1 --------------------------------------------------------------------------------
 def normalize(answer: str) -> str:
     """SQuAD's normal form of an answer: lower case, without punctuation, articles and superfluous white space."""
     kept = "".join(c for c in answer.lower() if c not in string.punctuation)
@@ -65,22 +61,22 @@ def token_f1(predicted: str, true: str) -> float:
 
 
 def squad_metrics(questions: list, predictions: dict[str, str], odds: dict[str, float]) -> dict[str, float]:
-    """The numbers that the official evaluation prints, shares in percent. `questions` are Questions. By id,
+    """The numbers that the official evaluation prints, shares in percent. By the id of each of the Questions,
     `predictions` are answers, "" for none, and `odds` are higher the less likely an answer is. The best thresholds
     take away the answers whose odds are higher; they give no new ones."""
     scores = {"exact": [], "f1": []}
     for q in questions:
         true = [text for _, text in q.answers if normalize(text)] or [""]  # acceptable answers
         answer = predictions[q.id]
-        scores["exact"].append(100.0 * (normalize(answer) in map(normalize, true)))
-        scores["f1"].append(100 * max(token_f1(answer, text) for text in true))
+        scores["exact"].append(normalize(answer) in map(normalize, true))
+        scores["f1"].append(max(token_f1(answer, text) for text in true))
     answerable = np.array([bool(q.answers) for q in questions])
     answered = np.array([bool(predictions[q.id]) for q in questions])
     thresholds = np.array([odds[q.id] for q in questions])
     order = np.argsort(thresholds, kind="stable")
     found = {}
     for metric, values in scores.items():
-        values = np.array(values)
+        values = 100.0 * np.array(values)
         found[metric] = float(values.mean())
         for group, chosen in (("HasAns", answerable), ("NoAns", ~answerable)):
             if chosen.any():

@@ -26,13 +26,11 @@ Row = tuple[str, dict]  # its place, such as "a.csv, line 7", and its cells by c
 
 def split_name(path: Path) -> tuple[str, str]:
     """The name of a file without its suffixes, and its format: test and .csv for test.CSV.gz."""
-    name = path.name
-    if Path(name).suffix.lower() in {*COMPRESSED, ".zst"}:
-        name = Path(name).stem
-    return Path(name).stem, Path(name).suffix.lower()
+    if path.suffix.lower() in {*COMPRESSED, ".zst"}:
+        path = path.with_suffix("")
+    return path.stem, path.suffix.lower()
 
 
-# ---- 1. Bytes and lines -------------------------------------------------------------------------------------
 @contextmanager
 def readable(name: Path | str, *kinds: type[Exception]) -> Iterator[None]:
     """Turn the errors of a source that cannot be read into a UserError that names it."""
@@ -74,7 +72,6 @@ def split_long(texts: Iterable[str], longest: int) -> Iterator[str]:
             yield text[start:start + longest]
 
 
-# ---- 2. Rows ------------------------------------------------------------------------------------------------
 def parse_json(text: str, place: str):
     """The value of a JSON text. Raises UserError."""
     try:
@@ -108,16 +105,15 @@ def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, sk
     quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
     reader = csv.DictReader(lines_of(path, newline=""), header or None, delimiter=comma, quoting=quoting, strict=True)
     try:
-        names = list(filter(None, reader.fieldnames or ()))
+        names = [name for name in reader.fieldnames or () if name]
         if len(set(names)) < len(names):
             raise UserError(f"{path}: two columns in the header {', '.join(names)} have the same name; rename one")
         for row in reader:
-            place = f"{path}, line {reader.line_num}"
             if None not in row and None not in row.values():  # DictReader's signs of too many and too few cells
-                yield place, row
+                yield f"{path}, line {reader.line_num}", row
             elif not skip:
-                raise UserError(f"{place}: not as many cells as columns in the header; put quotes around a text with a "
-                                "comma, tab or line break, or in GLUE's files remove the tab")
+                raise UserError(f"{path}, line {reader.line_num}: not as many cells as columns in the header; quotes go "
+                                "around a text with a comma, tab or line break; in GLUE's files, remove the tab")
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.reader.line_num}: {error}; write quotes in a text twice") from error
 
@@ -125,13 +121,12 @@ def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, sk
 def parquet_rows(path: Path, column: str | None = None) -> Iterator[Row]:
     """The rows of a Parquet file, with only this column if the file has it."""
     import pyarrow.parquet  # here: it takes a while
+    number = itertools.count(1)
     with readable(path), pyarrow.parquet.ParquetFile(path) as file:
         columns = [column] if column in file.schema_arrow.names else None
-        number = 0
         for batch in file.iter_batches(batch_size=1000, columns=columns):
             for record in batch.to_pylist():
-                number += 1
-                yield f"{path}, row {number}", record
+                yield f"{path}, row {next(number)}", record
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -153,7 +148,6 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise UserError(f"{path}: the name must end in .txt, {', '.join(TABLES)}; .gz, .bz2, .xz or .zst may follow")
 
 
-# ---- 3. The Hub ---------------------------------------------------------------------------------------------
 def hub_records(name: str, split: str = "train", streaming: bool = True) -> tuple[Iterable[dict], bool]:
     """The records of hf:NAME[:CONFIG], and whether each is a line of a text. Raises UserError if it cannot be read."""
     import datasets  # here: it takes a second

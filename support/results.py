@@ -46,7 +46,7 @@ def median(values: Iterable[float | None]) -> float | None:
 
 
 def rank_after(ranks: dict, centering: str) -> float | None:
-    """The median rank after fine-tuning, from `effective_rank` of result.json. Seeds that diverged have no rank."""
+    """The median rank after fine-tuning, from `effective_rank` of result.json, without seeds that diverged."""
     found = [after[centering] for after in ranks["after"] if after]
     return statistics.median(found) if found else None
 
@@ -80,10 +80,8 @@ def report(result: dict) -> str:
 
 
 def table1(results: list[dict], out: Path):
-    """Print the medians of GLUE's tasks and their average, a row of Table 1, and write them to result.json. Without a
-    median of each task there is no average."""
+    """Print and write a row of Table 1: medians of GLUE's tasks, and their average unless a task has no median."""
     medians = {result["task"]: result["median"] for result in results}
     average = None if None in medians.values() else statistics.mean(medians.values())
     write_json(out / "result.json", {"task": "glue", "average": average, "medians": medians, "results": results})
-    print("  ".join(f"{task} {format_number(value, 1)}" for task, value in (medians | {"average": average}).items()))
-    print(f"{out}: result.json")
+    print(*[f"{task} {format_number(value, 1)}" for task, value in (medians | {"average": average}).items()], sep="  ")

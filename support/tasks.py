@@ -1,7 +1,5 @@
-"""The tasks of fine-tuning as data: Table 1, and how each task is fine-tuned, Tables 5 and 6.
-
-`docs` needs no download: which library does a documentation string belong to? `custom` reads your own files.
-"""
+"""The tasks of fine-tuning as data: Table 1, and Tables 5 and 6. `docs` asks which library a documentation string
+belongs to and needs no download; `custom` reads your own files."""
 import itertools
 import re
 from typing import NamedTuple
@@ -9,7 +7,6 @@ from typing import NamedTuple
 from support.cli import UserError
 
 
-# ---- 1. Tasks: section 4.1, App. B --------------------------------------------------------------------------
 class Task(NamedTuple):
     """One column of Table 1: where its files are, the names of their columns, how a model is scored."""
     group: str  # small | large | squad | docs: whose defaults and grid it has (Tables 5 and 6)
@@ -47,7 +44,6 @@ TASKS = {
 GLUE = tuple(TASKS)[:8]  # Table 1, left to right
 
 
-# ---- 2. How each task is fine-tuned: Tables 5 and 6 -------------------------------------------------------------
 DEFAULTS = {
     "small": dict(epochs=10.0, batch_size=16),
     "large": dict(),
@@ -60,7 +56,7 @@ SWEEPS = {  # group -> values to try; Tables 5 and 6
     "large": dict(epochs=(2.0, 3.0, 5.0), batch_size=(32,), warmup_share=(0.06,)),
     "squad": dict(epochs=(2.0, 3.0), batch_size=(16, 32), warmup_share=(0.06, 0.10)),
 }
-RATES = {  # (whether the task is of the large group, whether the encoder is large) -> learning rates to try
+RATES = {  # whether the task is of the large group, and the encoder large -> learning rates to try
     (False, False): (2e-5, 3e-5, 4e-5, 5e-5),
     (False, True): (7e-6, 1e-5, 2e-5, 3e-5),
     (True, False): (1e-5, 2e-5, 3e-5, 4e-5),
@@ -75,7 +71,6 @@ def grid(group: str, dim: int, given: dict) -> list[dict[str, float]]:
     return [dict(zip(tried, values)) for values in itertools.product(*tried.values())]
 
 
-# ---- 3. Examples and labels ---------------------------------------------------------------------------------
 class Example(NamedTuple):
     """One or two texts and a label, as they stand in the file."""
     text: str
@@ -105,12 +100,11 @@ class Labels(NamedTuple):
 
     def target(self, example: Example) -> int | float:
         """The label as the model's output: the index of its name, or a number; 0 if it is to be predicted. UserError
-        for a label that the task does not have, or for two texts where it has one, or the reverse."""
+        for a label or a number of texts that the task does not have."""
         label, is_pair = example.label, example.text2 is not None
         if self.pairs not in (None, is_pair):
-            has = "has" if is_pair else "lacks"
-            raise UserError(f"{example.place}: {has} a second text (column text2), unlike the training examples; use the "
-                            "same columns in all rows and files")
+            has, fix = ("has", "remove") if is_pair else ("lacks", "add")
+            raise UserError(f"{example.place}: {has} a second text (text2), unlike the training examples; {fix} it")
         if label is None:
             return 0
         if label in self.names:

@@ -151,7 +151,7 @@ def test_squad_files_are_read(tmp_path):
     ("answers", [{"text": "the cat", "answer_start": 3}], "q0: answer 'the cat' is empty, or not at character 3"),
     ("answers", [{"text": "the cat", "answer_start": "0"}], "q0: .* `answer_start` is '0', not of type int"),
     ("answers", [{"text": " ", "answer_start": 3}], "q0: answer ' ' is empty"), ("answers", None, "not of type list"),
-    ("answers", [], "q0: has 0 answers, but is_impossible is False"), ("id", "n0", "n0: a second question has this id"),
+    ("answers", [], "q0: has 0 answers, but is_impossible is False"), ("id", "n0", "a second question has the id n0"),
     ("id", 7, "`id` is 7, not of type str"), ("is_impossible", True, "q0: has 1 answers, but is_impossible is True"),
     ("is_impossible", "false", "q0: has 1 answers, but is_impossible is 'false'"), ("question", None, "`question` is")])
 def test_malformed_questions_are_named(field, value, message, tmp_path):
@@ -217,7 +217,7 @@ def test_labels_with_fractions_are_numbers():
     ("custom", "train.csv", "text,kind\na,b\n", "line 2: needs a text in column `label`; has `text`, `kind`"),
     ("custom", "train.csv", "nice,x\nbad,y\n", "needs a text in column `text`; has `nice`, `x`. A table starts"),
     ("custom", "train.csv", 'text,label\n"a\nb",x\nb, c,x\n', "line 4: not as many cells"),
-    ("custom", "train.tsv", "text\tlabel\na\tb\tx\n", "line 2: not as many cells as columns .* put quotes"),
+    ("custom", "train.tsv", "text\tlabel\na\tb\tx\n", "line 2: not as many cells as columns .* quotes go around"),
     ("custom", "train.tsv", "text\tlabel\na\tx\nb\t\n", "line 3: the text or the label in column `label` is empty"),
     ("custom", "train.csv", 'text,label\na,x\n"b,x\n', "line 3: unexpected end of data"),
     ("custom", "train.csv", "text,label,label\na,x,y\n", "two columns in the header text, label, label"),
