@@ -112,8 +112,8 @@ def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, sk
             if None not in row and None not in row.values():  # DictReader's signs of too many and too few cells
                 yield f"{path}, line {reader.line_num}", row
             elif not skip:
-                raise UserError(f"{path}, line {reader.line_num}: not as many cells as columns in the header; quotes go "
-                                "around a text with a comma, tab or line break; in GLUE's files, remove the tab")
+                raise UserError(f"{path}, line {reader.line_num}: not as many cells as columns in the header; quotes "
+                                "belong around a text with a comma, tab or line break; in GLUE's files, remove the tab")
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.reader.line_num}: {error}; write quotes in a text twice") from error
 

@@ -65,13 +65,11 @@ def test_metrics_equal_scipy_and_scikit_learn(n):
     assert metrics.accuracy(guess, true) == pytest.approx(sklearn.metrics.accuracy_score(true, guess))
     for values in (guess, random.normal(size=n)):
         assert metrics.spearman(values, true) == pytest.approx(scipy.stats.spearmanr(values, true).statistic)
+    assert metrics.f1(guess % 2, true % 2) == pytest.approx(sklearn.metrics.f1_score(true % 2, guess % 2))
+    assert metrics.matthews(guess % 2, true % 2) == pytest.approx(
+        sklearn.metrics.matthews_corrcoef(true % 2, guess % 2))
+    assert metrics.f1(0 * true, 0 * true) == metrics.matthews(0 * true, true) == 0
     assert np.isnan([metrics.spearman(0 * true, true), metrics.spearman(guess, 0 * true)]).all()
-
-
-def test_f1_of_two_labels_is_that_of_scikit_learn():
-    for share in (0, 0.1, 0.9):
-        true, guess = np.random.default_rng(0).random((2, 60)) < [[0.3], [share]]
-        assert metrics.f1(guess.astype(int), true.astype(int)) == pytest.approx(sklearn.metrics.f1_score(true, guess))
 
 
 def squad_score(answer, *true):
@@ -141,12 +139,6 @@ def test_odd_rows_of_qqp_are_read(tmp_path):
     assert found == [("None", 'say "yes', "1", "1"), ("How?", "", "0", "3")]
 
 
-def test_squad_files_are_read(tmp_path):
-    write_squad(tmp_path / "dev.json")
-    answered, unanswerable = examples.read_squad(tmp_path / "dev.json")[4:6]
-    assert answered == ("q2", "who is it?", sentence(2), ((0, "my friend"),)) and unanswerable.answers == ()
-
-
 @pytest.mark.parametrize("field, value, message", [
     ("answers", [{"text": "the cat", "answer_start": 3}], "q0: answer 'the cat' is empty, or not at character 3"),
     ("answers", [{"text": "the cat", "answer_start": "0"}], "q0: .* `answer_start` is '0', not of type int"),
@@ -213,23 +205,19 @@ def test_labels_with_fractions_are_numbers():
     ("custom", "a.csv", "text\n", "has no rows"), ("custom", "a.xls", "", "must end in .txt, .csv, .tsv"),
     ("cola", "a.tsv", "index\tsentence\n0\ta\n1\ta\tb\n", "line 3: not as many cells .* remove the tab"),
     ("cola", "a.csv", "text,text2\na,b", "line 2: has a second text"),
-    ("rte", "train.tsv", "sentence1\tlabel\na\tentailment", "line 2: lacks a second text"),
     ("custom", "train.csv", "text,kind\na,b\n", "line 2: needs a text in column `label`; has `text`, `kind`"),
     ("custom", "train.csv", "nice,x\nbad,y\n", "needs a text in column `text`; has `nice`, `x`. A table starts"),
-    ("custom", "train.csv", 'text,label\n"a\nb",x\nb, c,x\n', "line 4: not as many cells"),
-    ("custom", "train.tsv", "text\tlabel\na\tb\tx\n", "line 2: not as many cells as columns .* quotes go around"),
+    ("custom", "train.tsv", "text\tlabel\na\tb\tx\n", "line 2: not as many cells as columns .* quotes belong around"),
     ("custom", "train.tsv", "text\tlabel\na\tx\nb\t\n", "line 3: the text or the label in column `label` is empty"),
     ("custom", "train.csv", 'text,label\na,x\n"b,x\n', "line 3: unexpected end of data"),
     ("custom", "train.csv", "text,label,label\na,x,y\n", "two columns in the header text, label, label"),
     ("custom", "train.csv", "text,label\ncafé,x\n".encode("latin-1"), "line 2: not UTF-8; convert"),
-    ("custom", "train.csv", "text,label\na,x\n".encode("utf-16"), "line 1: not UTF-8; convert"),
     ("custom", "train.jsonl", '{"text": ["a"], "label": "x"}', "line 1: needs a text in column `text`; has .'a'"),
     ("custom", "train.jsonl", '{"text": "a", "label": "x"}\n{"text": "a", "text2": "b", "label": "y"}',
      "line 2: has a second text"),
     ("custom", "train.csv.gz", "text", "cannot be read .Not a gzipped file"),
     ("custom", "train.csv", "text,label\na,x\n", "all training examples have the label 'x'"),
     ("rte", "train.tsv", "sentence1\tsentence2\tlabel\n", "train.tsv: has no rows"),
-    ("rte", "train.tsv", "sentence1\tsentence2\tgold\na\tb\tx", "needs a text in column `label`"),
     ("custom", "train.x", "", "needs one file train .* has none"), ("custom", "valid.csv", "", "train .* has none")])
 def test_bad_files_are_refused(name, file, content, message, tmp_path):
     for path in (file, file.replace("train", "dev")):
@@ -245,7 +233,7 @@ def test_bad_files_are_refused(name, file, content, message, tmp_path):
             labels.target(example)
 
 
-def test_names_of_columns_and_files_may_differ(tmp_path):
+def test_columns_and_files_may_have_other_names(tmp_path):
     (tmp_path / "Train.csv").write_text("text,Text2 ,Label\na,b,x\n")
     (tmp_path / "valid.jsonl").write_text('{"text": "a", "text2": "b", "label": "x", "more": 1}')
     splits = examples.read_task("custom", str(tmp_path), 0.01)
