@@ -12,16 +12,16 @@ def accuracy(predicted, true) -> float:
     return float((predicted == true).mean())
 
 
-def correlation(predicted, true) -> float:
-    """Pearson's correlation of two arrays (N,), in [-1, 1]; NaN if one of them is constant."""
-    if np.ptp(predicted) == 0 or np.ptp(true) == 0:
-        return math.nan
-    return float(np.corrcoef(predicted, true)[0, 1])
-
-
 def matthews(predicted, true) -> float:
-    """Matthews' correlation of two labellings (N,) by 0 and 1, in [-1, 1]; 0 if one of them is constant."""
-    return float(np.nan_to_num(correlation(predicted, true)))
+    """Correlation of two labellings (N,) by any integers, in [-1, 1]; Matthews, 1975, and Gorodkin, 2004."""
+    if np.ptp(true) == 0 or np.ptp(predicted) == 0:
+        return 0.0
+    both = np.concatenate([true, predicted])
+    labels, index = np.unique(both, return_inverse=True)
+    t, p = np.eye(len(labels))[index.reshape(2, -1)]  # (N, labels) each
+    t = t - t.mean(0)
+    p = p - p.mean(0)
+    return float((t * p).sum() / math.sqrt((t * t).sum() * (p * p).sum()))
 
 
 def mean_ranks(values):
@@ -31,8 +31,10 @@ def mean_ranks(values):
 
 
 def spearman(predicted, true) -> float:
-    """Correlation of the ranks of two arrays (N,), in [-1, 1]; NaN if one of them is constant."""
-    return correlation(mean_ranks(predicted), mean_ranks(true))
+    """Pearson correlation of the ranks of two arrays (N,), in [-1, 1]; NaN where one of them is constant."""
+    if np.ptp(predicted) == 0 or np.ptp(true) == 0:
+        return math.nan
+    return float(np.corrcoef(mean_ranks(predicted), mean_ranks(true))[0, 1])
 
 
 def f1(predicted, true) -> float:
