@@ -6,10 +6,9 @@
     python finetune.py --init out/rte-base --predict test.tsv   # what a fine-tuned model predicts for new texts
 
 --task custom reads the files train and dev (.csv, .tsv, .jsonl, .parquet, also compressed) in --data, with the columns
-text[,text2],label. Labels stay as written, 01 is not 1; labels with decimals are numbers to predict. Of two labels, F1,
-precision and recall are those of the second in alphabetical order. Dev chooses the best of at most 20 checkpoints of a
-run, one per half epoch, so scores are slightly optimistic. The same command again does the missing runs; torchrun's
-processes share them.
+text[,text2],label. Labels stay as written, 01 is not 1; labels with decimals are numbers to predict. F1 is that of the
+second of two labels. Dev chooses the best of at most 20 checkpoints of a run, so scores are slightly optimistic. The
+same command again does the missing runs; torchrun's processes share them.
 """
 import argparse
 import math
@@ -27,13 +26,12 @@ from tqdm import tqdm
 
 from rank import CENTERINGS, Moments, tau_rank
 from support import results
-from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of, require,
-                         require_positive)
+from support.cli import Parser, add_flags, clear_errors, explain_out_of_memory, fields_of, require, require_positive
 from support.corpus import rows_of_step, seed_of
 from support.documents import VAL_SHARE
-from support.examples import find_files, is_pair, read_inputs, read_task, submission
+from support.examples import find_files, read_file, read_task, submission
 from support.files import lock_folder, open_folder, read_json, short_hash, write_json, write_texts
-from support.heads import Classification, Encoded, Spans, Tuned, collate, make_kind
+from support.heads import Classification, Encoded, Spans, Tuned, collate
 from support.models import load_encoder, load_weights, make_model, read_tensors, write_tensors
 from support.records import split_name
 from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, Labels, grid, labels_of
@@ -44,7 +42,7 @@ from train import learning_rate_factor
 # ---- 1. How an encoder is fine-tuned ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class TuneConfig:
-    """How an encoder is fine-tuned; a task has defaults of its own. ValueError names a field that is wrong."""
+    """How an encoder is fine-tuned; a task has defaults of its own. Raises ValueError if a field is impossible."""
     epochs: float = 3.0
     learning_rate: float = 0.0  # peak, 0 or more; 0 = 3e-5 * (768 / d)^2, inside Table 5 for base and large
     batch_size: int = 32  # examples per optimizer step, and at a time in an evaluation
@@ -65,7 +63,7 @@ class TuneConfig:
 
 
 class Pretrained:
-    """What fine-tuning starts from: an encoder; after `random:` only its shape and tokenizer. UserError without one."""
+    """The encoder that fine-tuning starts from; after `random:` only its shape and tokenizer. UserError without one."""
     def __init__(self, name: str, dropout: float):
         encoder, self.tokenizer, config, self.settings = load_encoder(Path(name.removeprefix("random:")))
         self.config = replace(config, dropout=dropout)
@@ -90,7 +88,6 @@ class Setup(NamedTuple):
     tune: TuneConfig  # of the runs without a sweep
     worker: Worker
     out: Path
-    remarks: list[str]
 
 
 def batches(encoded: Encoded, seed: int, steps: int, batch_size: int):
@@ -130,8 +127,8 @@ def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterat
 
 
 @torch.no_grad()
-def outputs_of(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch_size: int, device: torch.device):
-    """The outputs that `kind` decodes for all inputs, (N, ...) float32, and Table 3's ranks of H^L. None if the model
+def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch_size: int, device: torch.device):
+    """The value, metrics and Table 3's ranks of H^L on a split, and files of predictions. All are empty if the model
     has diverged: a hidden state or an output is not a number."""
     model.eval()
     order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
@@ -143,116 +140,98 @@ def outputs_of(model: Tuned, kind: Classification | Spans, encoded: Encoded, bat
         moments.add(h[~padding])  # of real tokens only
     outputs = torch.cat(outputs)[np.argsort(order)]  # in the order of the examples again
     if outputs.isnan().any() or not moments.gram.isfinite().all():
-        return None
+        return {"value": None, "metrics": {}, "ranks": None}, {}
+    metrics, files = kind.score(outputs.numpy(), encoded)
     ranks = {name: tau_rank(moments.spectrum(centered), 0.9) for name, centered in CENTERINGS.items()}
-    return outputs.numpy(), ranks
+    return {"value": metrics[kind.labels.metrics[0]], "metrics": metrics, "ranks": ranks}, files
 
 
-def evaluate(model: Tuned, setup: Setup, tune: TuneConfig, step: int):
-    """An Evaluation on dev, for MNLI also on dev_mm, and the outputs on dev; None if the model has diverged."""
-    kind, found = setup.kind, {}
-    for split, encoded in setup.splits.items():
-        if split != "train":
-            found[split] = outputs_of(model, kind, encoded, tune.batch_size, setup.worker.device)
-    if None in found.values():
-        return results.Evaluation(), None
-    outputs, ranks = found["dev"]
-    metrics = kind.score(outputs, setup.splits["dev"])
-    if "dev_mm" in found:
-        metrics["accuracy_mm"] = kind.score(found["dev_mm"][0], setup.splits["dev_mm"])["accuracy"]
-    return results.Evaluation(metrics[kind.labels.metric], metrics, ranks, step), outputs
-
-
-def run_once(setup: Setup, tune: TuneConfig, seed: int) -> results.Run:
-    """One run. Of seed 1 the best model, with all that --predict needs to know, and its predictions are kept."""
-    start, kind, dev = time.perf_counter(), setup.kind, setup.splits["dev"]
-    encoder = setup.pretrained.new_encoder(seed)
+def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
+    """One run. Of seed 1, the predictions and the best model, with all that --predict needs to know, are kept."""
+    start, kind, splits, device = time.perf_counter(), setup.kind, setup.splits, setup.worker.device
+    encoder, best = setup.pretrained.new_encoder(seed), None
     torch.manual_seed(seed_of(seed))  # for the head
-    model = Tuned(encoder, kind.head()).to(setup.worker.device)
-    best = None
+    model = Tuned(encoder, kind.head()).to(device)
     for step in fine_tune(model, setup, tune, seed):
-        last, outputs = evaluate(model, setup, tune, step)
-        if outputs is None:
-            best = last  # a run that has diverged has no value, whatever it reached before
+        found, files = evaluate(model, kind, splits["dev"], tune.batch_size, device)
+        if found["ranks"] is None:
+            best = found  # a run that has diverged has no value, whatever it reached before
             break
-        if best is None or results.height(last.value) > results.height(best.value):  # of equal ones the first
-            best, files = last, kind.files(outputs, dev)
+        if "dev_mm" in splits:
+            mismatched, _ = evaluate(model, kind, splits["dev_mm"], tune.batch_size, device)
+            found["metrics"]["accuracy_mm"] = mismatched["value"]
+        if best is None or results.height(found["value"]) > results.height(best["value"]):  # of equal ones the first
+            best, best_files = found | {"step": step}, files
             weights = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
-    if seed == 1 and best.step is not None:
+    if seed == 1 and best["ranks"]:
         write_tensors(setup.out / "encoder.pt", {
             "config": asdict(setup.pretrained.config), "model": weights, "task": setup.task,
-            "labels": list(kind.labels.names), "scale": kind.labels.scale, "pairs": is_pair(dev.examples)})
-        write_texts(setup.out, files)
+            "labels": list(kind.labels.names), "scale": kind.labels.scale, "pairs": kind.labels.pairs})
+        write_texts(setup.out, best_files)
     setting = {name: getattr(tune, name) for name in SWEPT}
-    return results.Run(setting, seed, best, last, round(time.perf_counter() - start, 2))
+    return best | {"setting": setting, "seed": seed, "seconds": round(time.perf_counter() - start, 2)}
 
 
 # ---- 3. All runs of a task ----------------------------------------------------------------------------------
-def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[results.Run]:
+def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
     """Do those of the `runs` that are missing and return all. torchrun's processes share them by rank."""
     mine = runs[setup.worker.rank::setup.worker.world_size]
-    missing = [run for run in mine if not results.is_done(setup.out, *run)]
+    missing = [run for run in mine if results.read_run(setup.out, *run) is None]
     for number, (tune, seed) in enumerate(missing, start=1):
         run = run_once(setup, tune, seed)
-        write_json(results.path_of_run(setup.out, tune, seed), asdict(run))
-        setting = "  ".join(f"{name} {value:g}" for name, value in run.setting.items())
-        left = (len(missing) - number) * run.seconds / 3600
-        print(f"{setup.task}  {setting}  seed {seed}  {setup.kind.labels.metric} "
-              f"{results.format_number(run.best.value)}  {run.seconds:.0f} s  {left:.1f} h left")
-    return [results.read_run(results.path_of_run(setup.out, *run)) for run in runs]
+        write_json(results.path_of_run(setup.out, tune, seed), run)
+        setting = "  ".join(f"{name} {value:g}" for name, value in run["setting"].items())
+        left = (len(missing) - number) * run["seconds"] / 3600
+        print(f"{setup.task}  {setting}  seed {seed}  {setup.kind.labels.metrics[0]} "
+              f"{results.format_number(run['value'])}  {run['seconds']:.0f} s  {left:.1f} h left")
+    for run in runs:
+        results.wait_for(results.path_of_run(setup.out, *run))
+    return [results.read_run(setup.out, *run) for run in runs]
 
 
 def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
-    """Read encoder and data, encode, and claim the folder. UserError if it holds runs of another setup."""
+    """Read encoder and data, encode, and claim the folder. UserError if it was made with other settings or data."""
     tune = options.tasks[task]
     pretrained = Pretrained(options.init, tune.dropout)
-    rate = tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2
-    tune = replace(tune, learning_rate=rate)
-    examples, remarks = read_task(task, options.data, pretrained.settings.get("val_share", VAL_SHARE))
-    kind = make_kind(task, pretrained.tokenizer, pretrained.config, tune, labels_of(task, examples["train"]))
+    tune = replace(tune, learning_rate=tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2)
+    examples = read_task(task, options.data, pretrained.settings.get("val_share", VAL_SHARE))
+    labels = labels_of(task, examples["train"])
+    kind = (Spans if task == "squad2" else Classification)(pretrained.tokenizer, pretrained.config, tune, labels)
     splits = {split: kind.encode(found) for split, found in examples.items()}
-    for split, encoded in splits.items():
-        remarks += [f"{split}: {remark}" for remark in encoded.remarks]
-    out = options.out / f"{task}-{results.name_of(options.init)}" if options.task == "glue" else options.out
-    setup = Setup(task, pretrained, kind, splits, tune, worker, out, remarks)
+    out = options.out / task if options.task == "glue" else options.out
     if worker.is_main:
-        claim_folder(setup, options)
-    results.wait_for(setup.out / "config.json")
-    return setup
-
-
-def claim_folder(setup: Setup, options: argparse.Namespace):
-    """Write config.json and the tokenizer to the folder. UserError if it was made with other settings or data."""
-    weights = [tensor.numpy().tobytes() for tensor in setup.pretrained.new_encoder(0).state_dict().values()]
-    examples = [encoded.content() for encoded in setup.splits.values()]
-    settings = {"init": options.init, "task": setup.task, "weights": short_hash(b"".join(weights)),
-                "examples": short_hash(repr(examples)), "sweep": options.sweep, **asdict(setup.tune)}
-    open_folder(setup.out, settings, may_change=["init"])
-    setup.pretrained.tokenizer.save(setup.out)
-    print(f"{setup.out}: {len(setup.splits['train'].ids):,} training inputs", *setup.remarks, sep="\n  ")
+        weights = [tensor.numpy().tobytes() for tensor in pretrained.new_encoder(0).state_dict().values()]
+        contents = [[example[:4] for example in found] for found in examples.values()]  # without their places
+        open_folder(out, may_change=["init"], settings={
+            "init": options.init, "task": task, "weights": short_hash(b"".join(weights)),
+            "examples": short_hash(repr(contents)), "sweep": options.sweep, **asdict(tune)})
+        pretrained.tokenizer.save(out)
+        print(f"{out}: {len(splits['train'].ids):,} training inputs")
+        for split, encoded in splits.items():
+            print(f"  {split}: {encoded.remark}")
+    results.wait_for(out / "config.json")
+    return Setup(task, pretrained, kind, splits, tune, worker, out)
 
 
 def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     """Fine-tune one encoder on one task: the grid with --sweep, then seeds 1, 2, ... Writes and returns result.json:
     values of all seeds and their medians, the settings, and the ranks of Table 3."""
     setup = make_setup(task, options, worker)
-    tune, kind, sweep = setup.tune, setup.kind, []
+    tune, kind, sweep, dim = setup.tune, setup.kind, [], setup.pretrained.config.encoder_dim
     if options.sweep:
         given = {name: getattr(tune, name) for name in SWEPT if hasattr(options, name)}
-        points = grid(TASKS[task].group, kind.dim, given)
+        points = grid(TASKS[task].group, dim, given)
         # Seed 0: the seeds of the result play no part in the choice.
         sweep = finish_runs(setup, [(replace(tune, **point), 0) for point in points])
-        sweep.sort(key=lambda run: results.height(run.best.value), reverse=True)
-        tune = replace(tune, **sweep[0].setting)
+        sweep.sort(key=lambda run: results.height(run["value"]), reverse=True)
+        tune = replace(tune, **sweep[0]["setting"])
     runs = finish_runs(setup, [(tune, seed) for seed in range(1, options.seeds + 1)])
     if not worker.is_main:
         return {}
     untuned = Tuned(setup.pretrained.new_encoder(1), kind.head()).to(worker.device)
-    found = outputs_of(untuned, kind, setup.splits["dev"], tune.batch_size, worker.device)
-    before = found[1] if found else dict.fromkeys(CENTERINGS)
-    result = {"task": task, "init": options.init, "metric": kind.labels.metric,
-              **results.summarize(runs, before, kind.dim), "tune": asdict(tune), "remarks": setup.remarks,
-              "sweep": [asdict(run) for run in sweep]}
+    before, _ = evaluate(untuned, kind, setup.splits["dev"], tune.batch_size, worker.device)
+    result = {"task": task, "init": options.init, "metric": kind.labels.metrics[0],
+              **results.summarize(runs, before["ranks"], dim), "tune": asdict(tune), "sweep": sweep}
     write_json(setup.out / "result.json", result)
     print(results.report(result), f"{setup.out}: result.json", sep="\n")
     return result
@@ -263,23 +242,20 @@ def predict_file(options: argparse.Namespace, device: torch.device):
     """Write predictions for a file by the model in the folder --init. UserError if --out holds those for another."""
     folder, source = Path(options.init), options.predict
     state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale")
-    task, labels = state["task"], Labels(TASKS[state["task"]].metric, tuple(state["labels"]), state["scale"])
-    try:
-        tune = TuneConfig(**fields_of(TuneConfig, read_json(folder / "config.json") | vars(options)))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{folder / 'config.json'}: damaged ({error}); restore it from a copy") from error
+    task = state["task"]
+    labels = Labels(TASKS[task].metrics, tuple(state["labels"]), state["scale"], state.get("pairs"))
+    tune = TuneConfig(**fields_of(TuneConfig, read_json(folder / "config.json") | vars(options)))
     pretrained = Pretrained(str(folder), 0.0)
-    kind = make_kind(task, pretrained.tokenizer, pretrained.config, tune, labels)
+    kind = (Spans if task == "squad2" else Classification)(pretrained.tokenizer, pretrained.config, tune, labels)
     model = Tuned(pretrained.new_encoder(0), kind.head()).to(device)
     load_weights(model, state["model"], folder / "encoder.pt")
-    encoded = kind.encode(read_inputs(task, source, state.get("pairs")))
-    open_folder(options.out, {"predict": source, "model": short_hash((folder / "encoder.pt").read_bytes())})
-    outputs, _ = outputs_of(model, kind, encoded, tune.batch_size, device)
-    files = kind.files(outputs, encoded)
+    encoded = kind.encode(read_file(task, source, labelled=False))
+    open_folder(options.out, {"predict": str(source), "model": short_hash((folder / "encoder.pt").read_bytes())})
+    _, files = evaluate(model, kind, encoded, tune.batch_size, device)
     if task in GLUE:
-        files |= submission(task, source, kind.predictions(outputs, encoded))
+        files[submission(task, source)] = files.pop("predictions.tsv")
     write_texts(options.out, files)
-    print(f"{options.out}: {', '.join(files)}", *encoded.remarks, sep="\n  ")
+    print(f"{options.out}: {', '.join(files)}\n  {encoded.remark}")
 
 
 # ---- 5. Command line ----------------------------------------------------------------------------------------
@@ -294,34 +270,34 @@ def parse(argv) -> argparse.Namespace:
     add("--seeds", type=int, help="runs whose median is the result [5]")
     add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
     add("--sweep", action="store_true", help="first try the grid of Table 5 or 6; flags replace its values")
-    add("--predict", metavar="FILE", help="predict, with the fine-tuned model in --init: lines (.txt), a table with "
-        "text[,text2] (.csv, .tsv, .jsonl, .parquet), a test file of GLUE or SQuAD, or hf:[SPLIT]")
+    add("--predict", type=Path, metavar="FILE", help="predict, with the fine-tuned model in --init: lines (.txt), a "
+        "table with text[,text2] (.csv, .tsv, .jsonl, .parquet), or a test file of GLUE or SQuAD")
     task = parser.parse_known_args(argv)[0].task or "docs"
     add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
     options = parser.parse_args(argv)
     given = fields_of(TuneConfig, vars(options))
     try:
-        options.tasks = {}
-        for name in GLUE if task == "glue" else [task]:
-            options.tasks[name] = TuneConfig(**DEFAULTS[TASKS[name].group] | given)
+        names = GLUE if task == "glue" else [task]
+        options.tasks = {name: TuneConfig(**DEFAULTS[TASKS[name].group] | given) for name in names}
     except ValueError as error:
         parser.error(str(error))
-    if (source := options.predict) is not None:
-        for name in [name for name in ("task", "data", "seeds", "sweep") if vars(options)[name]] + list(given):
+    if options.predict:
+        for name in [name for name in ("task", "data", "seeds", "sweep") if getattr(options, name)] + [*given]:
             if name != "batch_size":
                 parser.error(f"--predict uses the model's own settings; leave out --{name.replace('_', '-')}")
-        stem, _ = split_name(Path(source.removeprefix("hf:") or "test"))
-        options.out = options.out or Path(options.init) / f"predict-{stem}"
-        options.predict = source if source.startswith("hf:") else str(Path(source).expanduser().resolve())
+        options.out = options.out or Path(options.init) / f"predict-{split_name(options.predict)[0]}"
+        options.predict = options.predict.expanduser().resolve()
         return options
     options.task, options.seeds = task, 5 if options.seeds is None else options.seeds
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: use a positive number")
-    if task == "docs" and options.data:
-        parser.error(f"--data {options.data}: --task docs reads only this machine's documentation; leave --data out")
-    if task == "custom" and not options.data:
-        parser.error("--task custom needs --data: a folder with train and dev files")
-    options.out = options.out or Path("out") / f"{task}-{results.name_of(options.init)}"
+    if task == "docs" and options.data or task == "custom" and not options.data:
+        parser.error(f"--task {task} --data {options.data}: custom needs a folder with train and dev, docs takes none")
+    path = Path(options.init.removeprefix("random:")).resolve()
+    name = f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.name
+    if options.init.startswith("random:"):
+        name = f"random-{name}"
+    options.out = options.out or Path("out", f"{task}-{name}")
     return options
 
 
@@ -330,7 +306,7 @@ def main(argv=None):
     with clear_errors("finetune.py"), explain_out_of_memory("--batch-size"):
         worker = make_worker(getattr(options, "precision", "auto"), options.device)
         torch.set_float32_matmul_precision("highest")  # TF32 is too coarse for effective ranks
-        if options.predict is not None:
+        if options.predict:
             return predict_file(options, worker.device)
         for task in options.tasks if options.data else ():  # what is missing is found before the first run
             find_files(task, options.data)

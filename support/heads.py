@@ -5,6 +5,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+import tokenizers
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from tqdm import tqdm
 
 from maelm import CLS, PAD, SEP, Config
 from support.files import json_lines
-from support.metrics import METRICS, f1_of_second_label, squad_metrics
+from support.metrics import METRICS, squad_metrics
 from support.tasks import Example, Labels, Question
 from support.tokenizer import Tokenizer
 
@@ -24,11 +25,7 @@ class Encoded(NamedTuple):
     targets: Tensor  # (N,) int64 or float32 labels; (N, 3) int64 for spans: first and last token, start of the passage
     examples: list  # Example or Question
     windows: list[tuple[int, int]]  # SQuAD, of each input: number of its question, tokens of the context before it
-    remarks: list[str]
-
-    def content(self) -> list[tuple]:
-        """The examples without their places in a file."""
-        return [example[:4] for example in self.examples]
+    remark: str
 
 
 def collate(encoded: Encoded, chosen, device: torch.device):
@@ -36,14 +33,6 @@ def collate(encoded: Encoded, chosen, device: torch.device):
     ids = [torch.from_numpy(encoded.ids[i]) for i in chosen]
     tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD).to(device)
     return tokens, tokens == PAD, encoded.targets[chosen].to(device)
-
-
-def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens of two texts are kept, given their numbers of tokens. The longer text is cut, down to half of the
-    room, and a token more if that is odd: as `tokenizers` does. Of equally long texts, the second is the longer."""
-    shorter = min(first, second, room // 2)
-    longer = min(max(first, second), room - shorter)
-    return (longer, shorter) if first > second else (shorter, longer)
 
 
 class ClassifierHead(nn.Sequential):
@@ -60,31 +49,27 @@ class ClassifierHead(nn.Sequential):
 
 class Classification:
     """Inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, targets as in Encoded. Spans has the same methods."""
-    def __init__(self, tokenizer: Tokenizer, dim: int, n: int, dropout: float, labels: Labels):
-        self.tokenizer, self.dim, self.n = tokenizer, dim, n
-        self.dropout, self.labels = dropout, labels
+    def __init__(self, tokenizer: Tokenizer, config: Config, tune, labels: Labels):
+        self.config, self.labels = config, labels
+        self.n = min(tune.seq_len, config.seq_len)
+        self.model = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer.model.to_str())).model  # a copy
+        self.model.post_processor = tokenizers.processors.TemplateProcessing(
+            "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)])
+        self.model.enable_truncation(self.n)  # of the longer text first
 
     def encode(self, examples: list[Example]) -> Encoded:
-        """Tokens of each example, cut off by longest_first. UserError for a label that the task does not have."""
+        """Tokens of each example, at most n. UserError for examples that the task does not have, as Labels.target."""
         targets = [self.labels.target(example) for example in examples]  # before the long work
         ids, truncated = [], 0
         for example in tqdm(examples, "tokenizing", leave=False, disable=None):
-            a = self.tokenizer.encode(example.text)
-            b = self.tokenizer.encode(example.text2 or "")
-            room = self.n - (2 if example.text2 is None else 3)  # for both texts
-            truncated += len(a) + len(b) > room
-            if example.text2 is None:
-                tokens = [CLS, *a[:room], SEP]
-            else:
-                first, second = longest_first(len(a), len(b), room)
-                tokens = [CLS, *a[:first], SEP, *b[:second], SEP]
-            ids.append(np.array(tokens, np.int64))
-        remarks = [f"{truncated:,} of {len(ids):,} inputs are cut off at {self.n} tokens"] if truncated else []
-        return Encoded(ids, torch.tensor(targets), examples, [], remarks)
+            found = self.model.encode(example.text, example.text2)
+            ids.append(np.array(found.ids, np.int64))
+            truncated += bool(found.overflowing)
+        return Encoded(ids, torch.tensor(targets), examples, [],
+                       f"{truncated:,} of {len(ids):,} inputs are cut off at {self.n} tokens")
 
     def head(self) -> nn.Module:
-        classes = max(1, len(self.labels.names))
-        return ClassifierHead(self.dim, classes, self.dropout)
+        return ClassifierHead(self.config.encoder_dim, max(1, len(self.labels.names)), self.config.dropout)
 
     def loss(self, logits, targets, padding):
         """Cross-entropy in nats, or the squared error of one number; mean over the batch."""
@@ -96,26 +81,11 @@ class Classification:
         """The logits (B, C) as they are."""
         return logits
 
-    def score(self, outputs, encoded: Encoded) -> dict[str, float | None]:
-        """Logits (N, C) -> metrics in percent; None for the rank correlation of equal predictions."""
-        true = encoded.targets.numpy()
-        predicted = outputs.argmax(1) if self.labels.names else outputs[:, 0]
-        metric = self.labels.metric
-        found = {metric: METRICS[metric](predicted, true)}
-        if self.labels.f1 and len(self.labels.names) == 2:
-            found |= f1_of_second_label(predicted, true)
-        for name, value in found.items():
-            found[name] = None if math.isnan(value) else 100 * value
-        return found
-
-    def files(self, outputs, encoded: Encoded) -> dict[str, str]:
-        """Logits (N, C) -> the file of all predictions, by its name."""
-        return {"predictions.jsonl": json_lines(self.predictions(outputs, encoded))}
-
-    def predictions(self, outputs, encoded: Encoded) -> list[dict]:
-        """Logits (N, C) -> id, label and prediction of each example, and the probability of every label."""
+    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float | None], dict[str, str]]:
+        """Logits (N, C) -> metrics in percent (None for the rank correlation of equal predictions), and files of
+        predictions by their names: .jsonl with the probability of every label, .tsv as GLUE's server takes it."""
         names = self.labels.names
-        found = []
+        lines = []
         for example, output in zip(encoded.examples, torch.from_numpy(outputs)):
             line = {"id": example.id}
             if example.label is not None:
@@ -125,11 +95,19 @@ class Classification:
                 line["scores"] = dict(zip(names, output.softmax(0).tolist()))
             else:
                 line["prediction"] = float(f"{self.labels.scale * output.item():.4g}")
-            found.append(line)
-        return found
+            lines.append(line)
+        table = [f"{line['id']}\t{line['prediction']}\n" for line in lines]
+        predicted = outputs.argmax(1) if names else outputs[:, 0]
+        metrics = {}
+        for name in self.labels.metrics:
+            value = METRICS[name](predicted, encoded.targets.numpy())
+            metrics[name] = None if math.isnan(value) else 100 * value
+        return metrics, {
+            "predictions.jsonl": json_lines(lines),
+            "predictions.tsv": "".join(["index\tprediction\n", *table])}
 
 
-# ---- 2. SQuAD 2.0: contexts as tokens -----------------------------------------------------------------------
+# ---- 2. SQuAD 2.0 -------------------------------------------------------------------------------------------
 def spans_of(tokenizer: Tokenizer, text: str):
     """Text -> ids, and of each token the first and last + 1 character, without the space before a word, (length,)."""
     found = tokenizer.model.encode(text, add_special_tokens=False)  # tiktoken has the same ids, but no characters
@@ -151,14 +129,11 @@ def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
     return a, b
 
 
-# ---- 3. SQuAD 2.0: inputs, head, loss and score -------------------------------------------------------------
 class Spans:
     """Inputs `[CLS] question [SEP] window of the context [SEP]`; an answer outside the window is at [CLS]."""
-    labels = Labels("f1")  # no names
-
-    def __init__(self, tokenizer: Tokenizer, dim: int, n: int, tune):
-        self.tokenizer, self.dim, self.n = tokenizer, dim, n
-        self.tune = tune
+    def __init__(self, tokenizer: Tokenizer, config: Config, tune, labels: Labels):
+        self.tokenizer, self.config, self.tune, self.labels = tokenizer, config, tune, labels
+        self.n = min(tune.seq_len, config.seq_len)
         self.spans_of = functools.cache(functools.partial(spans_of, tokenizer))  # many questions share a context
 
     def encode(self, questions: list[Question]) -> Encoded:
@@ -182,11 +157,11 @@ class Spans:
                 inside = q.answers and offset <= first and last < offset + room
                 target = (first + shift, last + shift) if inside else (0, 0)
                 targets.append((*target, len(query)))
-        return Encoded(ids, torch.tensor(targets), questions, windows, [f"{len(ids):,} windows of {self.n} tokens"])
+        return Encoded(ids, torch.tensor(targets), questions, windows, f"{len(ids):,} windows of {self.n} tokens")
 
     def head(self) -> nn.Module:
         """A new head: H^L -> logits of the first and the last token of the answer, (B, m, 2)."""
-        return nn.Linear(self.dim, 2)
+        return nn.Linear(self.config.encoder_dim, 2)
 
     def in_passage(self, logits, targets, padding):
         """Logits (B, m, 2), -inf except at [CLS] and in the window; targets (B, 3) int64, padding (B, m) bool."""
@@ -199,8 +174,7 @@ class Spans:
 
     def loss(self, logits, targets, padding):
         """Mean of the cross-entropies of the first and the last token, in nats."""
-        logits = self.in_passage(logits, targets, padding)
-        return F.cross_entropy(logits, targets[:, :2])
+        return F.cross_entropy(self.in_passage(logits, targets, padding), targets[:, :2])
 
     def decode(self, logits, targets, padding):
         """Logits (B, m, 2) -> (B, 4): the score of no answer; score, first and last token of the best span."""
@@ -213,16 +187,14 @@ class Spans:
         spans = starts[:, :, None] + ends
         score, at = spans.flatten(1).max(1)
         first = at // longest
-        last = first + at % longest
-        return torch.stack([null, score, first, last], dim=1)
+        return torch.stack([null, score, first, first + at % longest], dim=1)
 
-    def answers(self, outputs, encoded: Encoded) -> tuple[dict[str, str], dict[str, float]]:
-        """Outputs of all windows (N, 4) -> by the question's id its answer, "" for none, and the odds of no answer: how
-        much higher the score of no answer is than that of the best span."""
+    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
+        """Outputs of all windows (N, 4) -> the numbers of the official evaluation, and the files that it reads: by the
+        question's id its answer, "" for none, and by how much no answer has a higher score than the best span."""
         null = {q.id: math.inf for q in encoded.examples}
         best = {q.id: (-math.inf, "") for q in encoded.examples}  # score and text of the best span
-        for (number, shift), output in zip(encoded.windows, outputs.tolist()):
-            no_answer, score, first, last = output
+        for (number, shift), (no_answer, score, first, last) in zip(encoded.windows, outputs.tolist()):
             q = encoded.examples[number]
             null[q.id] = min(null[q.id], no_answer)
             if score > best[q.id][0]:
@@ -234,30 +206,12 @@ class Spans:
         for name, (score, text) in best.items():
             odds[name] = null[name] - score
             answers[name] = text if odds[name] <= 0 else ""
-        return answers, odds
-
-    def score(self, outputs, encoded: Encoded) -> dict[str, float]:
-        """Outputs of all windows (N, 4) -> the numbers of the official evaluation."""
-        answers, odds = self.answers(outputs, encoded)
-        return squad_metrics(encoded.examples, answers, odds)
-
-    def files(self, outputs, encoded: Encoded) -> dict[str, str]:
-        """Outputs of all windows (N, 4) -> the files that the official evaluation reads, by their names."""
-        answers, odds = self.answers(outputs, encoded)
-        return {
+        return squad_metrics(encoded.examples, answers, odds), {
             "predictions.json": json.dumps(answers, indent=1),
             "null_odds.json": json.dumps(odds, indent=1)}
 
 
-# ---- 4. An encoder with a head ------------------------------------------------------------------------------
-def make_kind(task: str, tokenizer: Tokenizer, config: Config, tune, labels: Labels) -> Classification | Spans:
-    """The inputs, head, loss and score of a task, for an encoder with this config and by the fields of a TuneConfig."""
-    n = min(tune.seq_len, config.seq_len)
-    if task == "squad2":
-        return Spans(tokenizer, config.encoder_dim, n, tune)
-    return Classification(tokenizer, config.encoder_dim, n, tune.dropout, labels)
-
-
+# ---- 3. An encoder with a head ------------------------------------------------------------------------------
 class Tuned(nn.Module):
     """An encoder with a head."""
     def __init__(self, encoder: nn.Module, head: nn.Module):

@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 
 
-# ---- 1. Labels and numbers ----------------------------------------------------------------------------------
 def accuracy(predicted, true) -> float:
     """Share of equal entries of two arrays (N,), in [0, 1]."""
     return float((predicted == true).mean())
@@ -28,33 +27,25 @@ def matthews(predicted, true) -> float:
 def mean_ranks(values):
     """The ranks (N,) of values (N,), from 1; equal values share the mean of their ranks."""
     _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = counts.cumsum() - (counts - 1) / 2
-    return ranks[index]
+    return (counts.cumsum() - (counts - 1) / 2)[index]
 
 
 def spearman(predicted, true) -> float:
     """Pearson correlation of the ranks of two arrays (N,), in [-1, 1]; NaN where one of them is constant."""
-    ranks = np.stack([mean_ranks(predicted), mean_ranks(true)])
-    if 0 in np.ptp(ranks, axis=1):
+    if np.ptp(predicted) == 0 or np.ptp(true) == 0:
         return math.nan
-    return float(np.corrcoef(ranks)[0, 1])
+    return float(np.corrcoef(mean_ranks(predicted), mean_ranks(true))[0, 1])
 
 
-METRICS = {"accuracy": accuracy, "matthews": matthews, "spearman": spearman}
+def f1(predicted, true) -> float:
+    """F1 of label 1 for two labellings (N,) by 0 and 1, in [0, 1]; 0 if label 1 does not occur."""
+    hits = int((predicted * true).sum())
+    return 2 * hits / max(1, int(predicted.sum() + true.sum()))
 
 
-def f1_of_second_label(predicted, true) -> dict[str, float]:
-    """F1, precision and recall of label 1 for two labellings (N,) by 0 and 1, each in [0, 1], 0 where undefined."""
-    hits = int(((predicted == 1) & (true == 1)).sum())
-    guesses = int((predicted == 1).sum())
-    wanted = int((true == 1).sum())
-    return {
-        "f1": 2 * hits / max(1, guesses + wanted),
-        "precision": hits / max(1, guesses),
-        "recall": hits / max(1, wanted)}
+METRICS = {"accuracy": accuracy, "matthews": matthews, "spearman": spearman, "f1": f1}
 
 
-# ---- 2. SQuAD 2.0: EM and F1 --------------------------------------------------------------------------------
 def normalize(answer: str) -> str:
     """SQuAD's normal form of an answer: lower case, without punctuation, articles and superfluous white space."""
     kept = "".join(c for c in answer.lower() if c not in string.punctuation)
@@ -72,44 +63,31 @@ def token_f1(predicted: str, true: str) -> float:
 
 
 def squad_metrics(questions: list, predictions: dict[str, str], odds: dict[str, float]) -> dict[str, float]:
-    """The numbers that the official evaluation prints, shares in percent. `questions` are Questions. By id,
+    """The numbers that the official evaluation prints, shares in percent. By the id of each of the Questions,
     `predictions` are answers, "" for none, and `odds` are higher the less likely an answer is. The best thresholds
     take away the answers whose odds are higher; they give no new ones."""
-    scores = {"exact": {}, "f1": {}}
+    scores = {"exact": [], "f1": []}
     for q in questions:
         true = [text for _, text in q.answers if normalize(text)] or [""]  # acceptable answers
         answer = predictions[q.id]
-        scores["exact"][q.id] = float(normalize(answer) in map(normalize, true))
-        scores["f1"][q.id] = max(token_f1(answer, text) for text in true)
-    answerable = {q.id: bool(q.answers) for q in questions}
-    found = {metric: mean(values.values()) for metric, values in scores.items()}
-    for group, has_answer in (("HasAns", True), ("NoAns", False)):
-        ids = [name for name in answerable if answerable[name] == has_answer]
-        if ids:
-            for metric, values in scores.items():
-                found[f"{group}_{metric}"] = mean([values[name] for name in ids])
-            found[f"{group}_total"] = len(ids)
+        scores["exact"].append(normalize(answer) in map(normalize, true))
+        scores["f1"].append(max(token_f1(answer, text) for text in true))
+    answerable = np.array([bool(q.answers) for q in questions])
+    answered = np.array([bool(predictions[q.id]) for q in questions])
+    thresholds = np.array([odds[q.id] for q in questions])
+    order = np.argsort(thresholds, kind="stable")
+    found = {}
     for metric, values in scores.items():
-        best, threshold = best_threshold(values, predictions, odds, answerable)
-        found[f"best_{metric}"], found[f"best_{metric}_thresh"] = best, threshold
+        values = 100.0 * np.array(values)
+        found[metric] = float(values.mean())
+        for group, chosen in (("HasAns", answerable), ("NoAns", ~answerable)):
+            if chosen.any():
+                found[f"{group}_{metric}"] = float(values[chosen].mean())
+                found[f"{group}_total"] = int(chosen.sum())
+        # From no answer at all, in the order of the odds, one question after another is also answered.
+        gains = np.where(answerable, values, -100.0 * answered)[order]
+        sums = 100 * np.sum(~answerable) + np.append(0, gains.cumsum())
+        best = sums.argmax()
+        found[f"best_{metric}"] = float(sums[best] / len(values))
+        found[f"best_{metric}_thresh"] = float(thresholds[order[best - 1]]) if best else 0.0
     return found
-
-
-def mean(values) -> float:
-    """The mean of shares, in percent."""
-    return 100 * sum(values) / len(values)
-
-
-def best_threshold(scores: dict[str, float], predictions: dict[str, str], odds: dict[str, float],
-                   answerable: dict[str, bool]) -> tuple[float, float]:
-    """The highest mean score in percent, and the threshold of the odds above which no answer is given, by id."""
-    score = best = sum(not has_answer for has_answer in answerable.values())  # no answer at all
-    threshold = 0.0
-    for name in sorted(odds, key=odds.get):  # also answer this question
-        if answerable[name]:
-            score += scores[name]
-        elif predictions[name]:
-            score -= 1
-        if score > best:
-            best, threshold = score, odds[name]
-    return 100 * best / len(scores), threshold

@@ -2,6 +2,8 @@
 import json
 import random
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,18 +11,19 @@ import tokenizers
 import torch
 
 import finetune
-from maelm import CLS, SEP
+from conftest import TINY
+from maelm import CLS, SEP, Config
 from support import convert, examples, results, tasks
 from support.files import read_json, write_json
 from support.heads import Classification, Encoded, Spans, answer_tokens, spans_of
 from support.models import load_encoder
-from support.results import Evaluation, Run
 from support.tasks import Example, Labels, Question
 from support.tokenizer import Tokenizer
 from support.worker import Worker
 from tests.common import fails, little_documents, sentence
 from tests.test_tasks import FORMATS, rows_of, write_glue
 
+DIVERGED = {"value": None, "metrics": {}, "ranks": None}
 ONE = Worker(0, 1, torch.device("cpu"), torch.float32)
 CONTEXT = f"{sentence(0)} İstanbul'da  ÇOK \"naïve\" café—数学🙂 ΣΑΣα [MASK]\tend.\u00a0x {sentence(18)}"
 WORDS = [Question(str(word.start()), "where is it, and why so long?", CONTEXT, ((word.start(), word[0]),))
@@ -47,7 +50,8 @@ def test_answers_of_whole_words_come_back(uncased):
 
 
 def test_windows_cover_the_context_and_hold_the_answers(finished):
-    kind = Spans(Tokenizer.load(finished), 32, 24, finetune.TuneConfig(max_query=6, doc_stride=4, max_answer=12))
+    tune = finetune.TuneConfig(max_query=6, doc_stride=4, max_answer=12)
+    kind = Spans(Tokenizer.load(finished), Config(**TINY | {"seq_len": 24}), tune, None)
     encoded = kind.encode([*WORDS, Question("none", "what?", CONTEXT, ())])
     context, _, _ = kind.spans_of(CONTEXT)
     covered = set()
@@ -64,30 +68,28 @@ def test_windows_cover_the_context_and_hold_the_answers(finished):
     outputs = kind.decode(logits, targets, padding).numpy()
     kind.tune = finetune.TuneConfig(max_answer=10 ** 12)
     assert np.array_equal(kind.decode(logits, targets, padding), outputs)  # and it ends
-    metrics = kind.score(outputs, encoded)
+    metrics, files = kind.score(outputs, encoded)
     assert metrics["exact"] == metrics["HasAns_f1"] == metrics["NoAns_f1"] == metrics["best_f1"] == 100
-    assert json.loads(kind.files(outputs, encoded)["predictions.json"]) == kind.answers(outputs, encoded)[0]
-    assert kind.answers(outputs, encoded)[0] == {q.id: q.answers[0][1] for q in WORDS} | {"none": ""}
+    expected = {q.id: q.answers[0][1] for q in WORDS} | {"none": ""}
+    assert json.loads(files["predictions.json"]) == expected
 
 
 def test_inputs_are_those_of_the_exported_tokenizer(finished, tmp_path):
-    ours = Tokenizer.load(finished)
     convert.save_tokenizer(Tokenizer.load(finished), 24, tmp_path)
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    draw = random.Random(0)
-    text, spaces = " ".join(little_documents(50)), ("", " ", "\n\n", "\t ")
+    draw, text = random.Random(0), "\t \n".join(little_documents(50))
     for n in (8, 9, 24):
-        kind = Classification(ours, 32, n, 0.1, Labels("accuracy", ("x", "y")))
+        kind = Classification(Tokenizer.load(finished), Config(seq_len=n), finetune.TuneConfig(), Labels((), ("x",)))
         theirs.enable_truncation(n)  # of the longest first, as transformers asks for
         for _ in range(200):
-            first, second = [draw.choice(spaces) + text[:draw.randrange(60)] + draw.choice(spaces) for _ in range(2)]
+            first, second = text[draw.randrange(60):][:draw.randrange(60)], text[:draw.randrange(60)]
             encoded = kind.encode([Example(first, second, "x"), Example(first, None, "x")])
             assert [ids.tolist() for ids in encoded.ids] == [theirs.encode(first, second).ids, theirs.encode(first).ids]
-    assert kind.encode([Example(text, None, "x")]).remarks == ["1 of 1 inputs are cut off at 24 tokens"]
+    assert kind.encode([Example(text, None, "x")]).remark == "1 of 1 inputs are cut off at 24 tokens"
 
 
 def test_each_epoch_is_a_permutation():
-    encoded = Encoded([np.zeros(n) for n in range(330)], None, [], [], [])
+    encoded = Encoded([np.zeros(n) for n in range(330)], None, [], [], "")
     drawn = np.stack(list(finetune.batches(encoded, 1, 66, 10)))  # two epochs
     assert sorted(drawn.flatten()) == sorted([*range(330)] * 2)
     assert np.ptp(drawn, axis=1).mean() < 66  # lengths in a batch are alike
@@ -101,18 +103,17 @@ def test_fine_tuning_learns(finished, tmp_path, monkeypatch):
 
 
 def test_the_best_checkpoint_counts(finished, tmp_path, monkeypatch):
-    values, weights, evaluate = [50, 70, 70, 60], {}, finetune.evaluate
+    values, weights, evaluate = [50, 70, 70, 60, 0], [], finetune.evaluate
 
-    def scripted(model, setup, tune, step):
-        weights[step] = model.encoder.norm.weight.clone().cpu()
-        found, outputs = evaluate(model, setup, tune, step)
-        return Evaluation(values[len(weights) - 1], {}, found.ranks, step), outputs
+    def scripted(model, *others):
+        weights.append(model.encoder.norm.weight.clone().cpu())
+        found, files = evaluate(model, *others)
+        return found | {"value": values[len(weights) - 1]}, files
 
     monkeypatch.setattr(finetune, "evaluate", scripted)
     result = tune(finished, "rte", tmp_path, *"--epochs 2 --seeds 1 --batch-size 4".split())
-    assert [result["median"], result["last"]] == [70, 60]
-    assert result["effective_rank"]["steps"] == [[3, 6]] and result["effective_rank"]["at_the_end"][0]["centered"] > 0
-    assert torch.equal(load_encoder(tmp_path / "out")[0].norm.weight, weights[3])
+    assert [result["median"], result["steps"]] == [70, [3]]
+    assert torch.equal(load_encoder(tmp_path / "out")[0].norm.weight, weights[1])
 
 
 def test_a_result_can_be_read_and_continued(finished, tmp_path):
@@ -122,8 +123,7 @@ def test_a_result_can_be_read_and_continued(finished, tmp_path):
     ranks = result["effective_rank"]
     for found in (ranks["before"], *ranks["after"]):
         assert 1 <= found["uncentered"] <= 32 and 1 <= found["centered"] <= 32
-    (tmp_path / "out/encoder.pt").unlink()
-    assert tune(finished, "mnli", tmp_path, "--learning-rate", "1e-3") == result  # what was lost is made again
+    assert tune(finished, "mnli", tmp_path, "--learning-rate", "1e-3") == result
     encoder, *_ = load_encoder(tmp_path / "out")
     assert not torch.equal(encoder.norm.weight, load_encoder(finished)[0].norm.weight)
     assert tune(tmp_path / "out", "rte", tmp_path, out="next")["setting"].keys() == set(tasks.SWEPT)
@@ -181,12 +181,9 @@ def pairs(finished, tmp_path_factory):
         (folder / name).write_text("text,text2,label\na,b,01\nc,d,1\nc,,1\n")
     finetune.main(["--init", str(finished), "--task", "custom", "--data", str(folder), "--seeds", "1",
                    "--out", str(folder / "out")])
+    assert read_json(folder / "out/result.json")["metrics"].keys() == {"accuracy", "f1"}
+    assert '"scores": {"01": ' in (folder / "out/predictions.jsonl").read_text()
     return folder / "out"
-
-
-def test_two_labels_have_f1_and_keep_their_spelling(pairs):
-    assert read_json(pairs / "result.json")["metrics"].keys() == {"accuracy", "f1", "precision", "recall"}
-    assert '"scores": {"01": ' in (pairs / "predictions.jsonl").read_text()
 
 
 def test_two_inputs_never_share_one_output(pairs, tmp_path, capsys):
@@ -202,22 +199,16 @@ def test_two_inputs_never_share_one_output(pairs, tmp_path, capsys):
 def test_a_model_predicts_as_it_was_trained(pairs, tmp_path, capsys):
     (tmp_path / "single.csv").write_text("text\na\n")
     command = ["--init", str(pairs), "--predict", str(tmp_path / "single.csv")]
-    assert "lacks a second text" in fails(lambda: finetune.main(command), capsys)
+    assert "single.csv, line 2: lacks a second text" in fails(lambda: finetune.main(command), capsys)
     for flag in ("--seq-len 9", "--learning-rate 0", "--task rte", "--sweep", "--seeds 1"):
         error = fails(lambda: finetune.main([*command, *flag.split()]), capsys)
         assert f"leave out {flag.split()[0]}" in error
 
 
 def test_submissions_have_the_names_of_glue():
-    for source, file in (("d/diagnostic.tsv", "AX"), ("hf:ax", "AX"), ("hf:", "MNLI-m"),
-                         ("mismatched/test_matched.tsv", "MNLI-m"), ("hf:test_mismatched", "MNLI-mm")):
-        found = examples.submission("mnli", source, [{"id": 7, "prediction": "neutral"}])
-        assert found == {f"{file}.tsv": "index\tprediction\n7\tneutral\n"}
-
-
-def test_a_seed_that_diverged_is_the_lowest():
-    for values, middle in (([90, None, None, None, None], None), ([None, 5, 7], 5), ([3, None], None)):
-        assert results.median(values) == middle
+    names = [examples.submission("mnli", Path("mismatched", f"{name}.tsv"))
+             for name in ("diagnostic", "test_mismatched", "test_matched")]
+    assert names == ["AX.tsv", "MNLI-mm.tsv", "MNLI-m.tsv"]
 
 
 def fake_runs(monkeypatch, value):
@@ -226,8 +217,9 @@ def fake_runs(monkeypatch, value):
 
     def run_once(setup, tune, seed):
         seeds.append(seed)
-        found = Evaluation(value(setup, tune, seed))
-        return Run({name: getattr(tune, name) for name in tasks.SWEPT}, seed, found, found, 1800.0)
+        setting = {name: getattr(tune, name) for name in tasks.SWEPT}
+        found = {"value": value(setup, tune, seed), "setting": setting, "seed": seed, "seconds": 1800.0}
+        return DIVERGED | found
 
     monkeypatch.setattr(finetune, "run_once", run_once)
     return seeds
@@ -254,26 +246,19 @@ def test_a_sweep_that_was_cut_continues(finished, tmp_path, capsys, monkeypatch)
     assert "task='cola' there, 'rte' here" in error and "dropout=0.1 there, 0.0 here" in error
 
 
-def test_a_sweep_tries_the_default_rate_for_0(finished, tmp_path, monkeypatch):
-    fake_runs(monkeypatch, lambda setup, tune, seed: tune.learning_rate)
-    result = tune(finished, "rte", tmp_path, "--sweep", "--learning-rate", "0")
-    assert result["values"] == 2 * [3e-5 * (768 / 32) ** 2]
-
-
 def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
     seeds = fake_runs(monkeypatch, lambda setup, tune, seed: 50.0)
     second = Worker(1, 2, torch.device("cpu"), torch.float32)
-    setup = finetune.Setup("squad2", None, Spans, {}, None, second, tmp_path, [])
+    setup = finetune.Setup("squad2", None, SimpleNamespace(labels=Labels(("f1",))), {}, None, second, tmp_path)
     runs = [(finetune.TuneConfig(), seed) for seed in range(4)]
 
     def sleep(seconds):  # meanwhile the first process writes its lines
         for run in runs:
-            content = dict(setting={}, seed=run[1], best={}, last={}, seconds=1.0)
-            write_json(results.path_of_run(tmp_path, *run), content)
+            write_json(results.path_of_run(tmp_path, *run), DIVERGED | dict(setting={}, seed=run[1], seconds=1))
 
     monkeypatch.setattr(results.time, "sleep", sleep)
     lines = finetune.finish_runs(setup, runs)
-    assert seeds == [1, 3] and [line.seed for line in lines] == [0, 1, 2, 3]
+    assert seeds == [1, 3] and [line["seed"] for line in lines] == [0, 1, 2, 3]
 
 
 def test_glue_is_the_average_of_eight(finished, tmp_path, monkeypatch):
@@ -285,8 +270,8 @@ def test_glue_is_the_average_of_eight(finished, tmp_path, monkeypatch):
     ("--init no/such", "no/such: not a run folder"), ("--init hf:a", "support.convert imports hf:"),
     ("--task sst3", "invalid choice: 'sst3'"), ("--epochs 0", "epochs=0.0"),
     ("--warmup-share 2", "warmup_share=2.0 is not"), ("--init no --predict a.txt", "no/encoder.pt: no such file"),
-    ("--task custom", "--task custom needs --data"), ("--learning-rate nan", "learning_rate=nan is not possible"),
-    ("--epochs inf", "epochs=inf: use a positive number"), ("--task docs --data .", "leave --data out"),
-    ("--task rte --data no/such", "no such folder; rte needs a folder with train and dev")])
+    ("--task custom", "custom needs a folder"), ("--learning-rate nan", "learning_rate=nan is not possible"),
+    ("--epochs inf", "epochs=inf: use a positive number"), ("--task docs --data .", "docs takes none"),
+    ("--task rte --data no/such", "no/such: needs one file train (.csv")])
 def test_a_bad_command_gets_one_line(flags, message, tmp_path, capsys):
     assert message in fails(lambda: finetune.main([*flags.split(), "--out", str(tmp_path)]), capsys)
