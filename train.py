@@ -11,9 +11,10 @@ unfinished run. The sequences of a step do not depend on the number of processes
 """
 import shutil
 import sys
+import time
 from argparse import SUPPRESS, Namespace
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,14 +29,12 @@ from support.cli import (Interrupt, Parser, UserError, add_flags, clear_errors, 
 from support.corpus import (SPLITS, Rows, describe, evenly, prepared_corpus, rows_of_step, seed_of,
                             unigram_entropy)
 from support.documents import CACHE, VAL_SHARE
-from support.files import changes, lock_folder, refuse_changes, write_json
+from support.files import changes, lock_folder, refuse_changes, short_hash, write_json
 from support.fill_mask import examples
 from support.log import Progress, draw_loss, start_wandb
-from support.models import (check, checkpoints, copy_weights, load_checkpoint, make_model, save_checkpoint,
-                            set_damaged_aside)
+from support.models import check, checkpoints, load_checkpoint, make_model, save_checkpoint, set_damaged_aside
 from support.optim import make_optimizers
-from support.settings import (Start, earlier_settings, inputs_of, load_start, refuse_many_masks, refuse_misfits,
-                              settings_of_start)
+from support.settings import ENCODER, Inputs, Start, earlier_settings, load_start, refuse_many_masks
 from support.tokenizer import Tokenizer
 from support.worker import Worker, compile_for, make_worker
 
@@ -194,19 +193,23 @@ def make_command(flags: Namespace) -> Command:
     given = {}
     for kind in KINDS:
         given |= fields_of(kind, vars(flags))
-    name = f"{flags.preset or 'toy'}-{flags.ablation or 'mae-lm'}".removesuffix("-mae-lm")
-    chosen, start, tokenizer = PRESETS[flags.preset or "toy"], None, None
+    folder = f"{flags.preset or 'toy'}-{flags.ablation or 'mae-lm'}".removesuffix("-mae-lm")
+    chosen, start, tokenizer, fixed = PRESETS[flags.preset or "toy"], None, None, ()
     if given.get("init"):
-        start = load_start(given["init"], *KINDS)
-        tokenizer = start.tokenizer
-        name = f"{start.folder.resolve().name}-{flags.ablation or 'more'}"
-        chosen = settings_of_start(start, PRESETS.get(flags.preset), flags.ablation)
+        start = load_start(given["init"], PRESETS.get(flags.preset), flags.ablation, *KINDS)
+        folder = f"{start.folder.resolve().name}-{flags.ablation or 'more'}"
+        tokenizer, chosen, fixed = start.tokenizer, start.settings, (*ENCODER, "uncased", "tokenizer")
     elif given.get("tokenizer"):
-        tokenizer = Tokenizer.read(given["tokenizer"])
+        tokenizer, fixed = Tokenizer.read(given["tokenizer"]), ("uncased",)
         chosen = chosen | {"vocab_size": len(tokenizer), "uncased": tokenizer.uncased}
     settings = make_settings(chosen | ABLATIONS[flags.ablation or "mae-lm"], given)
-    refuse_misfits(settings, start, tokenizer, given)
-    return Command(settings, flags.out or Path("out") / name, start, tokenizer, flags)
+    for name in fixed:
+        here = settings.fields()[name]
+        if here != chosen[name]:
+            raise ValueError(f"{name}={here!r}: the run of --init, or the given tokenizer, has {chosen[name]!r}")
+    if tokenizer is not None and settings.config.vocab_size < len(tokenizer):
+        raise ValueError(f"vocab_size={settings.config.vocab_size}: the given tokenizer has {len(tokenizer)} tokens")
+    return Command(settings, flags.out or Path("out") / folder, start, tokenizer, flags)
 
 
 # ---- 2. A run and its folder --------------------------------------------------------------------------------
@@ -235,7 +238,10 @@ def open_run(command: Command, worker: Worker) -> Run:
     # A run that exists keeps its corpus and tokenizer, whatever has become of the text.
     tokenizer = Tokenizer.load(out) if earlier else command.tokenizer
     corpus = prepared_corpus(settings.fields() | {"corpus": earlier.get("corpus", "")}, tokenizer)
-    inputs = inputs_of(corpus, options.init, start, earlier)
+    weights = None if start is None else start.weights
+    if earlier.get("init") == options.init:
+        weights = earlier["init_weights"]  # the run of that name may have been trained further since then
+    inputs = asdict(Inputs(corpus.name, short_hash((corpus / "tokenizer.json").read_bytes()), weights))
     rows = {split: Rows(corpus, split, config.seq_len) for split in SPLITS}
     refuse_many_masks(config, list(rows.values()))
     torch.manual_seed(recipe.seed)
@@ -251,13 +257,13 @@ def open_run(command: Command, worker: Worker) -> Run:
         shutil.copyfile(corpus / "tokenizer.json", out / "tokenizer.json")
         set_damaged_aside(out)
     worker.init_process_group()
-    worker.wait()  # until the first process has checked --out
+    worker.gather(None)  # waits until the first process has checked --out
     if found := checkpoints(out):
         run.step, run.seconds = load_checkpoint(found[-1], model, run.optimizers)
     elif start is not None:
-        new = copy_weights(model, start.model)
-        if worker.is_main:
-            print(f"the weights of --init are copied; new: {new or 'nothing'}")
+        here, there = model.state_dict(), start.model.state_dict()
+        same_shape = {name: x for name, x in there.items() if name in here and x.shape == here[name].shape}
+        model.load_state_dict(same_shape, strict=False)  # a decoder of another shape is new
     worker.agree(settings.fields() | inputs | {"step": run.step})
     return run
 
@@ -345,7 +351,6 @@ def loop(run: Run, progress: Progress) -> int:
     network = worker.parallel(model)
     draw = partial(batch_of_step, rows=run.rows["train"], settings=run.settings, worker=worker)
     stopped = False
-    progress.start_clock()
     # A thread draws sequences and masks of the next step while this step is computed.
     with Interrupt() as interrupt, ThreadPoolExecutor(1) as ahead:
         coming = ahead.submit(draw, run.step)
@@ -369,8 +374,8 @@ def loop(run: Run, progress: Progress) -> int:
                 if saving and worker.is_main:
                     save_checkpoint(run.out, run.step, model, run.optimizers, run.seconds, options.keep_checkpoints)
                     draw_loss(run.out)
-                progress.start_clock()
-    worker.wait()  # until the first process has saved
+                progress.since = time.perf_counter()  # of training alone
+    worker.gather(None)  # waits until the first process has saved
     return (interrupt.signal or 15) if stopped else 0
 
 
@@ -379,17 +384,17 @@ def pretrain(run: Run) -> int:
     worker, out, options = run.worker, run.out, run.settings.options
     if run.step >= run.settings.last_step:
         if worker.is_main:
-            print(f"{out} is finished at step {run.step}: nothing to do; choose another --out for another run")
+            print(f"{out} is finished at step {run.step}: nothing to do; to train it for longer, start another --out "
+                  f"from it with --init {out}")
         return 0
     batch, *_ = batch_of_step(run.step, run.rows["train"], run.settings, worker)
     compile_for(worker, run.model, options.compile, batch)
     entropy = unigram_entropy(evenly(run.rows["val"], options.eval_rows))
-    with Progress(run) as progress:
-        progress.header(entropy)
+    with closing(Progress(run)) as progress:
         if run.step == 0:
             val_loss = evaluate(run.model, run.rows["val"], options, worker)
             progress.write(step=0, unigram_entropy=entropy, val_loss=val_loss)
-        progress.log_start(micro_batch(run.settings, worker.world_size))
+        progress.start(micro_batch(run.settings, worker.world_size), entropy)
         stopped = loop(run, progress)
     if worker.is_main:
         if stopped:

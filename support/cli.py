@@ -33,29 +33,6 @@ def root_cause(error: BaseException) -> str:
 @contextmanager
 def clear_errors(program: str) -> Iterator[None]:
     """Turn a mistake of the user, and Ctrl-C, into one line on stderr and an exit code: 2, or 130."""
-    before = {number: signal.signal(number, exit_by_signal) for number in ending_signals()}
-    open_streams()
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted; the same command continues", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of stdout, such as head, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except (UserError, OSError) as error:
-        line = str(error).replace("\n", " ")
-        if f"{Path.home()}/.cache" in line and isinstance(error.__cause__ or error, OSError):
-            line += "; --cache and the variable HF_HOME can name other folders"
-        print(f"{program}: {printable(line)}", file=sys.stderr)
-        sys.exit(2)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def open_streams():
-    """Make stdout and stderr safe to write to."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell, as in 2>&-
@@ -63,28 +40,30 @@ def open_streams():
         elif isinstance(stream, io.TextIOWrapper):
             # Characters that an encoding such as cp1252 lacks become ?; a line in a file or pipe can be read at once.
             stream.reconfigure(errors="replace", line_buffering=True)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; the same command continues", file=sys.stderr)
+        sys.exit(130)
+    except (UserError, OSError) as error:
+        line = str(error).replace("\n", " ")
+        if f"{Path.home()}/.cache" in line and isinstance(error.__cause__ or error, OSError):
+            line += "; --cache and the variable HF_HOME can name other folders"
+        print(f"{program}: {printable(line)}", file=sys.stderr)
+        sys.exit(2)
 
 
 # ---- 2. Signals, and memory that runs out -------------------------------------------------------------------
-def ending_signals() -> list[int]:
-    """The signals by which Slurm, torchrun or a terminal ends a program: SIGTERM, SIGUSR1, and SIGHUP except under
-    nohup. Windows has only the first."""
-    names = [name for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
-    numbers = [getattr(signal, name) for name in names]
-    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-
-
-def exit_by_signal(number: int, frame: object):
-    """Signal handler."""
-    sys.exit(128 + number)
-
-
 class Interrupt:
-    """While entered, notes Ctrl-C and the signals that end a program, so that a checkpoint can be saved. A second
-    Ctrl-C acts at once."""
+    """While entered, notes Ctrl-C and the signals by which Slurm, torchrun or a terminal ends a program, so that a
+    checkpoint can be saved. A second Ctrl-C acts at once."""
+    SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")  # Windows lacks the last two
+
     def __enter__(self) -> "Interrupt":
-        self.signal = 0
-        self.before = {number: signal.signal(number, self.note) for number in (*ending_signals(), signal.SIGINT)}
+        self.signal, self.before = 0, {}
+        for number in (getattr(signal, name) for name in self.SIGNALS if hasattr(signal, name)):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                self.before[number] = signal.signal(number, self.note)
         return self
 
     def __exit__(self, *exception):
@@ -104,10 +83,9 @@ def explain_out_of_memory(flags: str = "--micro-batch-size") -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        signs = ("OutOfMemoryError", "can't allocate memory", "out of memory")  # no torch here: its class by its name
-        if isinstance(error, MemoryError) or any(sign in f"{type(error).__name__}: {error}" for sign in signs):
-            raise UserError(f"out of memory: use a smaller {flags}") from error
-        raise
+        if isinstance(error, RuntimeError) and not re.search("can't allocate memory|out of memory", str(error)):
+            raise
+        raise UserError(f"out of memory: use a smaller {flags}") from error
 
 
 # ---- 3. Flags -----------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from maelm import Corruption
 from support.cli import UserError, root_cause
 
-
 PLACES = {"init", "tokenizer", "device", "cache", "wandb"}  # settings that may have other names on another machine
 
 
@@ -46,15 +45,10 @@ class Worker(NamedTuple):
         dist.all_reduce(total)
         return total.tolist()
 
-    def wait(self):
-        """Wait until all processes are here."""
-        self.all_reduce(0)
-
     def gather(self, value: object) -> list:
-        """The values of all processes, by rank."""
-        found = [value]
+        """The values of all processes, by rank. Each waits for the others."""
+        found = [value] * self.world_size
         if self.world_size > 1:
-            found = [None] * self.world_size
             dist.all_gather_object(found, value)
         return found
 
@@ -97,27 +91,21 @@ def keep_freed_memory():
 
 
 def best_device(name: str, small: bool) -> torch.device:
-    """The device that --device names; auto: an NVIDIA GPU, an Apple GPU unless the model is `small`, or the CPU."""
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    """The device that --device names; auto: an NVIDIA GPU, an Apple GPU unless the model is `small`, or the CPU. Raises
+    UserError if it is not there."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
-        # A step of the toy is hundreds of kernels that an Apple GPU starts no faster than its CPU computes them.
-        name = "cuda" if there["cuda"] else "mps" if there["mps"] and not small else "cpu"
+        # An Apple GPU starts the hundreds of kernels of a toy step no faster than its CPU computes them.
+        there["mps"] = there["mps"] and not small
+        name = [kind for kind in there if there[kind]][0]
     if not there.get(name):
         raise UserError(f"--device {name}: this machine, or this PyTorch, has none; use --device auto")
-    if name == "cuda":
-        number, there = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
-        if not number.isdecimal() or int(number) >= there:
-            raise UserError(f"LOCAL_RANK={number!r}: this machine has {there} GPUs; start one process per GPU")
-        return torch.device("cuda", int(number))
-    return torch.device(name)
-
-
-def set_up_gpu(device: torch.device):
-    """Choose the process's GPU and its kernels."""
-    torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
-    # cuDNN's attention may read a mask as another dtype. A context around the call would be compiled each time.
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    if name != "cuda":
+        return torch.device(name)
+    number, count = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
+    if number not in map(str, range(count)):
+        raise UserError(f"LOCAL_RANK={number!r}: this machine has {count} GPUs; start one process per GPU")
+    return torch.device("cuda", int(number))
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -129,26 +117,22 @@ def has_bf16(device: torch.device) -> bool:
     return "amx_bf16" in flags or "avx512_bf16" in flags
 
 
-def rank_and_world_size() -> tuple[int, int]:
-    """Which of torchrun's processes this one is, and how many there are: 0 and 1 without torchrun. Raises UserError if
-    its variables do not fit together."""
-    rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    if rank == world_size == "":
-        return 0, 1
-    whole = rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)
-    if not whole or (int(world_size) > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
-        raise UserError(f"RANK={rank!r} and WORLD_SIZE={world_size!r}, without torchrun's other variables or not whole "
-                        "numbers: start with torchrun, or unset both")
-    return int(rank), int(world_size)
-
-
 def make_worker(precision: str, device: str = "auto", small: bool = False) -> Worker:
     """The device and dtype of this process, and which of torchrun's processes it is. Raises UserError for a device that
     is not there, and for variables that torchrun did not set."""
-    rank, world_size = rank_and_world_size()
+    given = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
+    rank, world_size = 0, 1
+    if any(given[:2]):
+        if not all(given) or not all(map(str.isdecimal, given[:3])) or int(given[0]) >= int(given[1]):
+            raise UserError(f"RANK={given[0]!r} and WORLD_SIZE={given[1]!r}, without torchrun's other variables or not "
+                            "whole numbers: start with torchrun, or unset both")
+        rank, world_size = int(given[0]), int(given[1])
     found = best_device(device, small)
     if found.type == "cuda":
-        set_up_gpu(found)
+        torch.cuda.set_device(found)
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+        # cuDNN's attention may read a mask as another dtype. A context around the call would be compiled each time.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     keep_freed_memory()
     bf16 = precision == "bf16" or (precision == "auto" and has_bf16(found))
     return Worker(rank, world_size, found, torch.bfloat16 if bf16 else torch.float32)
@@ -161,8 +145,8 @@ def compile_model(model: nn.Module):
 
 
 def compile_for(worker: Worker, model: nn.Module, how: str, batch: tuple):
-    """Compile a MAELM if that pays. How: on, off, or auto: on for a GPU, except small models, which are trained before
-    they are compiled. If auto fails with a batch, a warning says why, and the model stays as it was."""
+    """Compile a MAELM if `how` is on, or if it is auto and that pays: on a GPU, unless the model is small. If auto fails
+    with a batch, a warning says why, and the model stays as it was."""
     pays = worker.device.type == "cuda" and model.config.encoder_dim >= 256
     if how == "off" or (how == "auto" and not pays):
         return
