@@ -14,9 +14,8 @@ import sys
 import time
 from argparse import SUPPRESS, Namespace
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,8 +23,8 @@ import torch
 from torch import nn
 
 from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
-from support.cli import (Interrupt, Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of,
-                         require, require_positive)
+from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of, noted_signals,
+                         require, require_positive, root_cause)
 from support.corpus import (SPLITS, Rows, describe, evenly, prepared_corpus, rows_of_step, seed_of,
                             unigram_entropy)
 from support.documents import CACHE, VAL_SHARE
@@ -36,43 +35,39 @@ from support.models import check, checkpoints, load_checkpoint, make_model, save
 from support.optim import make_optimizers
 from support.settings import ENCODER, Inputs, Start, earlier_settings, load_start, refuse_many_masks
 from support.tokenizer import Tokenizer
-from support.worker import Worker, compile_for, make_worker
+from support.worker import Worker, compile_model, make_worker
 
 
 # ---- 1. Settings: Table 4 -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Recipe:
     """The settings beside Config that decide the weights. The defaults are the paper's for base."""
-    data: str = "docs"  # docs, a file or folder, or hf:NAME[:CONFIG] (split train); several joined by +
-    column: str = "text"  # the field of records (.jsonl, .parquet, hf:) that holds the text
-    uncased: bool = True  # lower-case all text; --no-uncased keeps upper case
-    val_share: float = VAL_SHARE  # share of documents held out for validation, between 0 and 1
+    data: str = "docs"  # docs, a file, a folder, or hf:NAME[:CONFIG] (its split train); + joins several
+    column: str = "text"  # field that holds the text of a record (.jsonl, .parquet, hf:)
+    uncased: bool = True  # whether all text is put in lower case
+    val_share: float = VAL_SHARE  # share of the documents that is held out for validation, between 0 and 1
     batch_size: int = 2048  # sequences per optimizer step, over all processes
     max_steps: int = 125_000  # length of the learning-rate schedule, below 10^7
-    warmup_steps: int = 10_000  # linear warm-up, then linear decay to 0
-    optimizer: str = "adamw"  # adamw | muon: Muon for the matrices of the layers, AdamW for the rest
-    learning_rate: float = 5e-4  # peak, of AdamW
-    muon_learning_rate: float = 2e-2  # peak, of Muon
-    weight_decay: float = 0.01  # of the parameters that AdamW updates, 0 or more
-    muon_weight_decay: float = 0.1  # of the matrices that Muon updates, 0 or more
-    adam_beta1: float = 0.9  # 0 or more, below 1
-    adam_beta2: float = 0.98  # 0 or more, below 1
-    adam_epsilon: float = 1e-6  # 0 or more
-    clip_norm: float = 2.0  # of the gradient over all parameters
-    position_init: str = "normal"  # normal | sinusoid: initial values of learned positions
-    precision: str = "auto"  # auto | fp32 (TF32 on CUDA) | bf16: of matrix products; auto = bf16 if in hardware
-    seed: int = 0  # 0 or more, below 2^63
+    warmup_steps: int = 10_000  # steps until the peak learning rate, at most --max-steps; it then falls to 0
+    optimizer: str = "adamw"  # adamw | muon: Muon updates the matrices of the layers, AdamW all other parameters
+    learning_rate: float = 5e-4  # peak learning rate of AdamW
+    muon_learning_rate: float = 2e-2  # peak learning rate of Muon
+    weight_decay: float = 0.01  # weight decay of the parameters that AdamW updates, 0 or more
+    muon_weight_decay: float = 0.1  # weight decay of the matrices that Muon updates, 0 or more
+    adam_beta1: float = 0.9  # decay of AdamW's mean of gradients, 0 or more, below 1
+    adam_beta2: float = 0.98  # decay of AdamW's mean of squared gradients, 0 or more, below 1
+    adam_epsilon: float = 1e-6  # added to AdamW's denominator, 0 or more
+    clip_norm: float = 2.0  # largest norm of the gradient over all parameters
+    position_init: str = "normal"  # normal | sinusoid: initial values of the learned positions
+    precision: str = "auto"  # auto | fp32 | bf16: matrix products; auto is bf16 if the hardware has it
+    seed: int = 0  # seed of weights, data order, masks and dropout, 0 or more, below 2^63
 
     def __post_init__(self):
-        if self.warmup_steps > self.max_steps:
-            raise ValueError(f"warmup_steps={self.warmup_steps} is longer than --max-steps {self.max_steps}: lower "
-                             "--warmup-steps as well")
         require_positive(self, "batch_size", "learning_rate", "muon_learning_rate", "clip_norm")
         require(
             self,
             val_share=0 < self.val_share < 1, max_steps=0 < self.max_steps < 10 ** 7,
-            warmup_steps=self.warmup_steps >= 0,
-            optimizer=self.optimizer in ("adamw", "muon"),
+            warmup_steps=0 <= self.warmup_steps <= self.max_steps, optimizer=self.optimizer in ("adamw", "muon"),
             weight_decay=self.weight_decay >= 0, muon_weight_decay=self.muon_weight_decay >= 0,
             adam_beta1=0 <= self.adam_beta1 < 1, adam_beta2=0 <= self.adam_beta2 < 1,
             adam_epsilon=self.adam_epsilon >= 0, position_init=self.position_init in ("normal", "sinusoid"),
@@ -83,19 +78,19 @@ class Recipe:
 @dataclass(frozen=True)
 class RunOptions:
     """The settings that may change when a run is continued."""
-    init: str = ""  # start from this run folder or checkpoint: it takes the place of a preset
-    tokenizer: str = ""  # a byte-level BPE's tokenizer.json, or hf:NAME; without it, one is learned from --data
-    micro_batch_size: int = 64  # sequences at a time on a device; gradients accumulate over the rest
-    stop_at: int = 0  # end early with a checkpoint, schedule unchanged; 0 = max_steps
+    init: str = ""  # run folder or checkpoint to start from, with its settings in place of a preset
+    tokenizer: str = ""  # tokenizer.json of a byte-level BPE, or hf:NAME; without it, one is learned from --data
+    micro_batch_size: int = 64  # sequences that a device computes at a time; their gradients add up
+    stop_at: int = 0  # step at which the run ends early, without a change of the schedule; 0 for never
     log_interval: int = 100  # steps between lines of log.jsonl
     eval_interval: int = 2_000  # steps between validation losses
-    eval_rows: int = 2_048  # validation sequences, always the same ones with the same masks
+    eval_rows: int = 2_048  # number of validation sequences, which are always the same, as are their masks
     checkpoint_interval: int = 1_000  # steps between checkpoints
-    keep_checkpoints: int = 2  # how many are kept, 0 or more; 0 = all (Figure 3)
+    keep_checkpoints: int = 2  # number of checkpoints that are kept; 0 for all, as Figure 3 needs them
     device: str = "auto"  # auto | cpu | cuda | mps
-    compile: str = "auto"  # auto | on | off; auto = on, on CUDA if encoder_dim >= 256
+    compile: str = "auto"  # auto | on | off: torch.compile; auto is on for CUDA if encoder_dim is at least 256
     cache: str = CACHE  # folder for tokenized corpora
-    wandb: str = ""  # a project of Weights & Biases that also gets the numbers of log.jsonl
+    wandb: str = ""  # project of Weights & Biases that also gets the numbers of log.jsonl
 
     def __post_init__(self):
         require_positive(self, "micro_batch_size", "log_interval", "eval_interval", "eval_rows", "checkpoint_interval")
@@ -137,7 +132,7 @@ class Settings(NamedTuple):
     @property
     def last_step(self) -> int:
         """The step after which the run ends."""
-        return self.options.stop_at or self.recipe.max_steps
+        return min(self.options.stop_at or self.recipe.max_steps, self.recipe.max_steps)
 
     def fields(self) -> dict:
         """The settings by the names of their flags."""
@@ -148,8 +143,6 @@ def make_settings(start: dict, flags: dict) -> Settings:
     """Default < `start`, such as PRESETS["toy"] < flag. Raises ValueError for a value that is not possible."""
     settings = Settings(*[kind(**fields_of(kind, start | flags)) for kind in KINDS])
     check(settings.config)
-    if settings.last_step > settings.recipe.max_steps:
-        raise ValueError(f"stop_at={settings.last_step}: use at most max_steps={settings.recipe.max_steps}")
     return settings
 
 
@@ -159,7 +152,7 @@ def make_config(preset: str = "base", ablation: str = "mae-lm", **flags) -> Conf
 
 
 class Command(NamedTuple):
-    """What the command line asks for."""
+    """A command line."""
     settings: Settings
     out: Path
     start: Start | None  # of --init
@@ -245,10 +238,9 @@ def open_run(command: Command, worker: Worker) -> Run:
     rows = {split: Rows(corpus, split, config.seq_len) for split in SPLITS}
     refuse_many_masks(config, list(rows.values()))
     torch.manual_seed(recipe.seed)
-    with explain_out_of_memory("model (--vocab-size, --encoder-layers, --encoder-dim)"):
-        model = make_model(config, recipe.position_init).to(worker.device)
-    run = Run(out, settings, worker, rows, model, make_optimizers(model, recipe, worker.dtype),
-              changes(earlier, settings.fields()) if earlier else {}, wandb)
+    model = make_model(config, recipe.position_init).to(worker.device)
+    changed = changes(earlier, settings.fields()) if earlier else {}
+    run = Run(out, settings, worker, rows, model, make_optimizers(model, recipe, worker.dtype), changed, wandb)
 
     if worker.is_main:
         if earlier:
@@ -262,8 +254,8 @@ def open_run(command: Command, worker: Worker) -> Run:
         run.step, run.seconds = load_checkpoint(found[-1], model, run.optimizers)
     elif start is not None:
         here, there = model.state_dict(), start.model.state_dict()
-        same_shape = {name: x for name, x in there.items() if name in here and x.shape == here[name].shape}
-        model.load_state_dict(same_shape, strict=False)  # a decoder of another shape is new
+        model.load_state_dict({name: x for name, x in there.items() if name in here and x.shape == here[name].shape},
+                              strict=False)  # a decoder of another shape stays as it was drawn
     worker.agree(settings.fields() | inputs | {"step": run.step})
     return run
 
@@ -347,24 +339,23 @@ def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> f
 def loop(run: Run, progress: Progress) -> int:
     """Train from run.step to the last step. Returns 0, or the number of the signal that ended it."""
     model, worker = run.model, run.worker
-    options, last_step = run.settings.options, run.settings.last_step
+    rows, settings, options = run.rows["train"], run.settings, run.settings.options
     network = worker.parallel(model)
-    draw = partial(batch_of_step, rows=run.rows["train"], settings=run.settings, worker=worker)
     stopped = False
+    progress.since = time.perf_counter()
     # A thread draws sequences and masks of the next step while this step is computed.
-    with Interrupt() as interrupt, ThreadPoolExecutor(1) as ahead:
-        coming = ahead.submit(draw, run.step)
-        while run.step < last_step and not stopped:
+    with noted_signals() as signals, ThreadPoolExecutor(1) as ahead:
+        coming = ahead.submit(batch_of_step, run.step, rows, settings, worker)
+        while run.step < settings.last_step and not stopped:
             batches = coming.result()
-            coming = ahead.submit(draw, run.step + 1)
-            loss, norm = train_step(network, run.optimizers, batches, run.step, run.settings.recipe, worker)
+            coming = ahead.submit(batch_of_step, run.step + 1, rows, settings, worker)
+            progress.recent.append(train_step(network, run.optimizers, batches, run.step, settings.recipe, worker))
             run.step += 1
-            progress.add_step(loss, norm)
 
             # All processes stop if one is told to. To ask them makes a GPU wait: not after every step.
             if worker.world_size == 1 or run.step % 4 == 0:
-                stopped = sum(worker.all_reduce(interrupt.signal)) > 0
-            finished = run.step == last_step
+                stopped = sum(worker.all_reduce(len(signals))) > 0
+            finished = run.step == settings.last_step
             saving = stopped or finished or run.step % options.checkpoint_interval == 0
             evaluating = finished or run.step % options.eval_interval == 0
             if saving or evaluating or run.step % options.log_interval == 0:
@@ -374,9 +365,10 @@ def loop(run: Run, progress: Progress) -> int:
                 if saving and worker.is_main:
                     save_checkpoint(run.out, run.step, model, run.optimizers, run.seconds, options.keep_checkpoints)
                     draw_loss(run.out)
-                progress.since = time.perf_counter()  # of training alone
+                progress.since = time.perf_counter()  # evaluating and saving are not training
     worker.gather(None)  # waits until the first process has saved
-    return (interrupt.signal or 15) if stopped else 0
+    signals.append(15)  # if another process was told to stop
+    return signals[0] if stopped else 0
 
 
 def pretrain(run: Run) -> int:
@@ -387,22 +379,23 @@ def pretrain(run: Run) -> int:
             print(f"{out} is finished at step {run.step}: nothing to do; to train it for longer, start another --out "
                   f"from it with --init {out}")
         return 0
-    batch, *_ = batch_of_step(run.step, run.rows["train"], run.settings, worker)
-    compile_for(worker, run.model, options.compile, batch)
+    large = worker.device.type == "cuda" and run.settings.config.encoder_dim >= 256  # others are trained before
+    if options.compile == "on" or (options.compile == "auto" and large):
+        compile_model(run.model)
+    progress = Progress(run)
     entropy = unigram_entropy(evenly(run.rows["val"], options.eval_rows))
-    with closing(Progress(run)) as progress:
-        if run.step == 0:
-            val_loss = evaluate(run.model, run.rows["val"], options, worker)
-            progress.write(step=0, unigram_entropy=entropy, val_loss=val_loss)
-        progress.start(micro_batch(run.settings, worker.world_size), entropy)
-        stopped = loop(run, progress)
+    progress.start(micro_batch(run.settings, worker.world_size), entropy)
+    if run.step == 0:
+        progress.log_validation(evaluate(run.model, run.rows["val"], options, worker))
+    signal = loop(run, progress)
+    progress.tell_wandb("finish")
     if worker.is_main:
-        if stopped:
-            print(f"stopped by signal {stopped}; the same command continues")
+        if signal:
+            print(f"stopped by signal {signal}; the same command continues")
         else:
             print(examples(run.model.cpu(), Tokenizer.load(out), run.rows["val"]))
         print(f"{out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(out)[-1].name}")
-    return 128 + stopped if stopped else 0
+    return 128 + signal if signal else 0
 
 
 def main(argv=None):
@@ -415,9 +408,12 @@ def main(argv=None):
             print(describe(prepared_corpus(settings.fields(), command.tokenizer)))
             return
         locked = lock_folder(out, "config.json", "max_steps") if worker.is_main else nullcontext()
-        with locked, explain_out_of_memory():
-            code = pretrain(open_run(command, worker))
-            worker.destroy_process_group(code)
+        try:
+            with locked, explain_out_of_memory():
+                code = pretrain(open_run(command, worker))
+                worker.destroy_process_group(code)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise UserError(f"the model cannot be compiled ({root_cause(error)}); use --compile off") from error
     if code:
         sys.exit(code)
 

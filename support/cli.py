@@ -54,31 +54,30 @@ def clear_errors(program: str) -> Iterator[None]:
 
 
 # ---- 2. Signals, and memory that runs out -------------------------------------------------------------------
-class Interrupt:
-    """While entered, notes Ctrl-C and the signals by which Slurm, torchrun or a terminal ends a program, so that a
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Yield a list that notes Ctrl-C and the signals by which Slurm, torchrun or a terminal ends a program, so that a
     checkpoint can be saved. A second Ctrl-C acts at once."""
-    SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")  # Windows lacks the last two
+    noted, before = [], {}
 
-    def __enter__(self) -> "Interrupt":
-        self.signal, self.before = 0, {}
-        for number in (getattr(signal, name) for name in self.SIGNALS if hasattr(signal, name)):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-                self.before[number] = signal.signal(number, self.note)
-        return self
-
-    def __exit__(self, *exception):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def note(self, number: int, frame: object):
-        """Signal handler."""
-        self.signal = number
+    def note(number: int, frame: object):
+        noted.append(number)
         if number == signal.SIGINT:  # but SIGTERM comes twice at once, from Slurm and from torchrun
-            signal.signal(number, self.before[number])
+            signal.signal(number, before[number])
+
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows lacks the last two
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
+            before[number] = signal.signal(number, note)
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
-def explain_out_of_memory(flags: str = "--micro-batch-size") -> Iterator[None]:
+def explain_out_of_memory(flags: str = "--micro-batch-size or a smaller model") -> Iterator[None]:
     """Turn an out-of-memory error into advice: lower one of these flags."""
     try:
         yield

@@ -14,26 +14,18 @@ from support.cli import UserError
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
-    """While entered, errors of the disk name the file: a full one does not say which."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-
-
-@contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """Yield a temporary path, then fsync and rename it to `path`: a reader finds a whole file or none."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with named(path):
-            yield temporary
-            with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())  # or a power cut could leave the new name without its content
-            os.replace(temporary, path)
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())  # or a power cut could leave the new name without its content
+        os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say which file
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

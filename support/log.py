@@ -1,4 +1,4 @@
-"""The reports of a run: log.jsonl, loss.png, the progress bar, Weights & Biases."""
+"""The reports of a run: log.jsonl, loss.png, lines in the terminal, Weights & Biases."""
 import json
 import math
 import platform
@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy
 import tokenizers
 import torch
-from tqdm import tqdm
 
 from support.cli import UserError
-from support.files import figure, json_lines, named, short_hash, write_texts
+from support.files import figure, json_lines, short_hash, write_texts
 from support.models import use_of_gpu
 
 
@@ -31,73 +30,62 @@ def read_log(out: Path) -> list[dict]:
 
 
 class Progress:
-    """The reports of a train.Run while it trains: log.jsonl, the bar, lines in the terminal, Weights & Biases. Only the
-    first process reports."""
+    """The reports of a train.Run while it trains: lines in the terminal, log.jsonl, Weights & Biases. Only the first
+    process reports."""
     def __init__(self, run):
         """Lines of log.jsonl after run.step go: those steps are done again."""
         self.run, self.wandb = run, run.wandb
-        self.path = run.out / "log.jsonl"
-        self.recent = []  # loss and gradient norm of the steps since the last line of the log
+        self.recent = []  # loss and gradient norm, scalars on any device, of the steps since the last line of the log
+        self.since = time.perf_counter()  # the time from then on is counted as training
         if run.worker.is_main:
             kept = [line for line in read_log(run.out) if line["step"] <= run.step and run.step > 0]
             write_texts(run.out, {"log.jsonl": json_lines(kept)})
-        self.bar = tqdm(total=run.settings.last_step, initial=run.step, unit="step",
-                        disable=None if run.worker.is_main else True)
 
-    def close(self):
-        """End the bar and the run of Weights & Biases."""
-        self.bar.close()
-        self.tell_wandb("finish")
-
-    def say(self, text: str):
-        """Print a text above the bar."""
+    def write(self, text: str, **line):
+        """Print a text and append a line to log.jsonl."""
         if self.run.worker.is_main:
-            self.bar.write(text)
-
-    def write(self, **line):
-        """Append a line to log.jsonl."""
-        if self.run.worker.is_main:
-            with named(self.path), open(self.path, "a", encoding="utf-8") as file:
+            print(text)
+            with open(self.run.out / "log.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             self.tell_wandb("log", line)
 
     def tell_wandb(self, method: str, *arguments):
         """Call a method of the run of Weights & Biases. After its first error, one warning, it is left alone."""
-        if self.wandb is None:
-            return
         try:
-            with errors_of_wandb():
-                getattr(self.wandb, method)(*arguments)
+            if self.wandb is not None:
+                with errors_of_wandb():
+                    getattr(self.wandb, method)(*arguments)
         except UserError as error:
             self.wandb = None
             print(f"warning: {error}; the run goes on without", file=sys.stderr)
 
     def start(self, micro_batch: int, entropy: float):
-        """Print the size of model, text and machine; log the code, versions, machines, and the settings that changed
-        since the last start."""
+        """Print the size of model and text; log the code, its versions, the machines, and the settings that changed
+        since the last start. The entropy is that of the validation tokens, in nats."""
         (config, recipe, _), run, worker = self.run.settings, self.run, self.run.worker
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         there = len(run.rows["train"]) * config.seq_len / 1e6
         wanted = recipe.batch_size * run.settings.last_step * config.seq_len / 1e6
-        self.say(f"{run.out}: {parameters:,} parameters, encoder {config.encoder_layers} x {config.encoder_dim}, "
-                 f"decoder {config.decoder_layers} x {config.decoder_width}\n"
-                 f"{wanted:,.1f} M tokens of {recipe.data}, which has {there:,.1f} M: {wanted / there:.2f} epochs\n"
-                 f"{worker.world_size} x {worker.device.type} in {str(worker.dtype).removeprefix('torch.')}, "
-                 f"{'continuing at' if run.step else 'from'} step {run.step}\n"
-                 f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context")
-        describe = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 --exclude=*"
-        status, commit = subprocess.getstatusoutput(describe)
-        self.write(step=run.step, start={
-            "commit": commit if status == 0 else None, "python": platform.python_version(), "torch": torch.__version__,
-            "numpy": numpy.__version__, "tokenizers": tokenizers.__version__,
-            "hosts": sorted(set(worker.gather(socket.gethostname()))), "processes": worker.world_size,
-            "micro_batch": micro_batch, "changed": run.changed})
-        self.since = time.perf_counter()  # the time from then on is counted as training
+        git = f"git -C {shlex.quote(str(Path(__file__).parent))}"
+        failed, commit = subprocess.getstatusoutput(f"{git} describe --always --dirty --abbrev=40 --exclude=*")
+        self.write(
+            f"{run.out}: {parameters:,} parameters, encoder {config.encoder_layers} x {config.encoder_dim}, "
+            f"decoder {config.decoder_layers} x {config.decoder_width}\n"
+            f"{wanted:,.1f} M tokens of {recipe.data}, which has {there:,.1f} M: {wanted / there:.2f} epochs\n"
+            f"{worker.world_size} x {worker.device.type} in {str(worker.dtype).removeprefix('torch.')}, "
+            f"{'continuing at' if run.step else 'from'} step {run.step}\n"
+            f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context",
+            step=run.step, unigram_entropy=entropy, start={
+                "commit": None if failed else commit, "python": platform.python_version(),
+                "torch": torch.__version__, "numpy": numpy.__version__, "tokenizers": tokenizers.__version__,
+                "hosts": sorted(set(worker.gather(socket.gethostname()))), "processes": worker.world_size,
+                "micro_batch": micro_batch, "changed": run.changed})
 
-    def add_step(self, loss, norm):
-        """Count a step with its loss and the norm of its gradient, scalars on any device."""
-        self.recent.append((loss, norm))
-        self.bar.update()
+    def log_validation(self, val_loss: float):
+        """Print and log the validation loss."""
+        step = self.run.step
+        self.write(f"step {step:>6,}/{self.run.settings.last_step:,}  validation loss {val_loss:.3f}", step=step,
+                   val_loss=val_loss, seconds=self.run.seconds)
 
     def log_steps(self):
         """Log the means of the steps since the last line, and the speed. Raises UserError if they are not finite."""
@@ -107,7 +95,7 @@ class Progress:
         norm = float(sum(norm for _, norm in self.recent)) / count
         loss = total / run.worker.world_size / count
         if not math.isfinite(loss + norm):
-            self.report_divergence()
+            raise UserError(self.first_bad_step())
         lap = time.perf_counter() - self.since  # a GPU has ended its work, as the loss is known
         run.seconds += lap
         sequences = run.step * recipe.batch_size
@@ -116,27 +104,21 @@ class Progress:
                 "tokens": sequences * config.seq_len, "epoch": round(sequences / len(run.rows["train"]), 4)}
         for name, optimizer in zip(("lr", "muon_lr"), run.optimizers, strict=False):
             line[name] = optimizer.param_groups[0]["lr"]
-        self.write(**line, **use_of_gpu(config, run.worker, speed))
-        self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
+        left = (run.settings.last_step - run.step) * run.seconds / run.step / 60
+        self.write(f"step {run.step:>6,}/{run.settings.last_step:,}  loss {loss:.3f}  {speed:,.0f} tokens/s  "
+                   f"{left:.1f} min left", **line, **use_of_gpu(config, run.worker, speed))
         self.recent = []
 
-    def report_divergence(self):
-        """Raises UserError with the first of the recent steps whose loss or gradient is not finite."""
-        first = self.run.step - len(self.recent) + 1
-        for step, (loss, norm) in enumerate(self.recent, start=first):
-            if not math.isfinite(loss + norm) or step == self.run.step:  # another process may have seen it earlier
-                raise UserError(f"step {step}: the loss is not finite; this step is the first bad one, with loss "
-                                f"{loss:.4g} and gradient norm {norm:.4g}; go on from the last checkpoint with "
-                                "--change-recipe and a lower --learning-rate, a lower --clip-norm or another --seed")
-
-    def log_validation(self, val_loss: float):
-        """Log the validation loss, and print it with the speed and the time that is left."""
-        (config, recipe, _), step, seconds = self.run.settings, self.run.step, self.run.seconds
-        last = self.run.settings.last_step
-        self.write(step=step, val_loss=val_loss, seconds=seconds)
-        speed = step * recipe.batch_size * config.seq_len / seconds
-        self.say(f"step {step:>6,}/{last:,}  validation loss {val_loss:.3f}  {speed:,.0f} tokens/s  "
-                 f"{(last - step) / step * seconds / 60:.1f} min left")
+    def first_bad_step(self) -> str:
+        """A description of the first of the recent steps whose loss or gradient is not finite."""
+        step = self.run.step - len(self.recent)
+        for loss, norm in self.recent:
+            step += 1
+            if not math.isfinite(loss + norm):
+                break
+        return (f"step {step}: the loss is not finite; this step is the first bad one, with loss {loss:.4g} and "
+                f"gradient norm {norm:.4g}; go on from the last checkpoint with --change-recipe and a lower "
+                "--learning-rate, a lower --clip-norm or another --seed")
 
 
 # ---- Weights & Biases ---------------------------------------------------------------------------------------
@@ -150,8 +132,7 @@ def errors_of_wandb() -> Iterator[None]:
 
 
 def start_wandb(project: str, out: Path, settings: dict):
-    """The run of Weights & Biases that belongs to a run folder, new or continued; None without a project. Raises
-    UserError if it cannot start."""
+    """The run of Weights & Biases that belongs to a run folder; None without a project. UserError if it fails."""
     if not project:
         return None
     with errors_of_wandb():
@@ -171,8 +152,7 @@ def draw_loss(out: Path):
             points = [(line["step"], line[name]) for line in log if name in line]
             if points:
                 axes.plot(*zip(*points), style, label=label)
-        for line in log:
-            if "unigram_entropy" in line:
-                axes.axhline(line["unigram_entropy"], color="gray", linestyle="--", label="unigram entropy")
+        if log and "unigram_entropy" in log[0]:
+            axes.axhline(log[0]["unigram_entropy"], color="gray", linestyle="--", label="unigram entropy")
         axes.set(xlabel="step", ylabel="loss (nats per masked token)", title=str(out))
         axes.legend()

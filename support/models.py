@@ -80,9 +80,7 @@ def flops(config: Config) -> int:
     r = n - m + round(config.mask_in_encoder * m)  # tokens that the encoder sees
     # Shapes without memory. The counter does not know a GPU's attention kernel; here attention is the formula.
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        tokens = torch.zeros(1, n, dtype=torch.int64)
-        masked = torch.zeros(1, m, dtype=torch.int64)
-        kept = torch.zeros(1, r, dtype=torch.int64)
+        tokens, masked, kept = [torch.zeros(1, length, dtype=torch.int64) for length in (n, m, r)]
         make_model(config)(tokens, Corruption(tokens, masked, kept)).backward()
     return counter.get_total_flops()
 
@@ -123,20 +121,20 @@ def write_tensors(path: Path, state: dict):
 
 
 class Damaged(UserError):
-    """A file that is not whole, or that this project did not write."""
+    """A file is not whole, or this project did not write it."""
 
 
 def read_tensors(path: Path, *wanted: str) -> dict:
     """The content of a .pt file, on the CPU, with its configuration as a Config; it runs no code. Raises Damaged, or
     UserError for a file that lacks a field or is of a newer version. Errors of disk and memory pass through."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
     state = None
     try:
         if zipfile.ZipFile(path).testzip() is None:  # compares the checksums, which torch.load does not
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; name a run folder, a checkpoint, or a folder of finetune.py") from error
-    except (zipfile.BadZipFile, pickle.UnpicklingError, zlib.error, struct.error, RuntimeError, EOFError,
-            ValueError) as error:
+    except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, RuntimeError,
+            pickle.UnpicklingError) as error:
         if "can't allocate memory" in str(error):
             raise
     if not isinstance(state, dict):
@@ -145,25 +143,19 @@ def read_tensors(path: Path, *wanted: str) -> dict:
     if not state.keys() >= {"config", *wanted}:
         raise UserError(f"{path}: lacks config, {', '.join(wanted)}: not a file of the kind that is needed here")
     check_fields(path, state["config"], Config)
-    try:
-        return state | {"config": check(Config(**state["config"]))}  # a missing field has its default
-    except ValueError as error:
-        raise UserError(f"{path}: damaged configuration ({error}); delete it, or use another") from error
+    return state | {"config": Config(**state["config"])}  # a missing field has its default
 
 
 def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, seconds: float, keep: int):
-    """Write step_STEP.pt, then remove the oldest but `keep` (0 = none). UserError if a weight is not finite."""
+    """Write step_STEP.pt, after `seconds` of training, then remove all but the newest `keep` checkpoints, or none if
+    `keep` is 0. Raises UserError if a weight is not finite."""
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
             raise UserError(f"step {step}: {name} is not finite; go on from the last checkpoint with --change-recipe "
                             "and a lower --learning-rate")
     write_tensors(out / f"step_{step:07d}.pt", {
-        "step": step,
-        "seconds": seconds,  # of training, evaluations not counted
-        "config": asdict(model.config),
-        "model": model.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-    })
+        "step": step, "seconds": seconds, "config": asdict(model.config), "model": model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers]})
     if keep > 0:
         for old in checkpoints(out)[:-keep]:
             old.unlink()
@@ -203,7 +195,7 @@ def load_weights(module: nn.Module, weights: dict, path: Path):
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The checkpoint that a path names, or the newest one of a run folder. UserError if there is none."""
+    """The checkpoint that a path names, or the newest of a run folder. Raises UserError if there is none."""
     found = [path] if path.suffix == ".pt" else checkpoints(path)
     if not found:
         raise UserError(f"{path}: not a run folder with checkpoints; train.py makes one; support.convert imports hf:")
@@ -211,7 +203,7 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
-    """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. UserError if there is none."""
+    """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. Raises UserError without one."""
     file = checkpoint_of(path)
     state = read_tensors(file, "model", "step")  # finetune.py's encoder.pt has no step, and no decoder
     model = make_model(state["config"])
@@ -220,17 +212,17 @@ def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
 
 
 def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config, dict]:
-    """The encoder of a run folder, a checkpoint, or finetune.py (encoder.pt), in evaluation mode; its tokenizer, shape
-    and run's settings. UserError if none."""
+    """The encoder of a run folder, a checkpoint, or a folder of finetune.py (encoder.pt), in evaluation mode; its
+    tokenizer; its Config; the settings of its run. Raises UserError if there is none."""
     file = path / "encoder.pt" if (path / "encoder.pt").is_file() else checkpoint_of(path)
     state = read_tensors(file, "model")
     encoder = Encoder(state["config"])
-    weights = {name: weight for name, weight in state["model"].items() if name.startswith("encoder.")}
-    load_weights(encoder, {name.removeprefix("encoder."): weight for name, weight in weights.items()}, file)
+    names = [name.removeprefix("encoder.") for name in state["model"] if name.startswith("encoder.")]
+    load_weights(encoder, {name: state["model"][f"encoder.{name}"] for name in names}, file)
     return encoder.to(device).eval(), Tokenizer.load(file.parent), state["config"], run_settings(file.parent)
 
 
 def run_settings(folder: Path) -> dict:
-    """What config.json of a run folder holds; {} if there is none."""
+    """The content of config.json in a run folder, or {} if there is none."""
     path = folder / "config.json"
-    return read_json(path, "init") if path.is_file() else {}  # all that write one write that
+    return read_json(path, "init") if path.is_file() else {}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from maelm import Corruption
-from support.cli import UserError, root_cause
+from support.cli import UserError
 
 PLACES = {"init", "tokenizer", "device", "cache", "wandb"}  # settings that may have other names on another machine
 
@@ -142,22 +142,3 @@ def compile_model(model: nn.Module):
     """Compile a model in place when it is called first, so that its parameters keep their names."""
     torch._dynamo.config.optimize_ddp = False  # it would cut the model into pieces
     model.compile(dynamic=False)
-
-
-def compile_for(worker: Worker, model: nn.Module, how: str, batch: tuple):
-    """Compile a MAELM if `how` is on, or if it is auto and that pays: on a GPU, unless the model is small. If auto fails
-    with a batch, a warning says why, and the model stays as it was."""
-    pays = worker.device.type == "cuda" and model.config.encoder_dim >= 256
-    if how == "off" or (how == "auto" and not pays):
-        return
-    if worker.is_main:
-        print("compiling the model in its first steps takes a minute or two (--compile off: without)")
-    compile_model(model)
-    if how == "auto":
-        try:
-            with worker.autocast():
-                model(*worker.put(*batch)).backward()
-        except torch._dynamo.exc.TorchDynamoException as error:
-            model._compiled_call_impl = None
-            print(f"warning: the model is not compiled, therefore slower: {root_cause(error)}", file=sys.stderr)
-        model.zero_grad()
