@@ -249,7 +249,7 @@ def open_run(command: Command, worker: Worker) -> Run:
         shutil.copyfile(corpus / "tokenizer.json", out / "tokenizer.json")
         set_damaged_aside(out)
     worker.init_process_group()
-    worker.gather(None)  # waits until the first process has checked --out
+    worker.all_reduce(0)  # waits until the first process has checked --out
     if found := checkpoints(out):
         run.step, run.seconds = load_checkpoint(found[-1], model, run.optimizers)
     elif start is not None:
@@ -366,7 +366,7 @@ def loop(run: Run, progress: Progress) -> int:
                     save_checkpoint(run.out, run.step, model, run.optimizers, run.seconds, options.keep_checkpoints)
                     draw_loss(run.out)
                 progress.since = time.perf_counter()  # evaluating and saving are not training
-    worker.gather(None)  # waits until the first process has saved
+    worker.all_reduce(0)  # waits until the first process has saved
     signals.append(15)  # if another process was told to stop
     return signals[0] if stopped else 0
 
