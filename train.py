@@ -28,12 +28,12 @@ from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out
 from support.corpus import (SPLITS, Rows, describe, evenly, prepared_corpus, rows_of_step, seed_of,
                             unigram_entropy)
 from support.documents import CACHE, VAL_SHARE
-from support.files import changes, lock_folder, refuse_changes, short_hash, write_json
+from support.files import changes, lock_folder, refuse_changes, write_json
 from support.fill_mask import examples
 from support.log import Progress, draw_loss, start_wandb
 from support.models import check, checkpoints, load_checkpoint, make_model, save_checkpoint, set_damaged_aside
 from support.optim import make_optimizers
-from support.settings import ENCODER, Inputs, Start, earlier_settings, load_start, refuse_many_masks
+from support.settings import ENCODER, Start, earlier_settings, inputs_of, load_start, refuse_many_masks
 from support.tokenizer import Tokenizer
 from support.worker import Worker, compile_model, make_worker
 
@@ -231,10 +231,7 @@ def open_run(command: Command, worker: Worker) -> Run:
     # A run that exists keeps its corpus and tokenizer, whatever has become of the text.
     tokenizer = Tokenizer.load(out) if earlier else command.tokenizer
     corpus = prepared_corpus(settings.fields() | {"corpus": earlier.get("corpus", "")}, tokenizer)
-    weights = None if start is None else start.weights
-    if earlier.get("init") == options.init:
-        weights = earlier["init_weights"]  # the run of that name may have been trained further since then
-    inputs = asdict(Inputs(corpus.name, short_hash((corpus / "tokenizer.json").read_bytes()), weights))
+    inputs = inputs_of(corpus, options.init, start, earlier)
     rows = {split: Rows(corpus, split, config.seq_len) for split in SPLITS}
     refuse_many_masks(config, list(rows.values()))
     torch.manual_seed(recipe.seed)
@@ -268,21 +265,11 @@ def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
     return (max_steps - step) / (max_steps - warmup_steps)
 
 
-def micro_batch(settings: Settings, world: int) -> int:
-    """Sequences at a time on each of `world` devices. Raises UserError if the batch is not a whole number of them."""
-    batch_size = settings.recipe.batch_size
-    size = min(settings.options.micro_batch_size, batch_size // world)
-    if size == 0 or batch_size % (size * world):
-        raise UserError(f"batch_size={batch_size} is not a multiple of micro_batch_size={size} times {world} "
-                        "processes; change --batch-size or --micro-batch-size")
-    return size
-
-
 def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> list[tuple]:
     """This process's micro-batches (tokens, corruption). The seed and the step decide the sequences; the seed, the step
     and the number of the micro-batch decide the masks."""
-    config, recipe, _ = settings
-    size = micro_batch(settings, worker.world_size)
+    config, recipe, options = settings
+    size = worker.micro_batch(recipe.batch_size, options.micro_batch_size)
     chosen = rows_of_step(recipe.seed, step, recipe.batch_size, len(rows)).reshape(-1, size)
     batches = []
     for number in range(worker.rank, len(chosen), worker.world_size):
@@ -384,7 +371,7 @@ def pretrain(run: Run) -> int:
         compile_model(run.model)
     progress = Progress(run)
     entropy = unigram_entropy(evenly(run.rows["val"], options.eval_rows))
-    progress.start(micro_batch(run.settings, worker.world_size), entropy)
+    progress.start(entropy)
     if run.step == 0:
         progress.log_validation(evaluate(run.model, run.rows["val"], options, worker))
     signal = loop(run, progress)
@@ -403,7 +390,7 @@ def main(argv=None):
         command = parse(argv)
         settings, out = command.settings, command.out
         worker = make_worker(settings.recipe.precision, settings.options.device, settings.config.encoder_dim < 256)
-        micro_batch(settings, worker.world_size)
+        worker.micro_batch(settings.recipe.batch_size, settings.options.micro_batch_size)  # before the work begins
         if command.flags.prepare:
             print(describe(prepared_corpus(settings.fields(), command.tokenizer)))
             return

@@ -59,10 +59,10 @@ class Progress:
             self.wandb = None
             print(f"warning: {error}; the run goes on without", file=sys.stderr)
 
-    def start(self, micro_batch: int, entropy: float):
+    def start(self, entropy: float):
         """Print the size of model and text; log the code, its versions, the machines, and the settings that changed
         since the last start. The entropy is that of the validation tokens, in nats."""
-        (config, recipe, _), run, worker = self.run.settings, self.run, self.run.worker
+        (config, recipe, options), run, worker = self.run.settings, self.run, self.run.worker
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         there = len(run.rows["train"]) * config.seq_len / 1e6
         wanted = recipe.batch_size * run.settings.last_step * config.seq_len / 1e6
@@ -79,7 +79,8 @@ class Progress:
                 "commit": None if failed else commit, "python": platform.python_version(),
                 "torch": torch.__version__, "numpy": numpy.__version__, "tokenizers": tokenizers.__version__,
                 "hosts": sorted(set(worker.gather(socket.gethostname()))), "processes": worker.world_size,
-                "micro_batch": micro_batch, "changed": run.changed})
+                "micro_batch": worker.micro_batch(recipe.batch_size, options.micro_batch_size),
+                "changed": run.changed})
 
     def log_validation(self, val_loss: float):
         """Print and log the validation loss."""

@@ -47,14 +47,15 @@ def sinusoid_(table, std: float):
 def check(config: Config) -> Config:
     """The same Config. Raises ValueError for the first field with an impossible value."""
     c, d, heads, buckets = config, config.encoder_dim, config.encoder_heads, config.rel_pos_buckets
-    if d < 1 or heads < 1 or d % heads != 0:
-        raise ValueError(f"encoder_dim={d}: use a multiple of encoder_heads={heads}, both above 0")
+    width = max(1, d // max(1, heads))  # of a head
     mlm = c.decoder_layers == 0 and c.mask_in_encoder == 1 and c.decoder == "bi"
-    whole = c.decoder_dim == 0 or (c.decoder_dim > 0 and c.decoder_dim % (d // heads) == 0 and not mlm)
+    whole = c.decoder_dim == 0 or (c.decoder_dim > 0 and c.decoder_dim % width == 0 and not mlm)
     for field, holds, advice in (
             ("vocab_size", c.vocab_size >= 261, "261 or more"),
             ("seq_len", c.seq_len >= 2, "2 or more"),
             ("encoder_layers", c.encoder_layers >= 1, "1 or more"),
+            ("encoder_dim", d >= 1, "1 or more"),
+            ("encoder_heads", heads > 0 and d % heads == 0, f"a divisor of encoder_dim={d}"),
             ("dropout", 0 <= c.dropout < 1, "0 or more, below 1"),
             ("rel_pos_buckets", buckets == 0 or (buckets > 3 and buckets % 2 == 0), "0, 4, 6, 8 ..."),
             ("rel_pos_max_distance", c.rel_pos_max_distance > buckets // 4, f"more than {buckets // 4}"),
@@ -65,7 +66,7 @@ def check(config: Config) -> Config:
             ("encoder_fill", c.encoder_fill in ("mask", "random"), "mask or random"),
             ("decoder", c.decoder in ("bi", "bi+cross", "uni+cross", "cross"), "bi, bi+cross, uni+cross or cross"),
             ("decoder_layers", c.decoder_layers > 0 or mlm, "1 or more, or mask_in_encoder=1"),
-            ("decoder_dim", whole, f"0, or with a decoder a multiple of {d // heads}")):
+            ("decoder_dim", whole, f"0, or with a decoder a multiple of {width}")):
         if not holds:
             raise ValueError(f"{field}={getattr(config, field)!r}: use {advice}")
     return config

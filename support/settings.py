@@ -85,6 +85,14 @@ def earlier_settings(out: Path, settings, change_recipe: bool) -> dict:
     return earlier
 
 
+def inputs_of(corpus: Path, init: str, start: Start | None, earlier: dict) -> dict:
+    """The fields of Inputs for a prepared corpus and --init. `earlier` is the config.json of a run that continues."""
+    weights = None if start is None else start.weights
+    if earlier.get("init") == init:
+        weights = earlier["init_weights"]  # the run of that name may have been trained further since then
+    return asdict(Inputs(corpus.name, short_hash((corpus / "tokenizer.json").read_bytes()), weights))
+
+
 def refuse_many_masks(config: Config, splits: list[Rows]):
     """Raises UserError if a sequence of these splits has fewer words than are masked."""
     n = config.seq_len

@@ -28,6 +28,14 @@ class Worker(NamedTuple):
         """Whether this is the process that prints and writes."""
         return self.rank == 0
 
+    def micro_batch(self, batch_size: int, most: int) -> int:
+        """Sequences at a time on each device, at most `most`. Raises UserError if they do not divide the batch."""
+        size = min(most, batch_size // self.world_size)
+        if size == 0 or batch_size % (size * self.world_size):
+            raise UserError(f"batch_size={batch_size} is not a multiple of micro_batch_size={size} times "
+                            f"{self.world_size} processes; change --batch-size or --micro-batch-size")
+        return size
+
     def autocast(self) -> torch.autocast:
         """A fresh context in which matrix products are in `dtype`."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
