@@ -15,7 +15,6 @@ import train
 from conftest import tiny
 from maelm import CLS, MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head
 from support import fill_mask, models, optim
-from support.cli import printable
 from support.corpus import evenly, rows_of_step, unigram_entropy
 from support.files import read_json, write_json
 from support.log import read_log
@@ -75,10 +74,6 @@ def test_training_learns_the_little_language(ablation, text, tmp_path, capsys):
     fill_mask.main([str(out), "my friend likes [MASK] bread [MASK], number 12."])
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("[MASK] 1: some 0.") and second.startswith("[MASK] 2: today 0.")
-
-
-def test_a_terminal_obeys_no_token():
-    assert printable("a\x1b[31m\x07 é\u202e") == r"a\x1b[31m\x07 é\u202e"
 
 
 # ---- Batches and evaluation -----------------------------------------------------------------------------------------
@@ -220,12 +215,6 @@ def test_matrices_of_layers_go_to_muon():
 @pytest.mark.parametrize("ablation, flops", [("mae-lm", 338_826_571_776), ("mlm", 289_493_876_736)])
 def test_a_step_of_base_has_as_many_flops(ablation, flops):
     assert models.flops(train.make_config("base", ablation)) == flops
-
-
-@pytest.mark.parametrize("name, peak", [("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12),
-                                        ("Tesla T4", None)])
-def test_a_gpu_has_its_own_peak_in_bf16_only(name, peak):
-    assert models.peak_of(name, torch.bfloat16) == peak and models.peak_of(name, torch.float32) is None
 
 
 def test_help_shows_the_values_of_the_preset(capsys):
