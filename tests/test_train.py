@@ -15,6 +15,7 @@ import train
 from conftest import tiny
 from maelm import CLS, MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head
 from support import fill_mask, models, optim
+from support.cli import printable
 from support.corpus import evenly, rows_of_step, unigram_entropy
 from support.files import read_json, write_json
 from support.log import read_log
@@ -74,6 +75,10 @@ def test_training_learns_the_little_language(ablation, text, tmp_path, capsys):
     fill_mask.main([str(out), "my friend likes [MASK] bread [MASK], number 12."])
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("[MASK] 1: some 0.") and second.startswith("[MASK] 2: today 0.")
+
+
+def test_a_terminal_obeys_no_token():
+    assert printable("a\x1b[31m\x07 é\u202e") == r"a\x1b[31m\x07 é\u202e"
 
 
 # ---- Batches and evaluation -----------------------------------------------------------------------------------------
