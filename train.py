@@ -164,7 +164,7 @@ def parse(argv) -> Command:
     """Read the command line. It ends the program for flags that are not possible."""
     parser = Parser("train.py", __doc__)
     add = parser.add_argument
-    add("--preset", choices=PRESETS, help="size and recipe of section 4.1 and Table 4 [toy]; with --init, the recipe only")
+    add("--preset", choices=PRESETS, help="size and recipe of section 4.1 and Table 4 [toy]; --init uses its recipe")
     add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm, or the row of the run of --init]")
     add("--out", type=Path, help="run folder [out/PRESET or out/PRESET-ABLATION, with the name of --init for PRESET]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
