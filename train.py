@@ -11,11 +11,11 @@ unfinished run. The sequences of a step do not depend on the number of processes
 """
 import shutil
 import sys
+import time
 from argparse import SUPPRESS, Namespace
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,57 +23,51 @@ import torch
 from torch import nn
 
 from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
-from support.cli import (Interrupt, Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of,
-                         require, require_positive)
+from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of, noted_signals,
+                         require, require_positive, root_cause)
 from support.corpus import (SPLITS, Rows, describe, evenly, prepared_corpus, rows_of_step, seed_of,
                             unigram_entropy)
 from support.documents import CACHE, VAL_SHARE
 from support.files import changes, lock_folder, refuse_changes, write_json
 from support.fill_mask import examples
 from support.log import Progress, draw_loss, start_wandb
-from support.models import (check, checkpoints, copy_weights, load_checkpoint, make_model, save_checkpoint,
-                            set_damaged_aside)
+from support.models import check, checkpoints, load_checkpoint, make_model, save_checkpoint, set_damaged_aside
 from support.optim import make_optimizers
-from support.settings import (Start, earlier_settings, inputs_of, load_start, refuse_many_masks, refuse_misfits,
-                              settings_of_start)
+from support.settings import ENCODER, Start, earlier_settings, inputs_of, load_start, refuse_many_masks
 from support.tokenizer import Tokenizer
-from support.worker import Worker, compile_for, make_worker
+from support.worker import Worker, compile_model, make_worker
 
 
 # ---- 1. Settings: Table 4 -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Recipe:
     """The settings beside Config that decide the weights. The defaults are the paper's for base."""
-    data: str = "docs"  # docs, a file or folder, or hf:NAME[:CONFIG] (split train); several joined by +
-    column: str = "text"  # the field of records (.jsonl, .parquet, hf:) that holds the text
-    uncased: bool = True  # lower-case all text; --no-uncased keeps upper case
-    val_share: float = VAL_SHARE  # share of documents held out for validation, between 0 and 1
+    data: str = "docs"  # docs, a file, a folder, or hf:NAME[:CONFIG] (its split train); + joins several
+    column: str = "text"  # field that holds the text of a record (.jsonl, .parquet, hf:)
+    uncased: bool = True  # whether all text is put in lower case
+    val_share: float = VAL_SHARE  # share of the documents that is held out for validation, between 0 and 1
     batch_size: int = 2048  # sequences per optimizer step, over all processes
     max_steps: int = 125_000  # length of the learning-rate schedule, below 10^7
-    warmup_steps: int = 10_000  # linear warm-up, then linear decay to 0
-    optimizer: str = "adamw"  # adamw | muon: Muon for the matrices of the layers, AdamW for the rest
-    learning_rate: float = 5e-4  # peak, of AdamW
-    muon_learning_rate: float = 2e-2  # peak, of Muon
-    weight_decay: float = 0.01  # of the parameters that AdamW updates, 0 or more
-    muon_weight_decay: float = 0.1  # of the matrices that Muon updates, 0 or more
-    adam_beta1: float = 0.9  # 0 or more, below 1
-    adam_beta2: float = 0.98  # 0 or more, below 1
-    adam_epsilon: float = 1e-6  # 0 or more
-    clip_norm: float = 2.0  # of the gradient over all parameters
-    position_init: str = "normal"  # normal | sinusoid: initial values of learned positions
-    precision: str = "auto"  # auto | fp32 (TF32 on CUDA) | bf16: of matrix products; auto = bf16 if in hardware
-    seed: int = 0  # 0 or more, below 2^63
+    warmup_steps: int = 10_000  # steps until the peak learning rate, at most --max-steps; it then falls to 0
+    optimizer: str = "adamw"  # adamw | muon: Muon updates the matrices of the layers, AdamW all other parameters
+    learning_rate: float = 5e-4  # peak learning rate of AdamW
+    muon_learning_rate: float = 2e-2  # peak learning rate of Muon
+    weight_decay: float = 0.01  # weight decay of the parameters that AdamW updates, 0 or more
+    muon_weight_decay: float = 0.1  # weight decay of the matrices that Muon updates, 0 or more
+    adam_beta1: float = 0.9  # decay of AdamW's mean of gradients, 0 or more, below 1
+    adam_beta2: float = 0.98  # decay of AdamW's mean of squared gradients, 0 or more, below 1
+    adam_epsilon: float = 1e-6  # added to AdamW's denominator, 0 or more
+    clip_norm: float = 2.0  # largest norm of the gradient over all parameters
+    position_init: str = "normal"  # normal | sinusoid: initial values of the learned positions
+    precision: str = "auto"  # auto | fp32 | bf16: matrix products; auto is bf16 if the hardware has it
+    seed: int = 0  # seed of weights, data order, masks and dropout, 0 or more, below 2^63
 
     def __post_init__(self):
-        if self.warmup_steps > self.max_steps:
-            raise ValueError(f"warmup_steps={self.warmup_steps} is longer than --max-steps {self.max_steps}: lower "
-                             "--warmup-steps as well")
         require_positive(self, "batch_size", "learning_rate", "muon_learning_rate", "clip_norm")
         require(
             self,
             val_share=0 < self.val_share < 1, max_steps=0 < self.max_steps < 10 ** 7,
-            warmup_steps=self.warmup_steps >= 0,
-            optimizer=self.optimizer in ("adamw", "muon"),
+            warmup_steps=0 <= self.warmup_steps <= self.max_steps, optimizer=self.optimizer in ("adamw", "muon"),
             weight_decay=self.weight_decay >= 0, muon_weight_decay=self.muon_weight_decay >= 0,
             adam_beta1=0 <= self.adam_beta1 < 1, adam_beta2=0 <= self.adam_beta2 < 1,
             adam_epsilon=self.adam_epsilon >= 0, position_init=self.position_init in ("normal", "sinusoid"),
@@ -84,19 +78,19 @@ class Recipe:
 @dataclass(frozen=True)
 class RunOptions:
     """The settings that may change when a run is continued."""
-    init: str = ""  # start from this run folder or checkpoint: it takes the place of a preset
-    tokenizer: str = ""  # a byte-level BPE's tokenizer.json, or hf:NAME; without it, one is learned from --data
-    micro_batch_size: int = 64  # sequences at a time on a device; gradients accumulate over the rest
-    stop_at: int = 0  # end early with a checkpoint, schedule unchanged; 0 = max_steps
+    init: str = ""  # run folder or checkpoint to start from, with its settings in place of a preset
+    tokenizer: str = ""  # tokenizer.json of a byte-level BPE, or hf:NAME; without it, one is learned from --data
+    micro_batch_size: int = 64  # sequences that a device computes at a time; their gradients add up
+    stop_at: int = 0  # step at which the run ends early, without a change of the schedule; 0 for never
     log_interval: int = 100  # steps between lines of log.jsonl
     eval_interval: int = 2_000  # steps between validation losses
-    eval_rows: int = 2_048  # validation sequences, always the same ones with the same masks
+    eval_rows: int = 2_048  # number of validation sequences, which are always the same, as are their masks
     checkpoint_interval: int = 1_000  # steps between checkpoints
-    keep_checkpoints: int = 2  # how many are kept, 0 or more; 0 = all (Figure 3)
+    keep_checkpoints: int = 2  # number of checkpoints that are kept; 0 for all, as Figure 3 needs them
     device: str = "auto"  # auto | cpu | cuda | mps
-    compile: str = "auto"  # auto | on | off; auto = on, on CUDA if encoder_dim >= 256
+    compile: str = "auto"  # auto | on | off: torch.compile; auto is on for CUDA if encoder_dim is at least 256
     cache: str = CACHE  # folder for tokenized corpora
-    wandb: str = ""  # a project of Weights & Biases that also gets the numbers of log.jsonl
+    wandb: str = ""  # project of Weights & Biases that also gets the numbers of log.jsonl
 
     def __post_init__(self):
         require_positive(self, "micro_batch_size", "log_interval", "eval_interval", "eval_rows", "checkpoint_interval")
@@ -138,7 +132,7 @@ class Settings(NamedTuple):
     @property
     def last_step(self) -> int:
         """The step after which the run ends."""
-        return self.options.stop_at or self.recipe.max_steps
+        return min(self.options.stop_at or self.recipe.max_steps, self.recipe.max_steps)
 
     def fields(self) -> dict:
         """The settings by the names of their flags."""
@@ -149,8 +143,6 @@ def make_settings(start: dict, flags: dict) -> Settings:
     """Default < `start`, such as PRESETS["toy"] < flag. Raises ValueError for a value that is not possible."""
     settings = Settings(*[kind(**fields_of(kind, start | flags)) for kind in KINDS])
     check(settings.config)
-    if settings.last_step > settings.recipe.max_steps:
-        raise ValueError(f"stop_at={settings.last_step}: use at most max_steps={settings.recipe.max_steps}")
     return settings
 
 
@@ -160,7 +152,7 @@ def make_config(preset: str = "base", ablation: str = "mae-lm", **flags) -> Conf
 
 
 class Command(NamedTuple):
-    """What the command line asks for."""
+    """A command line."""
     settings: Settings
     out: Path
     start: Start | None  # of --init
@@ -172,10 +164,10 @@ def parse(argv) -> Command:
     """Read the command line. It ends the program for flags that are not possible."""
     parser = Parser("train.py", __doc__)
     add = parser.add_argument
-    add("--preset", choices=PRESETS, help="section 4.1 and Table 4 [toy; with --init, the recipe only]")
-    add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm; with --init, what that run is]")
-    add("--out", type=Path, help="run folder [out/PRESET, or out/PRESET-ABLATION; with --init, its name for PRESET]")
-    add("--prepare", action="store_true", help="only tokenize --data, into --cache")
+    add("--preset", choices=PRESETS, help="size and recipe of section 4.1 and Table 4 [toy]; --init uses its recipe")
+    add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm, or the row of the run of --init]")
+    add("--out", type=Path, help="run folder [out/PRESET or out/PRESET-ABLATION, with the name of --init for PRESET]")
+    add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
     add("--change-recipe", action="store_true", help="continue the run in --out with another recipe")
     add("--fill-mask", help=SUPPRESS)
     shown = PRESETS[parser.parse_known_args(argv)[0].preset or "toy"]
@@ -194,19 +186,23 @@ def make_command(flags: Namespace) -> Command:
     given = {}
     for kind in KINDS:
         given |= fields_of(kind, vars(flags))
-    name = f"{flags.preset or 'toy'}-{flags.ablation or 'mae-lm'}".removesuffix("-mae-lm")
-    chosen, start, tokenizer = PRESETS[flags.preset or "toy"], None, None
+    folder = f"{flags.preset or 'toy'}-{flags.ablation or 'mae-lm'}".removesuffix("-mae-lm")
+    chosen, start, tokenizer, fixed = PRESETS[flags.preset or "toy"], None, None, ()
     if given.get("init"):
-        start = load_start(given["init"], *KINDS)
-        tokenizer = start.tokenizer
-        name = f"{start.folder.resolve().name}-{flags.ablation or 'more'}"
-        chosen = settings_of_start(start, PRESETS.get(flags.preset), flags.ablation)
+        start = load_start(given["init"], PRESETS.get(flags.preset), flags.ablation, *KINDS)
+        folder = f"{start.folder.resolve().name}-{flags.ablation or 'more'}"
+        tokenizer, chosen, fixed = start.tokenizer, start.settings, (*ENCODER, "uncased", "tokenizer")
     elif given.get("tokenizer"):
-        tokenizer = Tokenizer.read(given["tokenizer"])
+        tokenizer, fixed = Tokenizer.read(given["tokenizer"]), ("uncased",)
         chosen = chosen | {"vocab_size": len(tokenizer), "uncased": tokenizer.uncased}
     settings = make_settings(chosen | ABLATIONS[flags.ablation or "mae-lm"], given)
-    refuse_misfits(settings, start, tokenizer, given)
-    return Command(settings, flags.out or Path("out") / name, start, tokenizer, flags)
+    for name in fixed:
+        here = settings.fields()[name]
+        if here != chosen[name]:
+            raise ValueError(f"{name}={here!r}: the run of --init, or the given tokenizer, has {chosen[name]!r}")
+    if tokenizer is not None and settings.config.vocab_size < len(tokenizer):
+        raise ValueError(f"vocab_size={settings.config.vocab_size}: the given tokenizer has {len(tokenizer)} tokens")
+    return Command(settings, flags.out or Path("out") / folder, start, tokenizer, flags)
 
 
 # ---- 2. A run and its folder --------------------------------------------------------------------------------
@@ -239,10 +235,9 @@ def open_run(command: Command, worker: Worker) -> Run:
     rows = {split: Rows(corpus, split, config.seq_len) for split in SPLITS}
     refuse_many_masks(config, list(rows.values()))
     torch.manual_seed(recipe.seed)
-    with explain_out_of_memory("model (--vocab-size, --encoder-layers, --encoder-dim)"):
-        model = make_model(config, recipe.position_init).to(worker.device)
-    run = Run(out, settings, worker, rows, model, make_optimizers(model, recipe, worker.dtype),
-              changes(earlier, settings.fields()) if earlier else {}, wandb)
+    model = make_model(config, recipe.position_init).to(worker.device)
+    changed = changes(earlier, settings.fields()) if earlier else {}
+    run = Run(out, settings, worker, rows, model, make_optimizers(model, recipe, worker.dtype), changed, wandb)
 
     if worker.is_main:
         if earlier:
@@ -251,13 +246,13 @@ def open_run(command: Command, worker: Worker) -> Run:
         shutil.copyfile(corpus / "tokenizer.json", out / "tokenizer.json")
         set_damaged_aside(out)
     worker.init_process_group()
-    worker.wait()  # until the first process has checked --out
+    worker.all_reduce(0)  # waits until the first process has checked --out
     if found := checkpoints(out):
         run.step, run.seconds = load_checkpoint(found[-1], model, run.optimizers)
     elif start is not None:
-        new = copy_weights(model, start.model)
-        if worker.is_main:
-            print(f"the weights of --init are copied; new: {new or 'nothing'}")
+        here, there = model.state_dict(), start.model.state_dict()
+        model.load_state_dict({name: x for name, x in there.items() if name in here and x.shape == here[name].shape},
+                              strict=False)  # a decoder of another shape stays as it was drawn
     worker.agree(settings.fields() | inputs | {"step": run.step})
     return run
 
@@ -270,21 +265,11 @@ def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
     return (max_steps - step) / (max_steps - warmup_steps)
 
 
-def micro_batch(settings: Settings, world: int) -> int:
-    """Sequences at a time on each of `world` devices. Raises UserError if the batch is not a whole number of them."""
-    batch_size = settings.recipe.batch_size
-    size = min(settings.options.micro_batch_size, batch_size // world)
-    if size == 0 or batch_size % (size * world):
-        raise UserError(f"batch_size={batch_size} is not a multiple of micro_batch_size={size} times {world} "
-                        "processes; change --batch-size or --micro-batch-size")
-    return size
-
-
 def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> list[tuple]:
     """This process's micro-batches (tokens, corruption). The seed and the step decide the sequences; the seed, the step
     and the number of the micro-batch decide the masks."""
-    config, recipe, _ = settings
-    size = micro_batch(settings, worker.world_size)
+    config, recipe, options = settings
+    size = worker.micro_batch(recipe.batch_size, options.micro_batch_size)
     chosen = rows_of_step(recipe.seed, step, recipe.batch_size, len(rows)).reshape(-1, size)
     batches = []
     for number in range(worker.rank, len(chosen), worker.world_size):
@@ -341,25 +326,23 @@ def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> f
 def loop(run: Run, progress: Progress) -> int:
     """Train from run.step to the last step. Returns 0, or the number of the signal that ended it."""
     model, worker = run.model, run.worker
-    options, last_step = run.settings.options, run.settings.last_step
+    rows, settings, options = run.rows["train"], run.settings, run.settings.options
     network = worker.parallel(model)
-    draw = partial(batch_of_step, rows=run.rows["train"], settings=run.settings, worker=worker)
     stopped = False
-    progress.start_clock()
+    progress.since = time.perf_counter()
     # A thread draws sequences and masks of the next step while this step is computed.
-    with Interrupt() as interrupt, ThreadPoolExecutor(1) as ahead:
-        coming = ahead.submit(draw, run.step)
-        while run.step < last_step and not stopped:
+    with noted_signals() as signals, ThreadPoolExecutor(1) as ahead:
+        coming = ahead.submit(batch_of_step, run.step, rows, settings, worker)
+        while run.step < settings.last_step and not stopped:
             batches = coming.result()
-            coming = ahead.submit(draw, run.step + 1)
-            loss, norm = train_step(network, run.optimizers, batches, run.step, run.settings.recipe, worker)
+            coming = ahead.submit(batch_of_step, run.step + 1, rows, settings, worker)
+            progress.recent.append(train_step(network, run.optimizers, batches, run.step, settings.recipe, worker))
             run.step += 1
-            progress.add_step(loss, norm)
 
             # All processes stop if one is told to. To ask them makes a GPU wait: not after every step.
             if worker.world_size == 1 or run.step % 4 == 0:
-                stopped = sum(worker.all_reduce(interrupt.signal)) > 0
-            finished = run.step == last_step
+                stopped = sum(worker.all_reduce(len(signals))) > 0
+            finished = run.step == settings.last_step
             saving = stopped or finished or run.step % options.checkpoint_interval == 0
             evaluating = finished or run.step % options.eval_interval == 0
             if saving or evaluating or run.step % options.log_interval == 0:
@@ -369,9 +352,10 @@ def loop(run: Run, progress: Progress) -> int:
                 if saving and worker.is_main:
                     save_checkpoint(run.out, run.step, model, run.optimizers, run.seconds, options.keep_checkpoints)
                     draw_loss(run.out)
-                progress.start_clock()
-    worker.wait()  # until the first process has saved
-    return (interrupt.signal or 15) if stopped else 0
+                progress.since = time.perf_counter()  # evaluating and saving are not training
+    worker.all_reduce(0)  # waits until the first process has saved
+    signals.append(15)  # if another process was told to stop
+    return signals[0] if stopped else 0
 
 
 def pretrain(run: Run) -> int:
@@ -379,25 +363,26 @@ def pretrain(run: Run) -> int:
     worker, out, options = run.worker, run.out, run.settings.options
     if run.step >= run.settings.last_step:
         if worker.is_main:
-            print(f"{out} is finished at step {run.step}: nothing to do; choose another --out for another run")
+            print(f"{out} is finished at step {run.step}: nothing to do; to train it for longer, start another --out "
+                  f"from it with --init {out}")
         return 0
-    batch, *_ = batch_of_step(run.step, run.rows["train"], run.settings, worker)
-    compile_for(worker, run.model, options.compile, batch)
+    large = worker.device.type == "cuda" and run.settings.config.encoder_dim >= 256  # others are trained before
+    if options.compile == "on" or (options.compile == "auto" and large):
+        compile_model(run.model)
+    progress = Progress(run)
     entropy = unigram_entropy(evenly(run.rows["val"], options.eval_rows))
-    with Progress(run) as progress:
-        progress.header(entropy)
-        if run.step == 0:
-            val_loss = evaluate(run.model, run.rows["val"], options, worker)
-            progress.write(step=0, unigram_entropy=entropy, val_loss=val_loss)
-        progress.log_start(micro_batch(run.settings, worker.world_size))
-        stopped = loop(run, progress)
+    progress.start(entropy)
+    if run.step == 0:
+        progress.log_validation(evaluate(run.model, run.rows["val"], options, worker))
+    signal = loop(run, progress)
+    progress.tell_wandb("finish")
     if worker.is_main:
-        if stopped:
-            print(f"stopped by signal {stopped}; the same command continues")
+        if signal:
+            print(f"stopped by signal {signal}; the same command continues")
         else:
             print(examples(run.model.cpu(), Tokenizer.load(out), run.rows["val"]))
         print(f"{out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(out)[-1].name}")
-    return 128 + stopped if stopped else 0
+    return 128 + signal if signal else 0
 
 
 def main(argv=None):
@@ -405,14 +390,17 @@ def main(argv=None):
         command = parse(argv)
         settings, out = command.settings, command.out
         worker = make_worker(settings.recipe.precision, settings.options.device, settings.config.encoder_dim < 256)
-        micro_batch(settings, worker.world_size)
+        worker.micro_batch(settings.recipe.batch_size, settings.options.micro_batch_size)  # before the work begins
         if command.flags.prepare:
             print(describe(prepared_corpus(settings.fields(), command.tokenizer)))
             return
         locked = lock_folder(out, "config.json", "max_steps") if worker.is_main else nullcontext()
-        with locked, explain_out_of_memory():
-            code = pretrain(open_run(command, worker))
-            worker.destroy_process_group(code)
+        try:
+            with locked, explain_out_of_memory():
+                code = pretrain(open_run(command, worker))
+                worker.destroy_process_group(code)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise UserError(f"the model cannot be compiled ({root_cause(error)}); use --compile off") from error
     if code:
         sys.exit(code)
 

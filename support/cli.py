@@ -33,29 +33,6 @@ def root_cause(error: BaseException) -> str:
 @contextmanager
 def clear_errors(program: str) -> Iterator[None]:
     """Turn a mistake of the user, and Ctrl-C, into one line on stderr and an exit code: 2, or 130."""
-    before = {number: signal.signal(number, exit_by_signal) for number in ending_signals()}
-    open_streams()
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted; the same command continues", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of stdout, such as head, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except (UserError, OSError) as error:
-        line = str(error).replace("\n", " ")
-        if f"{Path.home()}/.cache" in line and isinstance(error.__cause__ or error, OSError):
-            line += "; --cache and the variable HF_HOME can name other folders"
-        print(f"{program}: {printable(line)}", file=sys.stderr)
-        sys.exit(2)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def open_streams():
-    """Make stdout and stderr safe to write to."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell, as in 2>&-
@@ -63,51 +40,51 @@ def open_streams():
         elif isinstance(stream, io.TextIOWrapper):
             # Characters that an encoding such as cp1252 lacks become ?; a line in a file or pipe can be read at once.
             stream.reconfigure(errors="replace", line_buffering=True)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; the same command continues", file=sys.stderr)
+        sys.exit(130)
+    except (UserError, OSError) as error:
+        line = str(error).replace("\n", " ")
+        if f"{Path.home()}/.cache" in line and isinstance(error.__cause__ or error, OSError):
+            line += "; --cache and the variable HF_HOME can name other folders"
+        print(f"{program}: {printable(line)}", file=sys.stderr)
+        sys.exit(2)
 
 
 # ---- 2. Signals, and memory that runs out -------------------------------------------------------------------
-def ending_signals() -> list[int]:
-    """The signals by which Slurm, torchrun or a terminal ends a program: SIGTERM, SIGUSR1, and SIGHUP except under
-    nohup. Windows has only the first."""
-    names = [name for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
-    numbers = [getattr(signal, name) for name in names]
-    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Yield a list that notes Ctrl-C and the signals by which Slurm, torchrun or a terminal ends a program, so that a
+    checkpoint can be saved. A second Ctrl-C acts at once."""
+    noted, before = [], {}
 
-
-def exit_by_signal(number: int, frame: object):
-    """Signal handler."""
-    sys.exit(128 + number)
-
-
-class Interrupt:
-    """While entered, notes Ctrl-C and the signals that end a program, so that a checkpoint can be saved. A second
-    Ctrl-C acts at once."""
-    def __enter__(self) -> "Interrupt":
-        self.signal = 0
-        self.before = {number: signal.signal(number, self.note) for number in (*ending_signals(), signal.SIGINT)}
-        return self
-
-    def __exit__(self, *exception):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def note(self, number: int, frame: object):
-        """Signal handler."""
-        self.signal = number
+    def note(number: int, frame: object):
+        noted.append(number)
         if number == signal.SIGINT:  # but SIGTERM comes twice at once, from Slurm and from torchrun
-            signal.signal(number, self.before[number])
+            signal.signal(number, before[number])
+
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows lacks the last two
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
+            before[number] = signal.signal(number, note)
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
-def explain_out_of_memory(flags: str = "--micro-batch-size") -> Iterator[None]:
+def explain_out_of_memory(flags: str = "--micro-batch-size or a smaller model") -> Iterator[None]:
     """Turn an out-of-memory error into advice: lower one of these flags."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        signs = ("OutOfMemoryError", "can't allocate memory", "out of memory")  # no torch here: its class by its name
-        if isinstance(error, MemoryError) or any(sign in f"{type(error).__name__}: {error}" for sign in signs):
-            raise UserError(f"out of memory: use a smaller {flags}") from error
-        raise
+        if isinstance(error, RuntimeError) and not re.search("can't allocate memory|out of memory", str(error)):
+            raise
+        raise UserError(f"out of memory: use a smaller {flags}") from error
 
 
 # ---- 3. Flags -----------------------------------------------------------------------------------------------

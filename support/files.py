@@ -1,29 +1,16 @@
 """Files that are written whole, JSON, figures, and the lock, owner and settings of a folder."""
-import errno
 import hashlib
 import json
 import os
 import sys
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from support.cli import UserError
-
-NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # errors of a disk that has no file locks, such as some NFS
-
-
-@contextmanager
-def named(path: Path) -> Iterator[None]:
-    """While entered, errors of the disk name the file: a full one does not say which."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 @contextmanager
@@ -32,11 +19,13 @@ def atomic(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with named(path):
-            yield temporary
-            with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())  # or a power cut could leave the new name without its content
-            os.replace(temporary, path)
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())  # or a power cut could leave the new name without its content
+        os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say which file
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -62,8 +51,8 @@ def read_json(path: Path, *wanted: str, advice: str = "restore it from a copy, o
     """The object in a JSON file. UserError with advice if there is none, or if it lacks a field that is wanted."""
     try:
         found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: damaged, not JSON ({error}); {advice}") from error
+    except (FileNotFoundError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: missing, or damaged ({error}); {advice}") from error
     if not isinstance(found, dict) or not found.keys() >= set(wanted):
         raise UserError(f"{path}: damaged, lacks {', '.join(wanted) or 'fields'}; {advice}")
     return found
@@ -90,40 +79,28 @@ def check_fields(path: Path, values: dict, *kinds: type):
 
 # ---- Folders that are written to ----------------------------------------------------------------------------
 @contextmanager
-def locked(path: Path, timeout: float = -1) -> Iterator[None]:
-    """Hold a lock file, for which others wait. Raises filelock.Timeout if it is held for longer than the timeout in
-    seconds. On a disk without locks, a line on stderr says so, and nothing is held."""
-    lock = FileLock(path, timeout=timeout, fallback_to_soft=False)  # the system frees it when the process ends
-    try:
-        lock.acquire()
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        print(f"{path.parent}: this disk has no file locks ({error.strerror}); going on without: start no second "
-              "process there", file=sys.stderr)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
 def lock_folder(folder: Path, sign: str = "", *wanted: str) -> Iterator[None]:
     """Make a folder and be the only process at work in it. Raises UserError if another process is at work there, or if
-    the folder is not ours by a `sign`: see refuse_other_files."""
+    refuse_other_files does with this `sign`."""
+    lock = FileLock(folder / ".lock", timeout=0, fallback_to_soft=False)  # the system frees it when the process ends
     try:
         if sign:
             refuse_other_files(folder, sign, *wanted)
         folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise UserError(f"{folder}: a file has this name, or a folder in it; choose another --out") from error
-    try:
-        with locked(folder / ".lock", timeout=0):
-            for stale in folder.glob(".*.tmp"):  # of a process that was killed while it wrote
-                stale.unlink()
-            yield
+        lock.acquire()
     except Timeout:
         raise UserError(f"{folder}: another process is at work there; wait for it, or choose another --out") from None
+    except OSError as error:
+        if not folder.is_dir():
+            raise UserError(f"{folder}: cannot be a folder ({error.strerror}); choose another --out") from error
+        # Some disks, such as of some NFS, have no locks.
+        print(f"{folder}: cannot be locked ({error.strerror}); start no second process there", file=sys.stderr)
+    try:
+        for stale in folder.glob(".*.tmp"):  # of a process that was killed while it wrote
+            stale.unlink()
+        yield
+    finally:
+        lock.release()
 
 
 def refuse_other_files(folder: Path, sign: str = "", *wanted: str):
@@ -136,20 +113,9 @@ def refuse_other_files(folder: Path, sign: str = "", *wanted: str):
         raise UserError(f"{folder}: not empty, and not written by this program; choose another folder")
 
 
-def read_settings(path: Path, *kinds: type) -> dict:
-    """The fields of these dataclasses in a config.json of ours; a missing one has its default. Raises UserError for
-    others."""
-    found = read_json(path)
-    check_fields(path, found, *kinds)
-    for kind in kinds:
-        found = asdict(kind()) | found
-    return found
-
-
-def changes(before: dict, now: dict, may_change: Container[str] = ()) -> dict[str, list]:
-    """Name -> [value before, value now] of the settings that are not the same, apart from those that `may_change`."""
-    names = [name for name in now if name not in may_change and before.get(name) != now[name]]
-    return {name: [before.get(name), now[name]] for name in names}
+def changes(before: dict, now: dict) -> dict[str, list]:
+    """Name -> [value before, value now] of the settings that are not the same."""
+    return {name: [before.get(name), value] for name, value in now.items() if before.get(name) != value}
 
 
 def refuse_changes(folder: Path, changed: dict[str, list], advice: str = "choose another --out"):
@@ -160,11 +126,12 @@ def refuse_changes(folder: Path, changed: dict[str, list], advice: str = "choose
 
 
 def open_folder(folder: Path, settings: dict[str, object], may_change: Container[str] = ()):
-    """Write `settings` to config.json of a folder that is new, or was made with the same ones apart from those that
-    `may_change`. Raises UserError for other settings or other files."""
+    """Write config.json to a folder that is empty, or was made with the same settings apart from those that
+    `may_change`. Raises UserError for other settings or files."""
     path = folder / "config.json"
     if path.is_file():
-        refuse_changes(folder, changes(read_json(path), settings, may_change))
+        changed = changes(read_json(path), settings)
+        refuse_changes(folder, {name: pair for name, pair in changed.items() if name not in may_change})
     else:
         refuse_other_files(folder)
     write_json(path, settings)

@@ -46,26 +46,29 @@ def sinusoid_(table, std: float):
 
 def check(config: Config) -> Config:
     """The same Config. Raises ValueError for the first field with an impossible value."""
-    def need(field, possible, valid):
-        if not possible:
-            raise ValueError(f"{field}={getattr(config, field)!r}: use {valid}")
     c, d, heads, buckets = config, config.encoder_dim, config.encoder_heads, config.rel_pos_buckets
-    for field, least in (("vocab_size", 261), ("seq_len", 2), ("encoder_layers", 1), ("encoder_dim", 1)):
-        need(field, getattr(config, field) >= least, f"{least} or more")
-    need("encoder_heads", heads > 0 and d % heads == 0, f"a divisor of encoder_dim={d}")
-    need("dropout", 0 <= c.dropout < 1, "0 or more, below 1")
-    need("rel_pos_buckets", buckets == 0 or (buckets > 3 and buckets % 2 == 0), "0, 4, 6, 8 ...")
-    need("rel_pos_max_distance", c.rel_pos_max_distance > buckets // 4, f"more than {buckets // 4}")
-    need("mask_rate", 0 < c.mask_rate < 1, "between 0 and 1")
-    need("norm", c.norm in ("post", "pre"), "post or pre")
-    need("init_std", 0 < c.init_std < math.inf, "a number above 0")
-    need("mask_in_encoder", 0 <= c.mask_in_encoder <= 1, "0 to 1")
-    need("encoder_fill", c.encoder_fill in ("mask", "random"), "mask or random")
-    need("decoder", c.decoder in ("bi", "bi+cross", "uni+cross", "cross"), "bi, bi+cross, uni+cross or cross")
+    width = max(1, d // max(1, heads))  # of a head
     mlm = c.decoder_layers == 0 and c.mask_in_encoder == 1 and c.decoder == "bi"
-    need("decoder_layers", c.decoder_layers > 0 or mlm, "1 or more, or mask_in_encoder=1")
-    whole = c.decoder_dim == 0 or (c.decoder_dim > 0 and c.decoder_dim % (d // heads) == 0 and not mlm)
-    need("decoder_dim", whole, f"0, or with a decoder a multiple of {d // heads}")
+    whole = c.decoder_dim == 0 or (c.decoder_dim > 0 and c.decoder_dim % width == 0 and not mlm)
+    for field, holds, advice in (
+            ("vocab_size", c.vocab_size >= 261, "261 or more"),
+            ("seq_len", c.seq_len >= 2, "2 or more"),
+            ("encoder_layers", c.encoder_layers >= 1, "1 or more"),
+            ("encoder_dim", d >= 1, "1 or more"),
+            ("encoder_heads", heads > 0 and d % heads == 0, f"a divisor of encoder_dim={d}"),
+            ("dropout", 0 <= c.dropout < 1, "0 or more, below 1"),
+            ("rel_pos_buckets", buckets == 0 or (buckets > 3 and buckets % 2 == 0), "0, 4, 6, 8 ..."),
+            ("rel_pos_max_distance", c.rel_pos_max_distance > buckets // 4, f"more than {buckets // 4}"),
+            ("mask_rate", 0 < c.mask_rate < 1, "between 0 and 1"),
+            ("norm", c.norm in ("post", "pre"), "post or pre"),
+            ("init_std", 0 < c.init_std < math.inf, "a number above 0"),
+            ("mask_in_encoder", 0 <= c.mask_in_encoder <= 1, "0 to 1"),
+            ("encoder_fill", c.encoder_fill in ("mask", "random"), "mask or random"),
+            ("decoder", c.decoder in ("bi", "bi+cross", "uni+cross", "cross"), "bi, bi+cross, uni+cross or cross"),
+            ("decoder_layers", c.decoder_layers > 0 or mlm, "1 or more, or mask_in_encoder=1"),
+            ("decoder_dim", whole, f"0, or with a decoder a multiple of {width}")):
+        if not holds:
+            raise ValueError(f"{field}={getattr(config, field)!r}: use {advice}")
     return config
 
 
@@ -78,22 +81,18 @@ def flops(config: Config) -> int:
     r = n - m + round(config.mask_in_encoder * m)  # tokens that the encoder sees
     # Shapes without memory. The counter does not know a GPU's attention kernel; here attention is the formula.
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        tokens = torch.zeros(1, n, dtype=torch.int64)
-        masked = torch.zeros(1, m, dtype=torch.int64)
-        kept = torch.zeros(1, r, dtype=torch.int64)
+        tokens, masked, kept = [torch.zeros(1, length, dtype=torch.int64) for length in (n, m, r)]
         make_model(config)(tokens, Corruption(tokens, masked, kept)).backward()
     return counter.get_total_flops()
 
 
-PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
-         "L40": 181e12, "L4": 121e12, "4090": 165e12}  # the first name that is part of a device's counts
+PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "4090": 165e12}
 
 
 def peak_of(device: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of a GPU in dense bf16, by its name; None if it is not known, or for another dtype."""
-    if dtype != torch.bfloat16:
-        return None
-    return next((peak for name, peak in PEAKS.items() if name in device), None)
+    """FLOP/s of a GPU in dense bf16, by its name; None for other GPUs, or another dtype."""
+    peaks = [peak for name, peak in PEAKS.items() if name in device and dtype == torch.bfloat16]
+    return peaks[0] if peaks else None
 
 
 def use_of_gpu(config: Config, worker: Worker, speed: float) -> dict[str, float]:
@@ -108,9 +107,6 @@ def use_of_gpu(config: Config, worker: Worker, speed: float) -> dict[str, float]
 
 
 # ---- 3. Checkpoints ----------------------------------------------------------------------------------------
-DAMAGE = (zipfile.BadZipFile, pickle.UnpicklingError, zlib.error, struct.error, RuntimeError, EOFError, ValueError)
-
-
 def checkpoints(out: Path) -> list[Path]:
     """Checkpoints of a run, oldest first. Only files of this name are ours to load or to delete."""
     return sorted(out.glob(f"step_{7 * '[0-9]'}.pt"))
@@ -126,67 +122,58 @@ def write_tensors(path: Path, state: dict):
 
 
 class Damaged(UserError):
-    """A file that is not whole, or that this project did not write."""
+    """A file is not whole, or this project did not write it."""
 
 
 def read_tensors(path: Path, *wanted: str) -> dict:
     """The content of a .pt file, on the CPU, with its configuration as a Config; it runs no code. Raises Damaged, or
     UserError for a file that lacks a field or is of a newer version. Errors of disk and memory pass through."""
     if not path.is_file():
-        raise UserError(f"{path}: no such file; name a run folder, a checkpoint, or a folder that finetune.py wrote")
+        raise UserError(f"{path}: no such file")
     state = None
     try:
         if zipfile.ZipFile(path).testzip() is None:  # compares the checksums, which torch.load does not
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except DAMAGE as error:
+    except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, RuntimeError,
+            pickle.UnpicklingError) as error:
         if "can't allocate memory" in str(error):
             raise
     if not isinstance(state, dict):
         raise Damaged(f"{path}: damaged, or not written by this project; delete it: then the checkpoint before it is "
                       "used, or its run is done again")
-    if not state.keys() >= {"config", *wanted} or not isinstance(state["config"], dict):
+    if not state.keys() >= {"config", *wanted}:
         raise UserError(f"{path}: lacks config, {', '.join(wanted)}: not a file of the kind that is needed here")
     check_fields(path, state["config"], Config)
-    try:
-        return state | {"config": check(Config(**state["config"]))}  # a missing field has its default
-    except ValueError as error:
-        raise UserError(f"{path}: damaged configuration ({error}); delete it, or use another") from error
+    return state | {"config": Config(**state["config"])}  # a missing field has its default
 
 
 def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, seconds: float, keep: int):
-    """Write step_STEP.pt, then remove the oldest but `keep` (0 = none). UserError if a weight is not finite."""
+    """Write step_STEP.pt, after `seconds` of training, then remove all but the newest `keep` checkpoints, or none if
+    `keep` is 0. Raises UserError if a weight is not finite."""
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
             raise UserError(f"step {step}: {name} is not finite; go on from the last checkpoint with --change-recipe "
                             "and a lower --learning-rate")
     write_tensors(out / f"step_{step:07d}.pt", {
-        "step": step,
-        "seconds": seconds,  # of training, evaluations not counted
-        "config": asdict(model.config),
-        "model": model.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-    })
+        "step": step, "seconds": seconds, "config": asdict(model.config), "model": model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers]})
     if keep > 0:
         for old in checkpoints(out)[:-keep]:
             old.unlink()
 
 
 def set_damaged_aside(out: Path):
-    """Rename checkpoints that are newer than the newest whole one, and say so. Raises Damaged if none is whole."""
-    damaged = []
+    """Rename damaged checkpoints that are newer than the newest whole one. Raises Damaged if none is whole."""
     for path in reversed(checkpoints(out)):
         try:
-            read_tensors(path, "step")
-            break
+            read_tensors(path)
+            return
         except Damaged:
             if path == checkpoints(out)[0]:
                 raise
-            damaged.append(path)
-    for path in damaged:
-        aside = path.with_name(f"{path.name}.damaged")
-        path.replace(aside)
-        print(f"warning: {path} is damaged, and is now {aside.name}; the run goes on from the checkpoint before it",
-              file=sys.stderr)
+            aside = path.replace(path.with_name(f"{path.name}.damaged"))
+            print(f"warning: {path} is damaged, and is now {aside.name}; the run goes on from the one before it",
+                  file=sys.stderr)
 
 
 def load_checkpoint(path: Path, model: MAELM, optimizers: list) -> tuple[int, float]:
@@ -200,27 +187,16 @@ def load_checkpoint(path: Path, model: MAELM, optimizers: list) -> tuple[int, fl
     return state["step"], state["seconds"]
 
 
-def copy_weights(model: MAELM, start: MAELM) -> str:
-    """Copy the weights of `start` that have the same name and shape in a model. Returns the names of what is new."""
-    here = model.state_dict()
-    taken = {name: x for name, x in start.state_dict().items() if name in here and x.shape == here[name].shape}
-    model.load_state_dict(taken, strict=False)
-    return ", ".join(dict.fromkeys(".".join(name.split(".")[:3]) for name in here if name not in taken))
-
-
 def load_weights(module: nn.Module, weights: dict, path: Path):
-    """Load the weights of a file. UserError if they do not fit, or are not finite."""
+    """Load the weights of a file. Raises UserError if they do not fit."""
     try:
         module.load_state_dict(weights)
     except (RuntimeError, AttributeError) as error:
         raise UserError(f"{path}: its weights do not fit its configuration; delete it, or use another") from error
-    for name, weight in module.state_dict().items():
-        if not weight.isfinite().all():
-            raise UserError(f"{path}: {name} is not finite; delete it, or use another")
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The checkpoint that a path names, or the newest one of a run folder. UserError if there is none."""
+    """The checkpoint that a path names, or the newest of a run folder. Raises UserError if there is none."""
     found = [path] if path.suffix == ".pt" else checkpoints(path)
     if not found:
         raise UserError(f"{path}: not a run folder with checkpoints; train.py makes one; support.convert imports hf:")
@@ -228,7 +204,7 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
-    """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. UserError if there is none."""
+    """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. Raises UserError without one."""
     file = checkpoint_of(path)
     state = read_tensors(file, "model", "step")  # finetune.py's encoder.pt has no step, and no decoder
     model = make_model(state["config"])
@@ -237,17 +213,17 @@ def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
 
 
 def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config, dict]:
-    """The encoder of a run folder, a checkpoint, or finetune.py (encoder.pt), in evaluation mode; its tokenizer, shape
-    and run's settings. UserError if none."""
+    """The encoder of a run folder, a checkpoint, or a folder of finetune.py (encoder.pt), in evaluation mode; its
+    tokenizer; its Config; the settings of its run. Raises UserError if there is none."""
     file = path / "encoder.pt" if (path / "encoder.pt").is_file() else checkpoint_of(path)
     state = read_tensors(file, "model")
     encoder = Encoder(state["config"])
-    weights = {name: weight for name, weight in state["model"].items() if name.startswith("encoder.")}
-    load_weights(encoder, {name.removeprefix("encoder."): weight for name, weight in weights.items()}, file)
+    names = [name.removeprefix("encoder.") for name in state["model"] if name.startswith("encoder.")]
+    load_weights(encoder, {name: state["model"][f"encoder.{name}"] for name in names}, file)
     return encoder.to(device).eval(), Tokenizer.load(file.parent), state["config"], run_settings(file.parent)
 
 
 def run_settings(folder: Path) -> dict:
-    """What config.json of a run folder holds; {} if there is none."""
+    """The content of config.json in a run folder, or {} if there is none."""
     path = folder / "config.json"
-    return read_json(path, "init") if path.is_file() else {}  # all that write one write that
+    return read_json(path, "init") if path.is_file() else {}

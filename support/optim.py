@@ -7,9 +7,7 @@ def orthogonalize(x, dtype: torch.dtype):
     """Matrices x = U S V^T (B, rows, columns) -> about U V^T, in `dtype`, by the iteration of Jordan et al., 2024."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.shape[1] > x.shape[2]
-    y = x.to(dtype)
-    if tall:  # the products are of the shorter side
-        y = y.mT
+    y = x.mT.to(dtype) if tall else x.to(dtype)  # the products are of the shorter side
     y = y / y.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value above 1
     for _ in range(5):
         gram = y @ y.mT

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from maelm import Corruption
-from support.cli import UserError, root_cause
-
+from support.cli import UserError
 
 PLACES = {"init", "tokenizer", "device", "cache", "wandb"}  # settings that may have other names on another machine
 
@@ -28,6 +27,14 @@ class Worker(NamedTuple):
     def is_main(self) -> bool:
         """Whether this is the process that prints and writes."""
         return self.rank == 0
+
+    def micro_batch(self, batch_size: int, most: int) -> int:
+        """Sequences at a time on each device, at most `most`. Raises UserError if they do not divide the batch."""
+        size = min(most, batch_size // self.world_size)
+        if size == 0 or batch_size % (size * self.world_size):
+            raise UserError(f"batch_size={batch_size} is not a multiple of micro_batch_size={size} times "
+                            f"{self.world_size} processes; change --batch-size or --micro-batch-size")
+        return size
 
     def autocast(self) -> torch.autocast:
         """A fresh context in which matrix products are in `dtype`."""
@@ -46,15 +53,10 @@ class Worker(NamedTuple):
         dist.all_reduce(total)
         return total.tolist()
 
-    def wait(self):
-        """Wait until all processes are here."""
-        self.all_reduce(0)
-
     def gather(self, value: object) -> list:
-        """The values of all processes, by rank."""
-        found = [value]
+        """The values of all processes, by rank. Each waits for the others."""
+        found = [value] * self.world_size
         if self.world_size > 1:
-            found = [None] * self.world_size
             dist.all_gather_object(found, value)
         return found
 
@@ -97,27 +99,21 @@ def keep_freed_memory():
 
 
 def best_device(name: str, small: bool) -> torch.device:
-    """The device that --device names; auto: an NVIDIA GPU, an Apple GPU unless the model is `small`, or the CPU."""
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    """The device that --device names; auto: an NVIDIA GPU, an Apple GPU unless the model is `small`, or the CPU. Raises
+    UserError if it is not there."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
-        # A step of the toy is hundreds of kernels that an Apple GPU starts no faster than its CPU computes them.
-        name = "cuda" if there["cuda"] else "mps" if there["mps"] and not small else "cpu"
+        # An Apple GPU starts the hundreds of kernels of a toy step no faster than its CPU computes them.
+        there["mps"] = there["mps"] and not small
+        name = [kind for kind in there if there[kind]][0]
     if not there.get(name):
         raise UserError(f"--device {name}: this machine, or this PyTorch, has none; use --device auto")
-    if name == "cuda":
-        number, there = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
-        if not number.isdecimal() or int(number) >= there:
-            raise UserError(f"LOCAL_RANK={number!r}: this machine has {there} GPUs; start one process per GPU")
-        return torch.device("cuda", int(number))
-    return torch.device(name)
-
-
-def set_up_gpu(device: torch.device):
-    """Choose the process's GPU and its kernels."""
-    torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
-    # cuDNN's attention may read a mask as another dtype. A context around the call would be compiled each time.
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    if name != "cuda":
+        return torch.device(name)
+    number, count = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
+    if number not in map(str, range(count)):
+        raise UserError(f"LOCAL_RANK={number!r}: this machine has {count} GPUs; start one process per GPU")
+    return torch.device("cuda", int(number))
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -129,26 +125,22 @@ def has_bf16(device: torch.device) -> bool:
     return "amx_bf16" in flags or "avx512_bf16" in flags
 
 
-def rank_and_world_size() -> tuple[int, int]:
-    """Which of torchrun's processes this one is, and how many there are: 0 and 1 without torchrun. Raises UserError if
-    its variables do not fit together."""
-    rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    if rank == world_size == "":
-        return 0, 1
-    whole = rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)
-    if not whole or (int(world_size) > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
-        raise UserError(f"RANK={rank!r} and WORLD_SIZE={world_size!r}, without torchrun's other variables or not whole "
-                        "numbers: start with torchrun, or unset both")
-    return int(rank), int(world_size)
-
-
 def make_worker(precision: str, device: str = "auto", small: bool = False) -> Worker:
     """The device and dtype of this process, and which of torchrun's processes it is. Raises UserError for a device that
     is not there, and for variables that torchrun did not set."""
-    rank, world_size = rank_and_world_size()
+    given = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
+    rank, world_size = 0, 1
+    if any(given[:2]):
+        if not all(given) or not all(map(str.isdecimal, given[:3])) or int(given[0]) >= int(given[1]):
+            raise UserError(f"RANK={given[0]!r} and WORLD_SIZE={given[1]!r}, without torchrun's other variables or not "
+                            "whole numbers: start with torchrun, or unset both")
+        rank, world_size = int(given[0]), int(given[1])
     found = best_device(device, small)
     if found.type == "cuda":
-        set_up_gpu(found)
+        torch.cuda.set_device(found)
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+        # cuDNN's attention may read a mask as another dtype. A context around the call would be compiled each time.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     keep_freed_memory()
     bf16 = precision == "bf16" or (precision == "auto" and has_bf16(found))
     return Worker(rank, world_size, found, torch.bfloat16 if bf16 else torch.float32)
@@ -158,22 +150,3 @@ def compile_model(model: nn.Module):
     """Compile a model in place when it is called first, so that its parameters keep their names."""
     torch._dynamo.config.optimize_ddp = False  # it would cut the model into pieces
     model.compile(dynamic=False)
-
-
-def compile_for(worker: Worker, model: nn.Module, how: str, batch: tuple):
-    """Compile a MAELM if that pays. How: on, off, or auto: on for a GPU, except small models, which are trained before
-    they are compiled. If auto fails with a batch, a warning says why, and the model stays as it was."""
-    pays = worker.device.type == "cuda" and model.config.encoder_dim >= 256
-    if how == "off" or (how == "auto" and not pays):
-        return
-    if worker.is_main:
-        print("compiling the model in its first steps takes a minute or two (--compile off: without)")
-    compile_model(model)
-    if how == "auto":
-        try:
-            with worker.autocast():
-                model(*worker.put(*batch)).backward()
-        except torch._dynamo.exc.TorchDynamoException as error:
-            model._compiled_call_impl = None
-            print(f"warning: the model is not compiled, therefore slower: {root_cause(error)}", file=sys.stderr)
-        model.zero_grad()

@@ -78,6 +78,11 @@ def losses(out):
     return [(line["step"], line["loss"]) for line in read_log(out) if "loss" in line]
 
 
+def validation_losses(out):
+    """Step and validation loss of each evaluation in a run's log."""
+    return [(line["step"], line["val_loss"]) for line in read_log(out) if "val_loss" in line]
+
+
 def contents(folder):
     """The files of a folder with their bytes, but not those with a dot in front."""
     files = [path for path in folder.iterdir() if not path.name.startswith(".")]

@@ -6,8 +6,7 @@ import sys
 import pytest
 import torch
 
-from support.log import read_log
-from tests.common import ROOT, arguments, checkpoints, last_checkpoint, losses, short_run
+from tests.common import ROOT, arguments, checkpoints, last_checkpoint, losses, short_run, validation_losses
 
 PROGRAM = """
 import os
@@ -47,7 +46,7 @@ def test_two_processes_equal_one_that_accumulates(text, tmp_path):
 
     short_run(text, out, *flags)  # one process continues
     assert [step for step, _ in losses(out)] == [1, 2, 3, 4, 5, 6]
-    first, expected = [read_log(folder)[0]["val_loss"] for folder in (out, whole)]
+    (_, first), (_, expected) = validation_losses(out)[0], validation_losses(whole)[0]
     assert first == pytest.approx(expected, abs=1e-6)
     assert losses(out) == [(step, pytest.approx(loss, abs=1e-6)) for step, loss in losses(whole)]
     found, expected = [last_checkpoint(folder) for folder in (out, whole)]

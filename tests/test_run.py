@@ -9,15 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
 import torch
 
 import train
-from conftest import model_and_batch
-from support import cli, models, worker
+from support import models, worker
 from support.cli import UserError
 from support.files import lock_folder, read_json, write_json
 from support.log import read_log
@@ -83,7 +81,7 @@ def change_step(monkeypatch, changed, change):
     monkeypatch.setattr(train, "train_step", step)
 
 
-@pytest.mark.parametrize("number", [*cli.ending_signals(), signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_saves_a_checkpoint(number, text, finished, tmp_path, monkeypatch, capsys):
     def interrupt(loss):
         signal.raise_signal(number)
@@ -136,14 +134,14 @@ def test_weights_that_are_not_finite_are_not_saved(copy):
 
 
 def test_want_of_memory_names_the_flag(text, tmp_path, monkeypatch, capsys):
-    for error in (MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("CPU: can't allocate memory")):
+    for error in (MemoryError(), torch.OutOfMemoryError("out of memory"), RuntimeError("CPU: can't allocate memory")):
         monkeypatch.setattr(train, "train_step", Mock(side_effect=error))
         assert "use a smaller --micro-batch-size" in fails(lambda: short_run(text, tmp_path / "run"), capsys)
     monkeypatch.setattr(train, "train_step", Mock(side_effect=RuntimeError("an illegal memory access")))
     with pytest.raises(RuntimeError, match="illegal memory access"):  # other errors keep their traceback
         short_run(text, tmp_path / "run")
     monkeypatch.setattr(train, "make_model", Mock(side_effect=MemoryError()))
-    assert "use a smaller model" in fails(lambda: short_run(text, tmp_path / "run"), capsys)
+    assert "or a smaller model" in fails(lambda: short_run(text, tmp_path / "run"), capsys)
 
 
 def test_a_run_without_a_checkpoint_can_begin_anew(text, copy):
@@ -167,8 +165,8 @@ def test_a_run_goes_on_before_a_damaged_checkpoint(text, finished, copy, capsys)
         assert same(short_run(text, copy), finished)
         assert "is damaged, and is now step_0000006.pt.damaged" in capsys.readouterr().err
         assert (copy / "step_0000006.pt.damaged").read_bytes() == damaged
-    for path in models.checkpoints(copy):
-        path.write_bytes(b"torn")
+    (copy / "step_0000006.pt").unlink()
+    (copy / "step_0000003.pt").write_bytes(b"torn")
     before = contents(copy)
     assert "step_0000003.pt: damaged" in fails(lambda: short_run(text, copy), capsys)  # there is none before it
     assert contents(copy) == before
@@ -207,7 +205,6 @@ def test_fields_may_be_added(text, finished, tmp_path):
 
 @pytest.mark.parametrize("part, change, message", [
     ("model", {"head.bias": torch.zeros(7)}, "its weights do not fit"),
-    ("model", {"head.bias": torch.full((300,), math.nan)}, "head.bias is not finite"),
     ("config", {"bert_trick": False}, "this version of maelm does not know the field 'bert_trick'"),
     ("config", {"dropout": "none"}, "dropout='none' has a wrong type"),
 ])
@@ -252,7 +249,7 @@ def test_a_folder_in_use_or_of_something_else_is_refused(text, copy, tmp_path, c
     assert not (tmp_path / "export" / ".lock").exists()
     path = copy / "config.json"
     for out in (path, path / "run"):
-        assert f"{out}: a file has this name" in fails(lambda: short_run(text, out), capsys)
+        assert f"{out}: cannot be a folder" in fails(lambda: short_run(text, out), capsys)
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -278,15 +275,14 @@ def test_another_run_is_refused_with_what_differs(flags, message, text, copy, tm
     ("--batch-size 0", "batch_size=0: use a positive number"),
     ("--vocab-size 1000000000", "vocab_size=1000000000: use at most 1,048,576"),
     ("--micro-batch-size 3", "batch_size=8 is not a multiple of micro_batch_size=3 times 1"),
-    ("--mask-rate 0.99", "mask_rate=0.99 masks 24 of 24 tokens in a row: use 1 to"),
+    ("--mask-rate 0.99", "mask_rate=0.99 masks 24 of 24 tokens in a sequence: use 1 to"),
     ("--fill-mask text", "python -m support.fill_mask RUN TEXT"),
-    ("--max-steps 30 --warmup-steps 100", "warmup_steps=100 is longer than --max-steps 30: lower --warmup-steps"),
+    ("--max-steps 30 --warmup-steps 100", "warmup_steps=100 is not possible: .*, at most --max-steps"),
     ("--init no/run", "no/run: not a run folder"),
-    ("--init RUN --encoder-layers 1", "encoder_layers=1: the weights of --init have 2"),
-    ("--init RUN --no-uncased", "uncased=False: the given tokenizer has True"),
+    ("--init RUN --encoder-layers 1", "encoder_layers=1: the run of --init, .* has 2"),
+    ("--init RUN --no-uncased", "uncased=False: .* the given tokenizer, has True"),
     ("--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
-    ("--stop-at 7", "stop_at=7: use at most max_steps=6"), ("--adam-beta2 1", "adam_beta2=1.0 is not"),
-    ("--decoder-reset", "decoder_reset=True has no effect here"),
+    ("--adam-beta2 1", "adam_beta2=1.0 is not"),
 ])
 def test_a_bad_command_line_gets_one_line(flags, message, text, finished, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -318,7 +314,7 @@ def test_a_disk_without_locks_is_used_without(text, finished, tmp_path, monkeypa
     for number in (errno.ENOSYS, errno.ENOLCK):
         monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, os.strerror(number))))
         assert same(short_run(text, tmp_path / str(number)), finished)
-        assert "this disk has no file locks" in capsys.readouterr().err
+        assert "cannot be locked" in capsys.readouterr().err
 
 
 def test_closed_streams_do_not_end_a_run(text, finished, tmp_path, monkeypatch):
@@ -333,18 +329,12 @@ def test_a_home_that_cannot_be_written_is_named(text, tmp_path, monkeypatch, cap
     assert "--cache and the variable HF_HOME can name" in fails(lambda: train.main(flags), capsys)
 
 
-def test_a_model_that_cannot_be_compiled_is_trained_with_a_warning(capsys):
-    def fail(graph, inputs):
-        raise FileNotFoundError("no C++ compiler")
-
-    model, tokens, corruption = model_and_batch(encoder_dim=256)
-    compile_model = model.compile
-    model.compile = lambda dynamic: compile_model(backend=fail)
-    gpu = Mock(autocast=nullcontext, put=lambda *batch: batch)
-    gpu.device.type = "cuda"
-    worker.compile_for(gpu, model, "auto", (tokens, corruption))
-    assert "warning: the model is not compiled, therefore slower: " in capsys.readouterr().err
-    assert model(tokens, corruption).isfinite()
+def test_a_model_that_cannot_be_compiled_gets_one_line(text, tmp_path, monkeypatch, capsys):
+    compiled = torch.nn.Module.compile
+    backend = Mock(side_effect=FileNotFoundError("no C++ compiler"))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda model, dynamic: compiled(model, backend=backend))
+    line = fails(lambda: short_run(text, tmp_path / "run", "--compile", "on"), capsys)
+    assert re.search("cannot be compiled .*no C.. compiler.*; use --compile off", line)
 
 
 def test_auto_takes_the_best_device(monkeypatch):
