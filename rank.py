@@ -24,7 +24,7 @@ from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out
                          require, require_positive)
 from support.corpus import seed_of
 from support.documents import VAL_SHARE
-from support.files import figure, lock_folder, refuse_other_files, write_json
+from support.files import figure, lock_folder, write_json
 from support.subjects import Subject, open_subject
 from support.worker import make_worker
 
@@ -204,9 +204,7 @@ def read_options(argv) -> tuple[list[str], RankConfig]:
 
 def main(argv=None):
     names, config = read_options(argv)
-    with clear_errors("rank.py"), lock_folder(config.out):
-        if not (config.out / "rank.json").is_file():
-            refuse_other_files(config.out)
+    with clear_errors("rank.py"), lock_folder(config.out, "rank.json", "models"):
         device = make_worker("fp32", config.device).device
         torch.set_float32_matmul_precision("highest")  # TF32, as in training, is too coarse for a covariance
         models = {}
