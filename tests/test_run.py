@@ -204,7 +204,7 @@ def test_fields_may_be_added(text, finished, tmp_path):
 
 
 @pytest.mark.parametrize("part, change, message", [
-    ("model", {"head.bias": torch.zeros(7)}, "its weights do not fit"),
+    ("model", {"head.bias": torch.zeros(7)}, "its weights have other names or shapes"),
     ("config", {"bert_trick": False}, "this version of maelm does not know the field 'bert_trick'"),
     ("config", {"dropout": "none"}, "dropout='none' has a wrong type"),
 ])
