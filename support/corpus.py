@@ -87,7 +87,7 @@ def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer 
         tokenizer = Tokenizer.train(map(bytes.decode, pieces), settings["vocab_size"], settings["uncased"])
     tokenizer.save(folder)
     known = set()
-    if any(source.kind == "docs" for source in read):  # the documentation repeats many texts
+    if any(source.name == "docs" for source in read):  # the documentation repeats many texts
         known = known.union(*[ngrams(text) for text in documents(read) if in_validation(text, val_share)])
 
     dtype = np.dtype("uint16" if settings["vocab_size"] <= 1 << 16 else "uint32")
