@@ -5,9 +5,9 @@
 
 `import` reads a RoBERTa with a byte-level BPE.
 """
+import re
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -18,27 +18,14 @@ from torch import nn
 
 from maelm import CLS, MAELM, PAD, SEP, Config
 from support.cli import Parser, UserError, clear_errors
-from support.cross_attention import CrossMAELM
 from support.files import atomic, refuse_other_files, write_json
 from support.hub import from_hub, model_from_hub, transformers_library
 from support.models import check, load_encoder, load_model, read_tensors, save_checkpoint
 from support.tokenizer import Tokenizer
 
-UNFINISHED = ".unfinished"  # a file that is in a folder while others are written there
-
-
-@contextmanager
-def unfinished(folder: Path) -> Iterator[None]:
-    """Make a folder, and mark it while its files are written: if that is cut short, they may be written again."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / UNFINISHED).touch()
-    yield
-    (folder / UNFINISHED).unlink()
-
-
 # ---- 1. Export ----------------------------------------------------------------------------------------------
 class Exported(NamedTuple):
-    """What goes into an export."""
+    """The parts of an export."""
     config: Config
     weights: dict[str, torch.Tensor]  # by their names in modeling_maelm.py
     tokenizer: Tokenizer
@@ -48,11 +35,9 @@ class Exported(NamedTuple):
 
 def read_run(source: Path) -> Exported:
     """A run folder or checkpoint of train.py. Decoders with cross-attention, and those of encoders that read random
-    tokens, cannot predict [MASK] in a text, and stay behind. Raises UserError for a model of any other kind."""
+    tokens, cannot predict [MASK] in a text, and stay behind."""
     model, tokenizer = load_model(source)
-    if type(model) not in (MAELM, CrossMAELM):
-        raise UserError(f"{source}: support/modeling_maelm.py cannot compute a model of class {type(model).__name__}")
-    if type(model) is MAELM and model.config.encoder_fill == "mask":
+    if model.config.decoder == "bi" and model.config.encoder_fill == "mask":
         return Exported(model.config, model.state_dict(), tokenizer, "ForMaskedLM", [])
     weights = {f"encoder.{name}": weight for name, weight in model.encoder.state_dict().items()}
     return Exported(model.config, weights, tokenizer, "", [])
@@ -60,21 +45,22 @@ def read_run(source: Path) -> Exported:
 
 def read_tuned(file: Path) -> Exported:
     """The encoder.pt of finetune.py. Raises UserError if its head is not one of finetune.py's."""
-    encoder, tokenizer, config, _ = load_encoder(file)
-    weights = {f"encoder.{name}": weight for name, weight in encoder.state_dict().items()}
+    _, tokenizer, config, _ = load_encoder(file)
     state = read_tensors(file, "model", "task", "labels", "scale")
     head, module, layers = "ForSequenceClassification", "classifier", ["head.1", "head.4"]
     labels = state["labels"] or ["number"]
     if state["task"] == "squad2":
         head, module, layers, labels = "ForQuestionAnswering", "qa_outputs", ["head"], []
-    names = {f"{layer}.{parameter}" for layer in layers for parameter in ("weight", "bias")}
-    differs = names ^ {name for name in state["model"] if not name.startswith("encoder.")}
+    differs = {f"{layer}.{parameter}" for layer in layers for parameter in ("weight", "bias")}
+    weights = {}
+    for name, weight in state["model"].items():
+        if not name.startswith("encoder."):
+            differs ^= {name}
+        if name.startswith("head.4"):  # the last layer gives a number in its own unit
+            weight = state["scale"] * weight
+        weights[re.sub("^head", module, name)] = weight
     if differs:
         raise UserError(f"{file}: its head is not one of finetune.py's, which differ in {', '.join(sorted(differs))}")
-    for name in names:
-        # The last layer gives a number in its own unit.
-        scale = state["scale"] if name.startswith("head.4") else 1.0
-        weights[name.replace("head", module)] = scale * state["model"][name]
     return Exported(config, weights, tokenizer, head, labels)
 
 
@@ -115,54 +101,44 @@ def export(source: Path, out: Path):
     """Write a run folder, a checkpoint or what finetune.py keeps as a folder for transformers."""
     transformers_library()
     import safetensors.torch  # comes with transformers
-    file = source / "encoder.pt" if source.is_dir() else source
-    is_tuned = file.name == "encoder.pt" and file.is_file()
-    exported = read_tuned(file) if is_tuned else read_run(source)
-    with unfinished(out):
-        with atomic(out / "model.safetensors") as temporary:
-            # Not save_file: it makes a file that only its owner can read.
-            temporary.write_bytes(safetensors.torch.save(exported.weights, {"format": "pt"}))
-        save_tokenizer(exported.tokenizer, exported.config.seq_len, out)
-        for code in ("support/modeling_maelm.py", "maelm.py"):
-            shutil.copy(Path(__file__).parents[1] / code, out)
-        write_json(out / "config.json", hub_config(exported))
+    file = source if source.is_file() else source / "encoder.pt"
+    exported = read_tuned(file) if file.name == "encoder.pt" and file.is_file() else read_run(source)
+    with atomic(out / "model.safetensors") as temporary:
+        # Not save_file: it makes a file that only its owner can read.
+        temporary.write_bytes(safetensors.torch.save(exported.weights, {"format": "pt"}))
+    save_tokenizer(exported.tokenizer, exported.config.seq_len, out)
+    for code in ("support/modeling_maelm.py", "maelm.py"):
+        shutil.copy(Path(__file__).parents[1] / code, out)
+    write_json(out / "config.json", hub_config(exported))  # last: without it, no part of an export is loaded
     print(f"{out}: for AutoModel{exported.head} with trust_remote_code=True; another class would have a random head")
 
 
 # ---- 2. Import ----------------------------------------------------------------------------------------------
 OFFSET = 2  # RoBERTa counts positions from after its padding id, 1
-EPS = nn.LayerNorm(1).eps  # of all our LayerNorms
-SEGMENT = "roberta.embeddings.token_type_embeddings.weight"
-OUTSIDE = {  # our modules outside the layers, and RoBERTa's
+PARTS = {  # parts of our names of weights, and of RoBERTa's
     "encoder.token_embedding": "roberta.embeddings.word_embeddings",
     "encoder.position_embedding": "roberta.embeddings.position_embeddings",
-    "encoder.norm": "roberta.embeddings.LayerNorm",
-    "head": "lm_head", "head.transform.0": "lm_head.dense", "head.transform.2": "lm_head.layer_norm",
-}
-LAYER = {  # our modules in a layer, and RoBERTa's; the one for keys and values is two of RoBERTa's
-    "self_attention.query": "attention.self.query",
-    "self_attention.key_value": "attention.self.key attention.self.value",
+    "encoder.norm": "roberta.embeddings.LayerNorm", "encoder.stack.blocks": "roberta.encoder.layer",
+    "self_attention.query": "attention.self.query", "self_attention.key_value": "attention.self.key_value",
     "self_attention.output": "attention.output.dense", "attention_norm": "attention.output.LayerNorm",
     "ffn.0": "intermediate.dense", "ffn.2": "output.dense", "ffn_norm": "output.LayerNorm",
+    "head.transform.0": "lm_head.dense", "head.transform.2": "lm_head.layer_norm", "head.bias": "lm_head.bias",
 }
-
-
-def their_names(ours: str) -> list[str]:
-    """What RoBERTa calls our weight `ours`: one name, or two for keys and values."""
-    module, parameter = ours.rsplit(".", 1)
-    if not module.startswith("encoder.stack.blocks."):
-        return [f"{OUTSIDE[module]}.{parameter}"]
-    layer, module = module.removeprefix("encoder.stack.blocks.").split(".", 1)
-    return [f"roberta.encoder.layer.{layer}.{name}.{parameter}" for name in LAYER[module].split()]
 
 
 def to_ours(weights, names: Iterable[str], order):
     """The weights of a RoBERTa under our `names`, with the rows of its vocabulary in the order (V,) int64."""
     found = {}
     for name in names:
-        found[name] = torch.cat([weights[part] for part in their_names(name)])
+        theirs = name
+        for part, their_part in PARTS.items():
+            theirs = theirs.replace(part, their_part)
+        # RoBERTa has one matrix for keys and another one for values.
+        matrices = [theirs.replace("key_value", "key"), theirs.replace("key_value", "value")]
+        found[name] = torch.cat([weights[matrix] for matrix in dict.fromkeys(matrices)])
     positions = found["encoder.position_embedding.weight"][OFFSET:]
-    found["encoder.position_embedding.weight"] = positions + weights[SEGMENT]  # all tokens are in its one segment
+    segment = weights["roberta.embeddings.token_type_embeddings.weight"]  # all tokens are in its one segment
+    found["encoder.position_embedding.weight"] = positions + segment
     for name in ("encoder.token_embedding.weight", "head.bias"):
         found[name] = found[name][order]
     return found
@@ -172,7 +148,7 @@ def read_config(name: str, theirs) -> Config:
     """The configuration of a RoBERTa as one of ours. UserError names what ours cannot express."""
     if theirs.model_type != "roberta":
         raise UserError(f"{name}: has model_type={theirs.model_type!r}; import takes roberta")
-    wanted = {"hidden_act": "gelu", "layer_norm_eps": EPS, "intermediate_size": 4 * theirs.hidden_size,
+    wanted = {"hidden_act": "gelu", "layer_norm_eps": nn.LayerNorm(1).eps, "intermediate_size": 4 * theirs.hidden_size,
               "pad_token_id": PAD, "type_vocab_size": 1, "position_embedding_type": "absolute",
               "tie_word_embeddings": True}
     for field, value in wanted.items():
@@ -187,8 +163,6 @@ def read_config(name: str, theirs) -> Config:
 
 def read_tokenizer(name: str, theirs, size: int):
     """A byte-level BPE as one of ours, and its ids (size,) in our order. UserError if ours reads text otherwise."""
-    if not theirs.is_fast:
-        raise UserError(f"{name}: its tokenizer is not one of the library tokenizers, so no byte-level BPE")
     ours = Tokenizer.of_json(name, theirs.backend_tokenizer.to_str())
     # Both have the 256 bytes and the merges under the same names, in the letters of GPT-2.
     order = [theirs.cls_token_id, theirs.pad_token_id, theirs.sep_token_id, theirs.mask_token_id]
@@ -206,25 +180,21 @@ def import_model(name: str, out: Path):
     theirs, new_head = model_from_hub("AutoModelForMaskedLM", name)
     model = MAELM(config)
     model.load_state_dict(to_ours(theirs.state_dict(), model.state_dict(), order))
-    with unfinished(out):
-        tokenizer.save(out)
-        save_checkpoint(out, 0, model, [], 0.0, 0)
-        write_json(out / "config.json", asdict(config) | {"init": name})
+    tokenizer.save(out)
+    save_checkpoint(out, 0, model, [], 0.0, 0)
+    write_json(out / "config.json", asdict(config) | {"init": name})
     print(f"{out}: {name}" + (", with a new head for [MASK]" if new_head else ""))
 
 
 # ---- 3. Command line ----------------------------------------------------------------------------------------
 def main(argv=None):
-    """The two commands."""
     parser = Parser("support.convert", __doc__)
-    add = parser.add_argument
-    add("command", choices=["export", "import"])
-    add("source", help="export: a run folder, a checkpoint or an encoder.pt; import: hf:NAME or a folder")
-    add("out", type=Path, help="the folder to write")
+    parser.add_argument("command", choices=["export", "import"])
+    parser.add_argument("source", help="export: a run folder, checkpoint or encoder.pt; import: hf:NAME or a folder")
+    parser.add_argument("out", type=Path, help="the folder to write")
     options = parser.parse_args(argv)
     with clear_errors("support.convert"):
-        if not (options.out / UNFINISHED).is_file():
-            refuse_other_files(options.out)
+        refuse_other_files(options.out)
         if options.command == "export":
             export(Path(options.source), options.out)
         else:

@@ -1,8 +1,8 @@
-"""From --data to a prepared corpus: documents, which of them are validation, and their tokens.
+"""From --data to a prepared corpus: documents, their split into training and validation, and their tokens.
 
 A prepared corpus is a folder in --cache, named by a hash of the text and of how it was prepared. `train.bin` and
-`val.bin` hold tokens, uint16 or uint32, with `[SEP]` after each document. `meta.json`, written last, tells whether all
-is there. The text is read twice, the first time for the tokenizer.
+`val.bin` hold tokens, uint16 or uint32, with `[SEP]` after each document; `meta.json` is written last. The text is read
+twice, the first time for the tokenizer.
 """
 import os
 import time
@@ -76,8 +76,7 @@ def in_threads(function: Callable[[str], tuple], texts: Iterator[str]) -> Iterat
 def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer | None, folder: Path):
     """Write the corpus of sources, whose hash is `text`, to a folder. Raises UserError if they hold no text."""
     data, val_share, start = settings["data"], settings["val_share"], time.perf_counter()
-    size = sum(file.stat().st_size for source in read for file in source.files)
-    print(f"preparing {data}" + (f", {size / 1e6:,.1f} MB" if size else "") + f", in {folder}")
+    print(f"preparing {data}, in {folder}")
     bar = partial(tqdm, unit=" documents", unit_scale=True, leave=False, disable=None)
     if tokenizer is None:
         with suppress(UserError):  # the one that an interrupted preparation learned

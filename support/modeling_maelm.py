@@ -33,8 +33,8 @@ class MAELMModel(PreTrainedModel):
 
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
-        # AutoModel.from_pretrained allows to change the dropout, resize_token_embeddings the vocabulary.
-        self.shape = Config(**config.maelm | {"dropout": config.hidden_dropout_prob, "vocab_size": config.vocab_size})
+        # A caller of AutoModel.from_pretrained may change the dropout.
+        self.shape = Config(**config.maelm | {"dropout": config.hidden_dropout_prob})
         self.encoder = Encoder(self.shape)
         self.post_init()
 
@@ -47,13 +47,6 @@ class MAELMModel(PreTrainedModel):
     def get_input_embeddings(self) -> nn.Embedding:
         """The embeddings e_x."""
         return self.encoder.token_embedding
-
-    def set_input_embeddings(self, embeddings: nn.Embedding):
-        """Replace them, as resize_token_embeddings does. The bias of a new token is 0."""
-        self.encoder.token_embedding = embeddings
-        if hasattr(self, "head"):
-            new = embeddings.num_embeddings - self.head.bias.shape[0]
-            self.head.bias = nn.Parameter(nn.functional.pad(self.head.bias.detach(), (0, new)))
 
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, position_ids=None,

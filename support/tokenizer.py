@@ -35,8 +35,8 @@ class Tokenizer:
         if None in tokens or tokens[:NUM_SPECIAL] != SPECIALS or not byte.keys() <= set(tokens):
             raise ValueError("its ids are not those of special tokens, bytes and merges")  # tiktoken would panic
         ranks = {}  # the bytes of each token -> its id, which is also the order of the merges
-        for i, token in enumerate(tokens[NUM_SPECIAL:], start=NUM_SPECIAL):
-            ranks[bytes(byte[letter] for letter in token)] = i
+        for i in range(NUM_SPECIAL, len(tokens)):
+            ranks[bytes(byte[letter] for letter in tokens[i])] = i
         splitter = json.loads(model.to_str())["pre_tokenizer"]["pretokenizers"][0]
         self.tiktoken = tiktoken.Encoding("maelm", pat_str=splitter["pattern"]["Regex"], mergeable_ranks=ranks,
                                           special_tokens={name: i for i, name in enumerate(SPECIALS)})
@@ -72,8 +72,7 @@ class Tokenizer:
         """A byte-level BPE from the JSON of `tokenizers`. UserError if it reads text in a way that ours cannot."""
         found = json.loads(text)
         vocabulary, splitter = found["model"].get("vocab", {}), found["pre_tokenizer"]
-        is_bpe = found["model"].get("type") == "BPE" and vocabulary.keys() >= set(byte_letters())
-        if not is_bpe or "ByteLevel" not in str(splitter):
+        if "merges" not in found["model"] or not set(byte_letters()) <= set(vocabulary) or not splitter:
             raise UserError(f"{name}: not a byte-level BPE as GPT-2's is; WordPiece and SentencePiece do not fit")
         first = splitter.get("pretokenizers", [{}])[0]  # a splitting of its own comes before ByteLevel
         pieces = first.get("pattern", {}).get("Regex", GPT2_PIECES)
@@ -89,7 +88,7 @@ class Tokenizer:
 
     @classmethod
     def read(cls, name: str) -> "Tokenizer":
-        """The byte-level BPE of a tokenizer.json, alone or in a folder, or of hf:NAME. UserError if there is none."""
+        """The BPE of a tokenizer.json, alone or in a folder, or of hf:NAME. Raises UserError if there is none."""
         try:
             if name.startswith("hf:"):
                 found = tokenizers.Tokenizer.from_pretrained(name.removeprefix("hf:"))
