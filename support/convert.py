@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import tokenizers
 import torch
@@ -24,26 +23,22 @@ from support.models import check, load_encoder, load_model, read_tensors, save_c
 from support.tokenizer import Tokenizer
 
 # ---- 1. Export ----------------------------------------------------------------------------------------------
-class Exported(NamedTuple):
-    """The parts of an export."""
-    config: Config
-    weights: dict[str, torch.Tensor]  # by their names in modeling_maelm.py
-    tokenizer: Tokenizer
-    head: str  # the end of the name of their class there; "" is the encoder alone
-    labels: list[str]  # of a classifier; one for numbers
+Export = tuple[Config, dict[str, torch.Tensor], Tokenizer, str, list[str]]
+# The weights have their names in modeling_maelm.py. Then come the end of the name of their class there ("" is the
+# encoder alone) and the labels of a classifier, or one for numbers.
 
 
-def read_run(source: Path) -> Exported:
+def read_run(source: Path) -> Export:
     """A run folder or checkpoint of train.py. Decoders with cross-attention, and those of encoders that read random
     tokens, cannot predict [MASK] in a text, and stay behind."""
     model, tokenizer = load_model(source)
     if model.config.decoder == "bi" and model.config.encoder_fill == "mask":
-        return Exported(model.config, model.state_dict(), tokenizer, "ForMaskedLM", [])
+        return model.config, model.state_dict(), tokenizer, "ForMaskedLM", []
     weights = {f"encoder.{name}": weight for name, weight in model.encoder.state_dict().items()}
-    return Exported(model.config, weights, tokenizer, "", [])
+    return model.config, weights, tokenizer, "", []
 
 
-def read_tuned(file: Path) -> Exported:
+def read_tuned(file: Path) -> Export:
     """The encoder.pt of finetune.py. Raises UserError if its head is not one of finetune.py's."""
     _, tokenizer, config, _ = load_encoder(file)
     state = read_tensors(file, "model", "task", "labels", "scale")
@@ -61,26 +56,25 @@ def read_tuned(file: Path) -> Exported:
         weights[re.sub("^head", module, name)] = weight
     if differs:
         raise UserError(f"{file}: its head is not one of finetune.py's, which differ in {', '.join(sorted(differs))}")
-    return Exported(config, weights, tokenizer, head, labels)
+    return config, weights, tokenizer, head, labels
 
 
-def hub_config(exported: Exported) -> dict:
-    """config.json: our fields under "maelm", and for other programs those that they look for."""
-    config, code = exported.config, "modeling_maelm.MAELM"  # our file, and how the names of its classes begin
+def hub_config(config: Config, head: str, labels: list[str]) -> dict:
+    """config.json: our fields under "maelm", and the fields that other programs look for."""
+    code = "modeling_maelm.MAELM"  # our file, and how the names of its classes begin
     found = {
         "model_type": "maelm", "vocab_size": config.vocab_size, "hidden_size": config.encoder_dim,
         "num_hidden_layers": config.encoder_layers, "num_attention_heads": config.encoder_heads,
         "intermediate_size": 4 * config.encoder_dim, "hidden_dropout_prob": config.dropout, "pad_token_id": PAD,
         "max_position_embeddings": config.seq_len, "maelm": asdict(config),
-        "architectures": ["MAELM" + (exported.head or "Model")], "auto_map": {"AutoConfig": code + "Config"},
+        "architectures": ["MAELM" + (head or "Model")], "auto_map": {"AutoConfig": code + "Config"},
     }
-    for name in ("", "ForSequenceClassification", "ForQuestionAnswering", exported.head):
+    for name in ("", "ForSequenceClassification", "ForQuestionAnswering", head):
         found["auto_map"]["AutoModel" + name] = code + (name or "Model")
-    if exported.labels:
-        is_number = len(exported.labels) == 1
-        found["problem_type"] = "regression" if is_number else "single_label_classification"
-        found["id2label"] = dict(enumerate(exported.labels))
-        found["label2id"] = {label: i for i, label in enumerate(exported.labels)}
+    if labels:
+        found["problem_type"] = "regression" if len(labels) == 1 else "single_label_classification"
+        found["id2label"] = dict(enumerate(labels))
+        found["label2id"] = {label: i for i, label in enumerate(labels)}
     return found
 
 
@@ -102,15 +96,16 @@ def export(source: Path, out: Path):
     transformers_library()
     import safetensors.torch  # comes with transformers
     file = source if source.is_file() else source / "encoder.pt"
-    exported = read_tuned(file) if file.name == "encoder.pt" and file.is_file() else read_run(source)
+    is_tuned = file.name == "encoder.pt" and file.is_file()
+    config, weights, tokenizer, head, labels = read_tuned(file) if is_tuned else read_run(source)
     with atomic(out / "model.safetensors") as temporary:
         # Not save_file: it makes a file that only its owner can read.
-        temporary.write_bytes(safetensors.torch.save(exported.weights, {"format": "pt"}))
-    save_tokenizer(exported.tokenizer, exported.config.seq_len, out)
+        temporary.write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
+    save_tokenizer(tokenizer, config.seq_len, out)
     for code in ("support/modeling_maelm.py", "maelm.py"):
         shutil.copy(Path(__file__).parents[1] / code, out)
-    write_json(out / "config.json", hub_config(exported))  # last: without it, no part of an export is loaded
-    print(f"{out}: for AutoModel{exported.head} with trust_remote_code=True; another class would have a random head")
+    write_json(out / "config.json", hub_config(config, head, labels))  # last: without it, nothing is loaded
+    print(f"{out}: for AutoModel{head} with trust_remote_code=True; another class would have a random head")
 
 
 # ---- 2. Import ----------------------------------------------------------------------------------------------

@@ -154,15 +154,11 @@ def text_hash(read: list[Source]) -> str:
 
 
 def files_in(name: str) -> tuple[Path, ...]:
-    """The text files that a path names, or else a pattern such as texts/*.txt, and those in its folders that are not
-    hidden. Raises UserError if there are none."""
-    given = Path(name).expanduser()
-    paths = [given] if given.exists() else sorted(map(Path, glob.glob(str(given))))
-    found = []
-    for path in paths:
-        inside = glob.glob("**", root_dir=path, recursive=True)  # skips what is hidden
-        files = [path / part for part in sorted(inside)] or [path]
-        found += [file for file in files if file.is_file() and split_name(file)[1] in FORMATS]
+    """The text file that a path names, or all in a folder that are not hidden. Raises UserError if there are none."""
+    path = Path(name).expanduser()
+    inside = glob.glob("**", root_dir=path, recursive=True)  # leaves out hidden files
+    files = [path / part for part in sorted(inside)] or [path]
+    found = [file for file in files if file.is_file() and split_name(file)[1] in FORMATS]
     if not found or not name:
         raise UserError(f"--data {name}: no such file or folder, or none with {', '.join(FORMATS)}, also compressed as "
                         ".gz, .bz2, .xz or .zst; other sources are docs and hf:NAME")
