@@ -23,9 +23,9 @@ from support.models import check, load_encoder, load_model, read_tensors, save_c
 from support.tokenizer import Tokenizer
 
 # ---- 1. Export ----------------------------------------------------------------------------------------------
+# Configuration; weights, by their names in modeling_maelm.py; tokenizer; the end of the name of their class there, ""
+# for the encoder alone; and the labels of a classifier, or one for numbers.
 Export = tuple[Config, dict[str, torch.Tensor], Tokenizer, str, list[str]]
-# The weights have their names in modeling_maelm.py. Then come the end of the name of their class there ("" is the
-# encoder alone) and the labels of a classifier, or one for numbers.
 
 
 def read_run(source: Path) -> Export:
@@ -140,7 +140,7 @@ def to_ours(weights, names: Iterable[str], order):
 
 
 def read_config(name: str, theirs) -> Config:
-    """The configuration of a RoBERTa as one of ours. UserError names what ours cannot express."""
+    """The configuration of a RoBERTa as one of ours. Raises UserError if a field has a value that ours cannot have."""
     if theirs.model_type != "roberta":
         raise UserError(f"{name}: has model_type={theirs.model_type!r}; import takes roberta")
     wanted = {"hidden_act": "gelu", "layer_norm_eps": nn.LayerNorm(1).eps, "intermediate_size": 4 * theirs.hidden_size,
@@ -157,7 +157,7 @@ def read_config(name: str, theirs) -> Config:
 
 
 def read_tokenizer(name: str, theirs, size: int):
-    """A byte-level BPE as one of ours, and its ids (size,) in our order. UserError if ours reads text otherwise."""
+    """A byte-level BPE as one of ours, and its ids (size,) int64 in our order. Raises UserError if it does not fit."""
     ours = Tokenizer.of_json(name, theirs.backend_tokenizer.to_str())
     # Both have the 256 bytes and the merges under the same names, in the letters of GPT-2.
     order = [theirs.cls_token_id, theirs.pad_token_id, theirs.sep_token_id, theirs.mask_token_id]
@@ -169,7 +169,7 @@ def read_tokenizer(name: str, theirs, size: int):
 
 
 def import_model(name: str, out: Path):
-    """Write a RoBERTa of transformers as a run folder at step 0. UserError if maelm cannot compute it."""
+    """Write a RoBERTa as a run folder at step 0. Raises UserError if maelm cannot compute it."""
     config = read_config(name, from_hub("AutoConfig", name))
     tokenizer, order = read_tokenizer(name, from_hub("AutoTokenizer", name), config.vocab_size)
     theirs, new_head = model_from_hub("AutoModelForMaskedLM", name)

@@ -185,7 +185,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
 # ---- 3. From a prepared corpus to the rows of a step -------------------------------------------------------
 class Rows:
     """All rows of a split ("train", "val"): `[CLS]` and the next seq_len - 1 tokens of a prepared corpus, which stay
-    on the disk until they are read. UserError if the corpus is damaged, or too small for a row."""
+    on the disk until they are read. Raises UserError if the corpus is damaged, or too small for a row."""
     def __init__(self, folder: Path, split: str, seq_len: int):
         meta = read_meta(folder)
         tokens = meta["tokens"][split]

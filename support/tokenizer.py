@@ -69,7 +69,7 @@ class Tokenizer:
 
     @classmethod
     def of_json(cls, name: str, text: str) -> "Tokenizer":
-        """A byte-level BPE from the JSON of `tokenizers`. UserError if it reads text in a way that ours cannot."""
+        """A byte-level BPE from the JSON of `tokenizers`. Raises UserError if ours would read text otherwise."""
         found = json.loads(text)
         vocabulary, splitter = found["model"].get("vocab", {}), found["pre_tokenizer"]
         if "merges" not in found["model"] or not set(byte_letters()) <= set(vocabulary) or not splitter:
@@ -78,7 +78,7 @@ class Tokenizer:
         pieces = first.get("pattern", {}).get("Regex", GPT2_PIECES)
         uncased = found["normalizer"] == {"type": "Lowercase"}
         ours = cls.of_merges(found["model"]["merges"], uncased, pieces, sorted(byte_letters(), key=vocabulary.get))
-        # What else a tokenizer may do, such as to put a space before the text, shows in what it reads.
+        # A tokenizer may do other things, such as put a space in front of a text: they show in its tokens.
         theirs = tokenizers.Tokenizer.from_str(text)
         for example in TEXTS:
             tokens = [ours.model.id_to_token(i) for i in ours.encode(example)]
@@ -101,7 +101,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read `folder`/tokenizer.json. UserError if there is none."""
+        """Read `folder`/tokenizer.json. Raises UserError if it is damaged or missing."""
         path = folder / "tokenizer.json"
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
@@ -117,7 +117,7 @@ class Tokenizer:
 
     def encode(self, text: str):
         """Token ids (length,) uint32. `[MASK]` and its like are plain text."""
-        if self.uncased:  # as `tokenizers`, letter by letter: Python writes a sigma at the end of a word in another way
+        if self.uncased:  # as `tokenizers` does; Python has another sigma at the end of a word
             text = text.replace("\N{GREEK CAPITAL LETTER SIGMA}", "\N{GREEK SMALL LETTER SIGMA}").lower()
         return self.tiktoken.encode_to_numpy(text, disallowed_special=())
 
