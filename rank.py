@@ -46,7 +46,7 @@ def tau_rank(values, tau: float) -> int:
 
 
 def effective_rank(h, tau: float = 0.9) -> int:
-    """rank_tau(H) of H (N, d) of any real dtype, in float64; section 2.2. Raises ValueError if H is empty or not finite."""
+    """rank_tau(H) of H (N, d) in float64; section 2.2. Raises ValueError if H is empty or not finite."""
     x = torch.as_tensor(h).double()
     if x.ndim != 2 or x.numel() == 0 or not x.isfinite().all():
         raise ValueError(f"effective_rank: needs finite numbers of shape (N, d), not {tuple(x.shape)}")
@@ -67,7 +67,7 @@ class Moments:
         self.gram += h.T @ h
 
     def spectrum(self, centered: bool):
-        """sigma_i^2 of H, or of H minus its mean row: (d,) float64, descending. Raises UserError for NaN or infinity."""
+        """sigma_i^2 of H, or of H minus its mean row: (d,) float64, descending. Raises UserError for NaN."""
         gram = self.gram
         if centered:
             gram = gram - torch.outer(self.total, self.total) / self.count

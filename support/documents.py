@@ -114,7 +114,7 @@ def docstrings(path: Path) -> list[str]:
         elif isinstance(node, ast.Dict) and path.parent.name == "pydoc_data":
             found += strings_in(node.values)
     texts = [text.strip() for text in found if len(text.split()) > 3]
-    return [text.encode(errors="replace").decode() for text in texts]  # Python strings can hold half a surrogate pair
+    return [text.encode(errors="replace").decode() for text in texts]  # a Python string can hold half a surrogate pair
 
 
 def strings_in(nodes: Iterable[ast.AST]) -> list[str]:

@@ -90,11 +90,9 @@ def subject_of_hub(name: str, config, device: torch.device) -> Subject:
     return Subject(name, encode, rows, text, tokenizer.mask_token_id, specials, reads_mask=True)
 
 
-Frame = tuple[list[int], list[int], list[int]]  # special tokens: before a sequence, between documents, after a sequence
-
-
-def frame_of(tokenizer) -> Frame:
-    """The special tokens around a text, such as `<s>` and `</s>`, which a tokenizer puts around the letter "a"."""
+def frame_of(tokenizer) -> tuple[list[int], list[int], list[int]]:
+    """The special tokens before a sequence, between documents and after a sequence, such as `<s>`, `</s>` and `</s>`.
+    A tokenizer shows them when it encodes the letter "a"."""
     letter = tokenizer("a", add_special_tokens=False)["input_ids"]
     framed = tokenizer("a")["input_ids"]
     start = next((i for i in range(len(framed)) if framed[i:i + len(letter)] == letter), 0)
@@ -104,9 +102,9 @@ def frame_of(tokenizer) -> Frame:
 
 
 # ---- 3. Text of --data --------------------------------------------------------------------------------------
-def text_rows(source: str, encode: Callable[[str], np.ndarray | list[int]], frame: Frame, n: int, config):
-    """Validation documents of a source as sequences (rows, n) int64, each in the frame. Raises UserError if there is
-    less text than one sequence."""
+def text_rows(source: str, encode: Callable, frame: tuple, n: int, config) -> np.ndarray:
+    """Validation documents of a source as sequences (rows, n) int64, each in a frame of special tokens. Raises UserError
+    if there is less text than one sequence."""
     before, between, after = frame
     room = n - len(before) - len(after)
     texts = (text for text in documents(sources(source, config.column)) if in_validation(text, config.val_share))
