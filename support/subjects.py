@@ -103,8 +103,8 @@ def frame_of(tokenizer) -> tuple[list[int], list[int], list[int]]:
 
 # ---- 3. Text of --data --------------------------------------------------------------------------------------
 def text_rows(source: str, encode: Callable, frame: tuple, n: int, config) -> np.ndarray:
-    """Validation documents of a source as sequences (rows, n) int64, each in a frame of special tokens. Raises UserError
-    if there is less text than one sequence."""
+    """Validation documents of a source as sequences (rows, n) int64, framed by special tokens. Raises UserError if
+    there is less text than one sequence."""
     before, between, after = frame
     room = n - len(before) - len(after)
     texts = (text for text in documents(sources(source, config.column)) if in_validation(text, config.val_share))
