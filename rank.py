@@ -46,7 +46,7 @@ def tau_rank(values, tau: float) -> int:
 
 
 def effective_rank(h, tau: float = 0.9) -> int:
-    """rank_tau(H) of H (N, d) of any real dtype, in float64; section 2.2. Raises ValueError for what has none."""
+    """rank_tau(H) of H (N, d) in float64; section 2.2. Raises ValueError if H is empty or not finite."""
     x = torch.as_tensor(h).double()
     if x.ndim != 2 or x.numel() == 0 or not x.isfinite().all():
         raise ValueError(f"effective_rank: needs finite numbers of shape (N, d), not {tuple(x.shape)}")
@@ -67,7 +67,7 @@ class Moments:
         self.gram += h.T @ h
 
     def spectrum(self, centered: bool):
-        """sigma_i^2 of H, or of H minus its mean row: (d,) float64, descending. UserError for NaN or infinity."""
+        """sigma_i^2 of H, or of H minus its mean row: (d,) float64, descending. Raises UserError for NaN."""
         gram = self.gram
         if centered:
             gram = gram - torch.outer(self.total, self.total) / self.count
@@ -108,7 +108,7 @@ def masks_for(subject: Subject, tokens, seed: int):
     try:
         positions = draw_masks(maskable, round(MASK_RATE * tokens.shape[1]), generator)  # (B, m)
     except ValueError as error:
-        raise UserError(f"{subject.name}: rows of too few words ({error}); use another --data") from error
+        raise UserError(f"{subject.name}: sequences with too few words ({error}); use another --data") from error
     return torch.zeros_like(maskable).scatter(1, positions, True)
 
 
@@ -146,24 +146,20 @@ def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float)
 
 
 # ---- 3. Table and figure ------------------------------------------------------------------------------------
-def size_of(model: dict) -> str:
-    """The number of tokens that were measured, and of dimensions."""
-    return f"{model['n']['without_mask']:,} tokens ({model['n']['mask_only']:,} [MASK]), d = {model['d']}"
-
-
-def format_table(name: str, model: dict, tau: float) -> str:
-    """The ranks of a model by layer, centering and curve, as text."""
-    lines = [f"{name}: rank_{tau} of {size_of(model)}, text {model['text']}",
-             "            uncentered (formula) |        centered (variance)",
-             "layer     with  without   [MASK] |     with  without   [MASK]"]
+def print_table(name: str, model: dict, tau: float):
+    """Print the ranks of a model by layer, centering and curve."""
+    n = model["n"]
+    print(f"{name}: rank_{tau} of {n['without_mask']:,} tokens ({n['mask_only']:,} [MASK]), d = {model['d']}, text "
+          f"{model['text']}\n"
+          "            uncentered (formula) |        centered (variance)\n"
+          "layer     with  without   [MASK] |     with  without   [MASK]")
     for layer in range(len(model["uncentered"]["with_mask"])):
         halves = []
         for centering in CENTERINGS:
             halves.append("".join(f"{model[centering][curve][layer]:>9}" for curve in CURVES))
-        lines.append(f"{layer:>5}{' |'.join(halves)}")
+        print(f"{layer:>5}{' |'.join(halves)}")
     if not model["trained_on_mask"]:
-        lines.append("its encoder never read [MASK] in training: that is a token unknown to it")
-    return "\n".join(lines)
+        print("its encoder never read [MASK] in training: for it, [MASK] is an unknown token")
 
 
 LINES = {"with_mask": (0, "o-", "input with [MASK]"), "without_mask": (0, "s--", "input without [MASK]"),
@@ -180,14 +176,12 @@ def draw(models: dict[str, dict], config: RankConfig):
             axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {config.tau}", title=title, ylim=0)
             axis.xaxis.get_major_locator().set_params(integer=True)
             axis.legend(fontsize="small")
-        sizes = "\n".join(f"{name}: {size_of(model)}" for name, model in models.items())
-        caption = f"Dimensions that hold {config.tau} of the squared singular values."
-        drawn.supxlabel(f"{caption}\n{sizes}", fontsize="small")
+        drawn.supxlabel(f"Dimensions that hold {config.tau} of the squared singular values.", fontsize="small")
 
 
 # ---- 4. Command line ----------------------------------------------------------------------------------------
 def read_options(argv) -> tuple[list[str], RankConfig]:
-    """The names of the models on the command line, and what to do with them."""
+    """The names of the models on the command line, and its flags."""
     parser = Parser("rank.py", __doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a run folder, a checkpoint, or hf:NAME_OR_FOLDER")
     add_flags(parser, RankConfig, {})
@@ -212,11 +206,11 @@ def main(argv=None):
             with explain_out_of_memory("--batch-size"):
                 subject = open_subject(name, config, device)
                 models[name] = model_ranks(subject, measure(subject, config), config.tau)
-            print(format_table(name, models[name], config.tau))
+            print_table(name, models[name], config.tau)
         write_json(config.out / "rank.json", {"tau": config.tau, "models": models})
         draw(models, config)
-        print("with: all tokens of the text with 15 % [MASK]; without: of the same text unmasked; [MASK]: at masks\n"
-              f"{config.out}: rank.json, rank.png")
+        print("with: all tokens of the text with 15 % [MASK]; without: all tokens of the unmasked text; [MASK]: at the "
+              f"masks\n{config.out}: rank.json, rank.png")
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ def norm(x) -> float:
 
 
 def residual(h) -> float:
-    """||H - 1 h^T|| / ||H|| (Frobenius) with h the mean row: 1 without a common row, 0 for equal rows."""
+    """||H - 1 h^T|| / ||H|| (Frobenius) with h the mean row: 0 for equal rows. For lecture.ipynb."""
     return float((h - h.mean(0)).norm() / h.norm())
 
 
 def share_outside(gram, text_gram, dims: int) -> float:
-    """The share of the sum of squares of vectors, with gram H^T H (d, d), outside of the first `dims` singular
-    directions of a text, with text_gram; both float64."""
+    """The share of the squares of vectors H, with gram H^T H (d, d), that lies outside of the first `dims` singular
+    directions of a text, with text_gram (d, d); both float64. For lecture.ipynb."""
     _, directions = torch.linalg.eigh(text_gram)  # ascending
     inside = directions[:, -dims:]  # (d, dims)
     return 1 - float((inside.T @ gram @ inside).trace() / gram.trace())
@@ -84,25 +84,20 @@ def lemma_2_1(encoder: Encoder, states, masked):
 
 
 def theorem_2_2(encoder: Encoder, states, masked):
-    """Print by layer the residual of the real tokens of masked text, and for one row both sides of the bound."""
-    print("  layer  1h^T residual  pure attention  ||R'||_1,inf        bound     spread  Eq.(3) error")
+    """Print both sides of the bound for the first sequence of each layer's input."""
+    print("  layer  ||R'||_1,inf        bound     spread  Eq.(3) error")
     at = masked[0]
-    pure = states[0][0][~at]  # the embeddings of one row's real tokens, through the attention weights only
-    for layer, state in enumerate(states):
-        line = f"  {layer:>5}  {residual(state[~masked]):13.3f}  {residual(pure):14.2e}"
-        if layer < len(encoder.stack.blocks):
-            qk, vo = single_head(encoder.stack.blocks[layer].self_attention)
-            sides = both_sides(state[0][~at], state[0][at], qk, vo)
-            line += f"  {sides['left']:12.3e} {sides['right']:12.3e} {sides['spread']:10.2f}  {sides['eq3']:12.3f}"
-            pure = (pure @ qk @ pure.T).softmax(1) @ pure @ vo  # one single-head attention layer, H -> A H W^VO
-        print(line)
+    for layer, block in enumerate(encoder.stack.blocks):
+        qk, vo = single_head(block.self_attention)
+        state = states[layer][0]  # (n, d)
+        left, right, spread, error = both_sides(state[~at], state[at], qk, vo).values()
+        print(f"  {layer:>5}  {left:12.3e} {right:12.3e} {spread:10.2f}  {error:12.3f}")
 
 
 ASSUMPTIONS = """\
-  Residuals are shares of ||H_R||: the distance of real tokens of the masked text to equal rows, the best 1 h^T;
-  pure attention: one row through the model's attention weights only, as App. A assumes (no skip connection, FFN,
-  LayerNorm, bias or relative position, one head), also in ||R'|| and bound. A bound far above ||R'|| says nothing; a
-  spread above 1.256 breaks the proof's exp(x) <= 1 + 2x; an error in Eq. (3): H_M is not in the row space of H_R."""
+  Attention is pure, as App. A assumes: the model's weights for one head, without skip connection, FFN, LayerNorm, bias
+  and relative position. A bound far above ||R'|| says nothing; a spread above 1.256 breaks the proof's
+  exp(x) <= 1 + 2x; with an error in Eq. (3), H_M is not in the row space of H_R."""
 
 
 @torch.no_grad()

@@ -5,12 +5,11 @@
 
 `import` reads a RoBERTa with a byte-level BPE.
 """
+import re
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import tokenizers
 import torch
@@ -18,83 +17,64 @@ from torch import nn
 
 from maelm import CLS, MAELM, PAD, SEP, Config
 from support.cli import Parser, UserError, clear_errors
-from support.cross_attention import CrossMAELM
 from support.files import atomic, refuse_other_files, write_json
 from support.hub import from_hub, model_from_hub, transformers_library
 from support.models import check, load_encoder, load_model, read_tensors, save_checkpoint
 from support.tokenizer import Tokenizer
 
-UNFINISHED = ".unfinished"  # a file that is in a folder while others are written there
-
-
-@contextmanager
-def unfinished(folder: Path) -> Iterator[None]:
-    """Make a folder, and mark it while its files are written: if that is cut short, they may be written again."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / UNFINISHED).touch()
-    yield
-    (folder / UNFINISHED).unlink()
-
-
 # ---- 1. Export ----------------------------------------------------------------------------------------------
-class Exported(NamedTuple):
-    """What goes into an export."""
-    config: Config
-    weights: dict[str, torch.Tensor]  # by their names in modeling_maelm.py
-    tokenizer: Tokenizer
-    head: str  # the end of the name of their class there; "" is the encoder alone
-    labels: list[str]  # of a classifier; one for numbers
+# Configuration; weights, by their names in modeling_maelm.py; tokenizer; the end of the name of their class there, ""
+# for the encoder alone; and the labels of a classifier, or one for numbers.
+Export = tuple[Config, dict[str, torch.Tensor], Tokenizer, str, list[str]]
 
 
-def read_run(source: Path) -> Exported:
+def read_run(source: Path) -> Export:
     """A run folder or checkpoint of train.py. Decoders with cross-attention, and those of encoders that read random
-    tokens, cannot predict [MASK] in a text, and stay behind. Raises UserError for a model of any other kind."""
+    tokens, cannot predict [MASK] in a text, and stay behind."""
     model, tokenizer = load_model(source)
-    if type(model) not in (MAELM, CrossMAELM):
-        raise UserError(f"{source}: support/modeling_maelm.py cannot compute a model of class {type(model).__name__}")
-    if type(model) is MAELM and model.config.encoder_fill == "mask":
-        return Exported(model.config, model.state_dict(), tokenizer, "ForMaskedLM", [])
+    if model.config.decoder == "bi" and model.config.encoder_fill == "mask":
+        return model.config, model.state_dict(), tokenizer, "ForMaskedLM", []
     weights = {f"encoder.{name}": weight for name, weight in model.encoder.state_dict().items()}
-    return Exported(model.config, weights, tokenizer, "", [])
+    return model.config, weights, tokenizer, "", []
 
 
-def read_tuned(file: Path) -> Exported:
+def read_tuned(file: Path) -> Export:
     """The encoder.pt of finetune.py. Raises UserError if its head is not one of finetune.py's."""
-    encoder, tokenizer, config, _ = load_encoder(file)
-    weights = {f"encoder.{name}": weight for name, weight in encoder.state_dict().items()}
+    _, tokenizer, config, _ = load_encoder(file)
     state = read_tensors(file, "model", "task", "labels", "scale")
     head, module, layers = "ForSequenceClassification", "classifier", ["head.1", "head.4"]
     labels = state["labels"] or ["number"]
     if state["task"] == "squad2":
         head, module, layers, labels = "ForQuestionAnswering", "qa_outputs", ["head"], []
-    names = {f"{layer}.{parameter}" for layer in layers for parameter in ("weight", "bias")}
-    differs = names ^ {name for name in state["model"] if not name.startswith("encoder.")}
+    differs = {f"{layer}.{parameter}" for layer in layers for parameter in ("weight", "bias")}
+    weights = {}
+    for name, weight in state["model"].items():
+        if not name.startswith("encoder."):
+            differs ^= {name}
+        if name.startswith("head.4"):  # the last layer gives a number in its own unit
+            weight = state["scale"] * weight
+        weights[re.sub("^head", module, name)] = weight
     if differs:
         raise UserError(f"{file}: its head is not one of finetune.py's, which differ in {', '.join(sorted(differs))}")
-    for name in names:
-        # The last layer gives a number in its own unit.
-        scale = state["scale"] if name.startswith("head.4") else 1.0
-        weights[name.replace("head", module)] = scale * state["model"][name]
-    return Exported(config, weights, tokenizer, head, labels)
+    return config, weights, tokenizer, head, labels
 
 
-def hub_config(exported: Exported) -> dict:
-    """config.json: our fields under "maelm", and for other programs those that they look for."""
-    config, code = exported.config, "modeling_maelm.MAELM"  # our file, and how the names of its classes begin
+def hub_config(config: Config, head: str, labels: list[str]) -> dict:
+    """config.json: our fields under "maelm", and the fields that other programs look for."""
+    code = "modeling_maelm.MAELM"  # our file, and how the names of its classes begin
     found = {
         "model_type": "maelm", "vocab_size": config.vocab_size, "hidden_size": config.encoder_dim,
         "num_hidden_layers": config.encoder_layers, "num_attention_heads": config.encoder_heads,
         "intermediate_size": 4 * config.encoder_dim, "hidden_dropout_prob": config.dropout, "pad_token_id": PAD,
         "max_position_embeddings": config.seq_len, "maelm": asdict(config),
-        "architectures": ["MAELM" + (exported.head or "Model")], "auto_map": {"AutoConfig": code + "Config"},
+        "architectures": ["MAELM" + (head or "Model")], "auto_map": {"AutoConfig": code + "Config"},
     }
-    for name in ("", "ForSequenceClassification", "ForQuestionAnswering", exported.head):
+    for name in ("", "ForSequenceClassification", "ForQuestionAnswering", head):
         found["auto_map"]["AutoModel" + name] = code + (name or "Model")
-    if exported.labels:
-        is_number = len(exported.labels) == 1
-        found["problem_type"] = "regression" if is_number else "single_label_classification"
-        found["id2label"] = dict(enumerate(exported.labels))
-        found["label2id"] = {label: i for i, label in enumerate(exported.labels)}
+    if labels:
+        found["problem_type"] = "regression" if len(labels) == 1 else "single_label_classification"
+        found["id2label"] = dict(enumerate(labels))
+        found["label2id"] = {label: i for i, label in enumerate(labels)}
     return found
 
 
@@ -111,68 +91,59 @@ def save_tokenizer(tokenizer: Tokenizer, seq_len: int, out: Path):
         "model_input_names": ["input_ids", "attention_mask"]})
 
 
-def export(source: Path, out: Path):
-    """Write a run folder, a checkpoint or what finetune.py keeps as a folder for transformers."""
+def export(source: Path, out: Path) -> str:
+    """Write a run, a checkpoint or a fine-tuned model as a folder for transformers, and return a note for the user."""
     transformers_library()
     import safetensors.torch  # comes with transformers
-    file = source / "encoder.pt" if source.is_dir() else source
+    file = source if source.is_file() else source / "encoder.pt"
     is_tuned = file.name == "encoder.pt" and file.is_file()
-    exported = read_tuned(file) if is_tuned else read_run(source)
-    with unfinished(out):
-        with atomic(out / "model.safetensors") as temporary:
-            # Not save_file: it makes a file that only its owner can read.
-            temporary.write_bytes(safetensors.torch.save(exported.weights, {"format": "pt"}))
-        save_tokenizer(exported.tokenizer, exported.config.seq_len, out)
-        for code in ("support/modeling_maelm.py", "maelm.py"):
-            shutil.copy(Path(__file__).parents[1] / code, out)
-        write_json(out / "config.json", hub_config(exported))
-    print(f"{out}: for AutoModel{exported.head} with trust_remote_code=True; another class would have a random head")
+    config, weights, tokenizer, head, labels = read_tuned(file) if is_tuned else read_run(source)
+    with atomic(out / "model.safetensors") as temporary:
+        # Not save_file: it makes a file that only its owner can read.
+        temporary.write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
+    save_tokenizer(tokenizer, config.seq_len, out)
+    for code in ("support/modeling_maelm.py", "maelm.py"):
+        shutil.copy(Path(__file__).parents[1] / code, out)
+    write_json(out / "config.json", hub_config(config, head, labels))
+    return f"for AutoModel{head} with trust_remote_code=True; another class would have a random head"
 
 
 # ---- 2. Import ----------------------------------------------------------------------------------------------
 OFFSET = 2  # RoBERTa counts positions from after its padding id, 1
-EPS = nn.LayerNorm(1).eps  # of all our LayerNorms
-SEGMENT = "roberta.embeddings.token_type_embeddings.weight"
-OUTSIDE = {  # our modules outside the layers, and RoBERTa's
+PARTS = {  # parts of our names of weights, and of RoBERTa's
     "encoder.token_embedding": "roberta.embeddings.word_embeddings",
     "encoder.position_embedding": "roberta.embeddings.position_embeddings",
-    "encoder.norm": "roberta.embeddings.LayerNorm",
-    "head": "lm_head", "head.transform.0": "lm_head.dense", "head.transform.2": "lm_head.layer_norm",
-}
-LAYER = {  # our modules in a layer, and RoBERTa's; the one for keys and values is two of RoBERTa's
-    "self_attention.query": "attention.self.query",
-    "self_attention.key_value": "attention.self.key attention.self.value",
+    "encoder.norm": "roberta.embeddings.LayerNorm", "encoder.stack.blocks": "roberta.encoder.layer",
+    "self_attention.query": "attention.self.query", "self_attention.key_value": "attention.self.key_value",
     "self_attention.output": "attention.output.dense", "attention_norm": "attention.output.LayerNorm",
     "ffn.0": "intermediate.dense", "ffn.2": "output.dense", "ffn_norm": "output.LayerNorm",
+    "head.transform.0": "lm_head.dense", "head.transform.2": "lm_head.layer_norm", "head.bias": "lm_head.bias",
 }
-
-
-def their_names(ours: str) -> list[str]:
-    """What RoBERTa calls our weight `ours`: one name, or two for keys and values."""
-    module, parameter = ours.rsplit(".", 1)
-    if not module.startswith("encoder.stack.blocks."):
-        return [f"{OUTSIDE[module]}.{parameter}"]
-    layer, module = module.removeprefix("encoder.stack.blocks.").split(".", 1)
-    return [f"roberta.encoder.layer.{layer}.{name}.{parameter}" for name in LAYER[module].split()]
 
 
 def to_ours(weights, names: Iterable[str], order):
     """The weights of a RoBERTa under our `names`, with the rows of its vocabulary in the order (V,) int64."""
     found = {}
     for name in names:
-        found[name] = torch.cat([weights[part] for part in their_names(name)])
+        theirs = name
+        for part, their_part in PARTS.items():
+            theirs = theirs.replace(part, their_part)
+        # RoBERTa has one matrix for keys and another one for values.
+        matrices = [theirs.replace("key_value", "key"), theirs.replace("key_value", "value")]
+        found[name] = torch.cat([weights[matrix] for matrix in dict.fromkeys(matrices)])
     positions = found["encoder.position_embedding.weight"][OFFSET:]
-    found["encoder.position_embedding.weight"] = positions + weights[SEGMENT]  # all tokens are in its one segment
+    segment = weights["roberta.embeddings.token_type_embeddings.weight"]  # all tokens are in its one segment
+    found["encoder.position_embedding.weight"] = positions + segment
     for name in ("encoder.token_embedding.weight", "head.bias"):
         found[name] = found[name][order]
     return found
 
 
 def read_config(name: str, theirs) -> Config:
-    """The configuration of a RoBERTa as one of ours. UserError names what ours cannot express."""
+    """The configuration of a RoBERTa as one of ours. Raises UserError if a field has a value that ours cannot have."""
     if theirs.model_type != "roberta":
         raise UserError(f"{name}: has model_type={theirs.model_type!r}; import takes roberta")
-    wanted = {"hidden_act": "gelu", "layer_norm_eps": EPS, "intermediate_size": 4 * theirs.hidden_size,
+    wanted = {"hidden_act": "gelu", "layer_norm_eps": nn.LayerNorm(1).eps, "intermediate_size": 4 * theirs.hidden_size,
               "pad_token_id": PAD, "type_vocab_size": 1, "position_embedding_type": "absolute",
               "tie_word_embeddings": True}
     for field, value in wanted.items():
@@ -186,9 +157,7 @@ def read_config(name: str, theirs) -> Config:
 
 
 def read_tokenizer(name: str, theirs, size: int):
-    """A byte-level BPE as one of ours, and its ids (size,) in our order. UserError if ours reads text otherwise."""
-    if not theirs.is_fast:
-        raise UserError(f"{name}: its tokenizer is not one of the library tokenizers, so no byte-level BPE")
+    """A byte-level BPE as one of ours, and its ids (size,) int64 in our order. Raises UserError if it does not fit."""
     ours = Tokenizer.of_json(name, theirs.backend_tokenizer.to_str())
     # Both have the 256 bytes and the merges under the same names, in the letters of GPT-2.
     order = [theirs.cls_token_id, theirs.pad_token_id, theirs.sep_token_id, theirs.mask_token_id]
@@ -199,36 +168,38 @@ def read_tokenizer(name: str, theirs, size: int):
     return ours, torch.tensor(order)
 
 
-def import_model(name: str, out: Path):
-    """Write a RoBERTa of transformers as a run folder at step 0. UserError if maelm cannot compute it."""
+def import_model(name: str, out: Path) -> str:
+    """Write a RoBERTa as a run folder at step 0, and return a note. Raises UserError if maelm cannot compute it."""
     config = read_config(name, from_hub("AutoConfig", name))
     tokenizer, order = read_tokenizer(name, from_hub("AutoTokenizer", name), config.vocab_size)
     theirs, new_head = model_from_hub("AutoModelForMaskedLM", name)
     model = MAELM(config)
     model.load_state_dict(to_ours(theirs.state_dict(), model.state_dict(), order))
-    with unfinished(out):
-        tokenizer.save(out)
-        save_checkpoint(out, 0, model, [], 0.0, 0)
-        write_json(out / "config.json", asdict(config) | {"init": name})
-    print(f"{out}: {name}" + (", with a new head for [MASK]" if new_head else ""))
+    tokenizer.save(out)
+    save_checkpoint(out, 0, model, [], 0.0, 0)
+    write_json(out / "config.json", asdict(config) | {"init": name})
+    return name + (", with a new head for [MASK]" if new_head else "")
 
 
 # ---- 3. Command line ----------------------------------------------------------------------------------------
 def main(argv=None):
-    """The two commands."""
     parser = Parser("support.convert", __doc__)
-    add = parser.add_argument
-    add("command", choices=["export", "import"])
-    add("source", help="export: a run folder, a checkpoint or an encoder.pt; import: hf:NAME or a folder")
-    add("out", type=Path, help="the folder to write")
+    parser.add_argument("command", choices=["export", "import"])
+    parser.add_argument("source", help="export: a run folder, checkpoint or encoder.pt; import: hf:NAME or a folder")
+    parser.add_argument("out", type=Path, help="the folder to write")
     options = parser.parse_args(argv)
     with clear_errors("support.convert"):
-        if not (options.out / UNFINISHED).is_file():
-            refuse_other_files(options.out)
+        refuse_other_files(options.out)
+        unfinished = options.out.with_name(f".{options.out.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a command that was killed
         if options.command == "export":
-            export(Path(options.source), options.out)
+            note = export(Path(options.source), unfinished)
         else:
-            import_model(options.source, options.out)
+            note = import_model(options.source, unfinished)
+        if options.out.is_dir():
+            options.out.rmdir()  # it is empty
+        unfinished.replace(options.out)
+        print(f"{options.out}: {note}")
 
 
 if __name__ == "__main__":

@@ -53,21 +53,20 @@ def docs_files() -> list[tuple[str, Path]]:
 
 
 def content_hashes(files: Iterable[Path], cache: str) -> list[str]:
-    """A hash of the content of each file. The folder `cache` remembers them by path, size and time of change, so that
-    200 GB of text are not read again at every start."""
+    """A hash of the content of each file. The folder `cache` remembers the hashes by path, size and time of change, so
+    that 200 GB of text are not read again at every start."""
     remembered = Path(cache).expanduser() / "hashes.json"
     known, found, changed = {}, [], False
     with suppress(OSError, UserError):  # missing or damaged: the files are read again
         known = read_json(remembered)
     for file in tqdm(files, "comparing files", unit="file", leave=False, delay=2, disable=None):
         stat = os.stat(file)
-        state = [stat.st_size, stat.st_mtime_ns]
-        path = os.path.abspath(file)
-        if known.get(path, [])[:2] != state:
+        state = f"{os.path.abspath(file)} {stat.st_size} {stat.st_mtime_ns}"
+        if state not in known:
             with open(file, "rb") as content:
-                known[path] = [*state, hashlib.file_digest(content, "blake2b").hexdigest()[:32]]
+                known[state] = hashlib.file_digest(content, "blake2b").hexdigest()[:32]
             changed = True
-        found.append(known[path][2])
+        found.append(known[state])
     if changed:
         with suppress(OSError):
             write_json(remembered, known)
@@ -77,9 +76,8 @@ def content_hashes(files: Iterable[Path], cache: str) -> list[str]:
 @functools.cache
 def docs_hash(cache: str) -> str:
     """A hash of the files that read_docs reads."""
-    files = docs_files()
-    hashes = content_hashes([path for _, path in files], cache)
-    return short_hash(json.dumps([(library, content) for (library, _), content in zip(files, hashes)]))
+    hashes = content_hashes([file for _, file in docs_files()], cache)
+    return short_hash(repr([[library for library, _ in docs_files()], hashes]))
 
 
 @functools.cache
@@ -116,7 +114,7 @@ def docstrings(path: Path) -> list[str]:
         elif isinstance(node, ast.Dict) and path.parent.name == "pydoc_data":
             found += strings_in(node.values)
     texts = [text.strip() for text in found if len(text.split()) > 3]
-    return [text.encode(errors="replace").decode() for text in texts]  # Python strings can hold half a surrogate pair
+    return [text.encode(errors="replace").decode() for text in texts]  # a Python string can hold half a surrogate pair
 
 
 def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
@@ -128,55 +126,42 @@ def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
 class Source(NamedTuple):
     """One of the texts that + joins in --data."""
     name: str  # docs, hf:NAME[:CONFIG], or a path as it is given
-    kind: str  # docs | hub | files
-    files: tuple[Path, ...] = ()
-    column: str = "text"  # the field of records that holds the text
-    cache: str = CACHE  # the folder where hashes of files, and the documentation, are kept
-
-    def content_hash(self) -> str:
-        """A hash of what the source holds; of a data set on the Hub, of its name."""
-        if self.kind == "docs":
-            return docs_hash(self.cache)
-        if self.kind == "hub":
-            return short_hash(f"{self.name} {self.column}")
-        formats = [split_name(file)[1] for file in self.files]
-        return short_hash(repr([self.column, formats, content_hashes(self.files, self.cache)]))
+    files: tuple[Path, ...]  # of a path
+    column: str  # the field of records that holds the text
+    cache: str  # the folder where hashes of files, and the documentation, are kept
 
 
 def sources(data: str, column: str = "text", cache: str = CACHE) -> list[Source]:
-    """The sources of --data, in a fixed order. UserError if a name in it has no text."""
+    """The sources of --data, in a fixed order. Raises UserError if a name in it has no text."""
     names = [data] if Path(data).expanduser().exists() else data.split("+")
     found = []
     for name in names:
-        if name == "docs":
-            found.append(Source(name, "docs", cache=cache))
-        elif name.startswith("hf:") and name != "hf:":
-            found.append(Source(name, "hub", column=column))
-        else:
-            found.append(Source(name, "files", files_in(name), column, cache))
+        elsewhere = name == "docs" or (name.startswith("hf:") and name != "hf:")
+        found.append(Source(name, () if elsewhere else files_in(name), column, cache))
     return found
 
 
 def text_hash(read: list[Source]) -> str:
-    """A hash of what sources hold, together."""
-    return short_hash(repr([source.content_hash() for source in read]))
+    """A hash of the contents of sources. A data set on the Hub is only known by its name."""
+    found = []
+    for source in read:
+        if source.name == "docs":
+            found.append(docs_hash(source.cache))
+        else:
+            formats = [split_name(file)[1] for file in source.files]
+            found.append([formats or source.name, source.column, content_hashes(source.files, source.cache)])
+    return short_hash(repr(found))
 
 
 def files_in(name: str) -> tuple[Path, ...]:
-    """The text files that a path names, or else a pattern such as texts/*.txt, and those in its folders that are not
-    hidden. Raises UserError if there are none."""
-    given = Path(name).expanduser()
-    paths = [given] if given.exists() else sorted(map(Path, glob.glob(str(given))))
-    if not paths or not name:
-        raise UserError(f"--data {name}: no such file or folder; other sources are docs and hf:NAME")
-    found = []
-    for path in paths:
-        inside = glob.glob("**", root_dir=path, recursive=True)  # skips what is hidden
-        files = [path / part for part in sorted(inside)] or [path]
-        found += [file for file in files if file.is_file() and split_name(file)[1] in FORMATS]
-    if not found:
-        raise UserError(f"--data {name}: neither a file nor a folder with {', '.join(FORMATS)}; "
-                        "all but .parquet can be compressed (.gz, .bz2, .xz, .zst)")
+    """The text file that a path names, or all in a folder that are not hidden. Raises UserError if there are none."""
+    path = Path(name).expanduser()
+    inside = glob.glob("**", root_dir=path, recursive=True)  # leaves out hidden files
+    files = [path / part for part in sorted(inside)] or [path]
+    found = [file for file in files if file.is_file() and split_name(file)[1] in FORMATS]
+    if not found or not name:
+        raise UserError(f"--data {name}: no such file or folder, or none with {', '.join(FORMATS)}, also compressed as "
+                        ".gz, .bz2, .xz or .zst; other sources are docs and hf:NAME")
     return tuple(found)
 
 
@@ -208,9 +193,9 @@ def column_of(rows: Iterable[Row], column: str) -> Iterator[str]:
 
 def texts_of(source: Source) -> Iterator[str]:
     """The texts of a source as they are, "" for those that are missing. Raises UserError if one cannot be read."""
-    if source.kind == "docs":
+    if source.name == "docs":
         yield from [text for _, text in read_docs(source.cache)]
-    if source.kind == "hub":
+    elif not source.files:
         records, is_text = hub_records(source.name)
         rows = ((f"{source.name}, record {number}", record) for number, record in enumerate(records, start=1))
         texts = column_of(rows, source.column)
@@ -225,7 +210,7 @@ def texts_of(source: Source) -> Iterator[str]:
 
 
 def stripped(read: list[Source]) -> Iterator[str]:
-    """The documents of sources without white space around them; those beyond LONGEST are cut, some can be empty."""
+    """The documents of sources, empty ones included, without white space around them, cut after LONGEST characters."""
     for source in read:
         yield from map(str.strip, split_long(texts_of(source), LONGEST))
 

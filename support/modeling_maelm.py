@@ -33,8 +33,8 @@ class MAELMModel(PreTrainedModel):
 
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
-        # AutoModel.from_pretrained allows to change the dropout, resize_token_embeddings the vocabulary.
-        self.shape = Config(**config.maelm | {"dropout": config.hidden_dropout_prob, "vocab_size": config.vocab_size})
+        # A caller of AutoModel.from_pretrained may change the dropout.
+        self.shape = Config(**config.maelm | {"dropout": config.hidden_dropout_prob})
         self.encoder = Encoder(self.shape)
         self.post_init()
 
@@ -48,20 +48,13 @@ class MAELMModel(PreTrainedModel):
         """The embeddings e_x."""
         return self.encoder.token_embedding
 
-    def set_input_embeddings(self, embeddings: nn.Embedding):
-        """Replace them, as resize_token_embeddings does. The bias of a new token is 0."""
-        self.encoder.token_embedding = embeddings
-        if hasattr(self, "head"):
-            new = embeddings.num_embeddings - self.head.bias.shape[0]
-            self.head.bias = nn.Parameter(nn.functional.pad(self.head.bias.detach(), (0, new)))
-
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, position_ids=None,
                 output_hidden_states: bool | None = None, **others) -> outputs.BaseModelOutput:
         """input_ids (B, n) int64, attention_mask (B, n), 0 = padding, position_ids (B, n) int64; others are ignored."""
-        n, limit = input_ids.shape[1], self.shape.seq_len
-        if n > limit:
-            raise ValueError(f"{n} tokens, but this model reads at most {limit}; give the tokenizer truncation=True")
+        n, most = input_ids.shape[1], self.shape.seq_len
+        if n > most:
+            raise ValueError(f"{n} tokens, but this model reads at most {most}; give the tokenizer truncation=True")
         real, positions = read(input_ids, attention_mask, position_ids)
         states = self.encoder.hidden_states(input_ids, positions, ~real)  # H^0 ... H^L, (B, n, d) each
         if output_hidden_states is None:
@@ -84,7 +77,7 @@ class MAELMForMaskedLM(MAELMModel):
         masked = input_ids == MASK
         real, positions = read(input_ids, attention_mask, options.pop("position_ids", None))
         reads_mask = self.shape.mask_in_encoder > 0.5  # as pre-training shows a single [MASK] to the encoder
-        seen = real if reads_mask else real & ~masked  # by the encoder; the decoder sees [MASK], too
+        seen = real if reads_mask else real & ~masked  # by the encoder; the decoder also sees [MASK]
         seen_at = positions if self.shape.aligned_positions else None  # None does not count what is removed
         out = super().forward(input_ids, seen, seen_at, return_dict=True, **options)
         z = h = out.last_hidden_state  # (B, n, d)

@@ -192,8 +192,8 @@ def load_weights(module: nn.Module, weights: dict, path: Path):
     try:
         module.load_state_dict(weights)
     except (RuntimeError, AttributeError) as error:
-        raise UserError(f"{path}: its weights have other names or shapes than in this version of maelm; use the version "
-                        "that wrote it, or train again") from error
+        raise UserError(f"{path}: its weights have other names or shapes than in this version of maelm; use the "
+                        "version that wrote it, or train again") from error
 
 
 def checkpoint_of(path: Path) -> Path:

@@ -13,7 +13,7 @@ from maelm import CLS, MASK, NUM_SPECIAL, SEP
 from support.cli import UserError
 from support.corpus import Rows, evenly, prepared_corpus
 from support.documents import documents, in_validation, sources
-from support.hub import encoder_from_hub
+from support.hub import from_hub, model_from_hub
 from support.models import load_encoder
 
 
@@ -36,9 +36,8 @@ class Subject(NamedTuple):
 def open_subject(name: str, config, device: torch.device) -> Subject:
     """The model that a command line names: hf:NAME, a run folder, or a checkpoint. The fields data, column, val_share,
     tokens and seq_len of the config, a rank.RankConfig, choose its text. Raises UserError without a model or text."""
-    if name.startswith("hf:"):
-        return subject_of_hub(name, config, device)
-    return subject_of_run(name, config, device)
+    opener = subject_of_hub if name.startswith("hf:") else subject_of_run
+    return opener(name, config, device)
 
 
 # ---- 1. A run -----------------------------------------------------------------------------------------------
@@ -46,12 +45,11 @@ def subject_of_run(name: str, config, device: torch.device) -> Subject:
     """A model of ours. Without --data it reads the validation text of its run, and docs if it has none, as fine-tuned
     and imported models."""
     encoder, tokenizer, shape, settings = load_encoder(Path(name), device)
-    if config.data or "data" not in settings:
-        text = config.data or "docs"
-        rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config)
-    else:
-        text = settings["data"]
+    text = config.data or settings.get("data", "docs")
+    if not config.data and "data" in settings:
         rows = Rows(prepared_corpus(settings, tokenizer), "val", shape.seq_len)
+    else:
+        rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config)
     positions = torch.arange(shape.seq_len, device=device)[None]  # (1, n)
 
     def encode(tokens):
@@ -64,10 +62,13 @@ def subject_of_run(name: str, config, device: torch.device) -> Subject:
 # ---- 2. An encoder of the Hub -------------------------------------------------------------------------------
 def subject_of_hub(name: str, config, device: torch.device) -> Subject:
     """An encoder that transformers' AutoModel loads. It reads the validation documents of --data, or of docs."""
-    model, tokenizer, longest = encoder_from_hub(name)
-    model = model.to(device)
+    model, _ = model_from_hub("AutoModel", name)
+    model = (model.get_encoder() if model.config.is_encoder_decoder else model).to(device)
+    tokenizer = from_hub("AutoTokenizer", name)
+    if tokenizer.mask_token_id is None:
+        raise UserError(f"{name}: it has no mask token; use an encoder trained with MLM")
 
-    def encode_text(text: str) -> list[int]:
+    def encode_text(text):
         text = text.replace(tokenizer.mask_token, "")
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
@@ -76,37 +77,34 @@ def subject_of_hub(name: str, config, device: torch.device) -> Subject:
         out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True)
         # The last of hidden_states lacks the final LayerNorm in some families.
         states = [*(out.hidden_states or ())[:-1], out.last_hidden_state]
-        lengths = sorted({h.shape[1] for h in states})
-        if lengths != [tokens.shape[1]] or len(states) == 1:
-            raise UserError(f"{name}: of {tokens.shape[1]} tokens its {len(states)} layers have {lengths} vectors; "
-                            "use an encoder whose layers all have one vector per token")
+        if len(states) == 1 or {h.shape[1] for h in states} != {tokens.shape[1]}:
+            raise UserError(f"{name}: use an encoder whose layers all have one vector per token")
         return states
 
     text = config.data or "docs"
-    rows = text_rows(text, encode_text, frame_of(tokenizer), min(config.seq_len, longest), config)
+    # RoBERTa and its like count positions from after their padding id, so they read 512 tokens with 514 positions.
+    positions = getattr(model.config, "max_position_embeddings", 514) - 2
+    n = min(config.seq_len, tokenizer.model_max_length, positions)
+    rows = text_rows(text, encode_text, frame_of(tokenizer), n, config)
     specials = sorted(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
     return Subject(name, encode, rows, text, tokenizer.mask_token_id, specials, reads_mask=True)
 
 
-Frame = tuple[list[int], list[int], list[int]]  # special tokens: before a sequence, between documents, after a sequence
-
-
-def frame_of(tokenizer) -> Frame:
-    """The special tokens with which a tokenizer of transformers frames a text. It encodes the letter "a" with and
-    without them, and looks for the one in the other: RoBERTa's `<s> a </s>` has `<s>` before and `</s>` after it."""
+def frame_of(tokenizer) -> tuple[list[int], list[int], list[int]]:
+    """The special tokens before a sequence, between documents and after a sequence, such as `<s>`, `</s>` and `</s>`.
+    A tokenizer shows them when it encodes the letter "a"."""
     letter = tokenizer("a", add_special_tokens=False)["input_ids"]
     framed = tokenizer("a")["input_ids"]
-    starts = [i for i in range(len(framed)) if framed[i:i + len(letter)] == letter]
-    start = starts[0] if starts else 0  # some tokenizers encode a letter differently inside of a frame
+    start = next((i for i in range(len(framed)) if framed[i:i + len(letter)] == letter), 0)
     separator = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
     between = [] if separator is None else [separator]
     return framed[:start], between, framed[start + len(letter):]
 
 
 # ---- 3. Text of --data --------------------------------------------------------------------------------------
-def text_rows(source: str, encode: Callable[[str], np.ndarray | list[int]], frame: Frame, n: int, config):
-    """Validation documents of a source as sequences (rows, n) int64, each in the frame. Raises UserError if there is
-    less text than one sequence."""
+def text_rows(source: str, encode: Callable, frame: tuple, n: int, config) -> np.ndarray:
+    """Validation documents of a source as sequences (rows, n) int64, framed by special tokens. Raises UserError if
+    there is less text than one sequence."""
     before, between, after = frame
     room = n - len(before) - len(after)
     texts = (text for text in documents(sources(source, config.column)) if in_validation(text, config.val_share))

@@ -35,8 +35,8 @@ class Tokenizer:
         if None in tokens or tokens[:NUM_SPECIAL] != SPECIALS or not byte.keys() <= set(tokens):
             raise ValueError("its ids are not those of special tokens, bytes and merges")  # tiktoken would panic
         ranks = {}  # the bytes of each token -> its id, which is also the order of the merges
-        for i, token in enumerate(tokens[NUM_SPECIAL:], start=NUM_SPECIAL):
-            ranks[bytes(byte[letter] for letter in token)] = i
+        for i in range(NUM_SPECIAL, len(tokens)):
+            ranks[bytes(byte[letter] for letter in tokens[i])] = i
         splitter = json.loads(model.to_str())["pre_tokenizer"]["pretokenizers"][0]
         self.tiktoken = tiktoken.Encoding("maelm", pat_str=splitter["pattern"]["Regex"], mergeable_ranks=ranks,
                                           special_tokens={name: i for i, name in enumerate(SPECIALS)})
@@ -69,17 +69,16 @@ class Tokenizer:
 
     @classmethod
     def of_json(cls, name: str, text: str) -> "Tokenizer":
-        """A byte-level BPE from the JSON of `tokenizers`. UserError if it reads text in a way that ours cannot."""
+        """A byte-level BPE from the JSON of `tokenizers`. Raises UserError if ours would read text otherwise."""
         found = json.loads(text)
         vocabulary, splitter = found["model"].get("vocab", {}), found["pre_tokenizer"]
-        is_bpe = found["model"].get("type") == "BPE" and vocabulary.keys() >= set(byte_letters())
-        if not is_bpe or "ByteLevel" not in str(splitter):
+        if "merges" not in found["model"] or not set(byte_letters()) <= set(vocabulary) or not splitter:
             raise UserError(f"{name}: not a byte-level BPE as GPT-2's is; WordPiece and SentencePiece do not fit")
         first = splitter.get("pretokenizers", [{}])[0]  # a splitting of its own comes before ByteLevel
         pieces = first.get("pattern", {}).get("Regex", GPT2_PIECES)
         uncased = found["normalizer"] == {"type": "Lowercase"}
         ours = cls.of_merges(found["model"]["merges"], uncased, pieces, sorted(byte_letters(), key=vocabulary.get))
-        # What else a tokenizer may do, such as to put a space before the text, shows in what it reads.
+        # A tokenizer may do other things, such as put a space in front of a text: they show in its tokens.
         theirs = tokenizers.Tokenizer.from_str(text)
         for example in TEXTS:
             tokens = [ours.model.id_to_token(i) for i in ours.encode(example)]
@@ -89,7 +88,7 @@ class Tokenizer:
 
     @classmethod
     def read(cls, name: str) -> "Tokenizer":
-        """The byte-level BPE of a tokenizer.json, alone or in a folder, or of hf:NAME. UserError if there is none."""
+        """The BPE of a tokenizer.json, alone or in a folder, or of hf:NAME. Raises UserError if there is none."""
         try:
             if name.startswith("hf:"):
                 found = tokenizers.Tokenizer.from_pretrained(name.removeprefix("hf:"))
@@ -102,7 +101,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read `folder`/tokenizer.json. UserError if there is none."""
+        """Read `folder`/tokenizer.json. Raises UserError if it is damaged or missing."""
         path = folder / "tokenizer.json"
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
@@ -118,7 +117,7 @@ class Tokenizer:
 
     def encode(self, text: str):
         """Token ids (length,) uint32. `[MASK]` and its like are plain text."""
-        if self.uncased:  # as `tokenizers`, letter by letter: Python writes a sigma at the end of a word in another way
+        if self.uncased:  # as `tokenizers` does; Python has another sigma at the end of a word
             text = text.replace("\N{GREEK CAPITAL LETTER SIGMA}", "\N{GREEK SMALL LETTER SIGMA}").lower()
         return self.tiktoken.encode_to_numpy(text, disallowed_special=())
 

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 import train
-from maelm import CLS, NUM_SPECIAL, PAD
+from maelm import CLS, NUM_SPECIAL, SEP
 from support import corpus, documents
 from support.cli import UserError
 from support.corpus import Rows, rows_of_step
@@ -54,7 +54,7 @@ def test_every_format_gives_the_same_documents(tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     pyarrow.parquet.write_table(pyarrow.table({"text": [*expected, None], "n": range(41)}), tmp_path / "a.parquet")
-    for name in (*list(files)[:7], "a.txt.zst", "a.parquet", "a[1]", "a*/*.TXT"):
+    for name in (*list(files)[:7], "a.txt.zst", "a.parquet", "a[1]"):
         assert documents_of(tmp_path / name) == expected, name
 
 
@@ -78,7 +78,7 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
         documents_of("hf:here")
     write_corpus(tmp_path / "b.txt", 2)
     assert documents_of("b.txt+b.txt") == 2 * little_documents(2)
-    assert [source.kind for source in documents.sources("docs+hf:a/b:c+b.txt")] == ["docs", "hub", "files"]
+    assert [len(source.files) for source in documents.sources("docs+hf:a/b:c+b.txt")] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("name, content, message", [
@@ -93,7 +93,7 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
     ("a.parquet", b"PAR1 not really", "a.parquet: cannot be read .Parquet magic bytes not found"),
     ("a.txt", b"few", "its train split has . tokens, too few for a row of seq_len=64"),
     ("a.txt", b"\n", "a.txt: there is no text in it"),
-    ("a.csv", b"a,b", "a.csv: neither a file nor a folder with .txt, .jsonl"),
+    ("a.csv", b"a,b", "a.csv: no such file or folder, or none with .txt, .jsonl"),
     ("b[2].txt", None, "b.2..txt: no such file or folder"),
 ])
 def test_unreadable_input_gets_one_line(name, content, message, tmp_path, capsys):
@@ -163,7 +163,7 @@ def test_the_fewest_real_tokens_are_counted_once(folder, tmp_path, monkeypatch):
     rows = Rows(there, "train", 24)
     fewest = min(np.count_nonzero(rows[np.arange(len(rows))] >= NUM_SPECIAL, axis=1))
     assert rows.fewest_real_tokens() == fewest < 23
-    monkeypatch.setattr(np, "count_nonzero", None)
+    np.memmap(there / "train.bin", np.uint16, "r+")[:23] = SEP  # would be another number
     assert Rows(there, "train", 24).fewest_real_tokens() == fewest
 
 
@@ -172,7 +172,7 @@ def test_a_corpus_is_its_content_and_how_it_was_prepared(tmp_path, monkeypatch):
     first = prepared(text, tmp_path)
     records.write_text("".join(json.dumps({"id": 1, "body": document}) + "\n" for document in little_documents()))
     assert contents(prepared(records, tmp_path, column="body"))["train.bin"] == contents(first)["train.bin"]
-    given = prepared(text, tmp_path, tokenizer=Tokenizer.load(first))
+    given = prepared(text, tmp_path, tokenizer=Tokenizer.load(first))  # as for a run whose corpus is gone
     assert contents(given) == contents(first)
     others = [given, prepared(text, tmp_path, uncased=False)]
     (tmp_path / "hashes.json").write_text("{")  # damaged: files are read again
@@ -195,8 +195,6 @@ def test_a_run_keeps_its_corpus_and_tokenizer(tmp_path, capsys):
 
     os.utime(text, ns=(0, 0))
     assert again() == (first, "")
-    shutil.rmtree(first)
-    assert again()[0] == first  # the same text
     text.write_text("zebra " * 20_000)
     folder, line = again()
     assert folder == first and line.count("\n") == 1 and "has changed" in line
@@ -223,9 +221,8 @@ def test_few_documents_have_both_splits(documents, share, tmp_path):
 def test_the_tokenizers_sample_is_spread_evenly(monkeypatch):
     monkeypatch.setattr(corpus, "SAMPLE", 5000)
     texts = [f"{number:05}" * 10 for number in range(1000)]
-    pieces, count = corpus.sample(iter(texts), 1e-9)
-    found = [int(piece[:5]) for piece in pieces]
-    assert count == 1000 and 50 <= len(found) <= 100
+    found = [int(piece[:5]) for piece in corpus.sample(iter(texts), 1e-9)]
+    assert 50 <= len(found) <= 100
     assert set(np.diff(found)) == {found[1]} and found[-1] > 980
 
 
@@ -241,17 +238,17 @@ def test_prepare_tells_what_it_made_and_dropped(tmp_path, capsys):
     assert capsys.readouterr().out == line + "\n"
 
 
-BLOCK = [("val", np.arange(4), 9)]  # is written before the error
+BLOCK = ("val", np.arange(4), 9)  # is written before the error
 
 
 @pytest.mark.parametrize("function, results, seen", [
-    ("encode_part", [BLOCK, *20 * [KeyboardInterrupt]], KeyboardInterrupt),
-    ("encode_part", [BLOCK, *20 * [MemoryError]], UserError),
+    ("encode", [BLOCK, *20 * [KeyboardInterrupt]], KeyboardInterrupt),
+    ("encode", [BLOCK, *20 * [MemoryError]], UserError),
     ("write_json", KeyboardInterrupt, KeyboardInterrupt), ("write_json", OSError("No space left"), UserError)])
 def test_a_preparation_that_ends_early_is_never_used(function, results, seen, text, folder, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(seen):
         patch.setattr(corpus, function, Mock(side_effect=results))
-        patch.setattr(corpus, "PIECE", 500)
+        patch.setattr(corpus, "BATCH", 20)
         prepared(text, tmp_path)
     monkeypatch.setattr(Tokenizer, "train", None)  # it is not learned again
     assert contents(prepared(text, tmp_path)) == contents(folder)
@@ -267,14 +264,6 @@ def test_a_damaged_corpus_is_refused(name, content, text, folder, tmp_path, caps
     flags = f"--data {text} --cache {tmp_path} --out {tmp_path / 'out'} --vocab-size 320 --val-share 0.1".split()
     for more in ([], ["--prepare"]):
         assert f"{there}: this prepared corpus is damaged" in fails(lambda: train.main([*flags, *more]), capsys)
-
-
-@pytest.mark.parametrize("token", [PAD, 65_535])
-def test_ids_that_no_text_has_are_refused(token, folder, tmp_path):
-    there = shutil.copytree(folder, tmp_path / folder.name)
-    np.memmap(there / "train.bin", np.uint16, "r+")[30] = token
-    with pytest.raises(UserError, match="train.bin: damaged; delete its folder"):
-        Rows(there, "train", 24)[np.arange(9)]
 
 
 @pytest.mark.parametrize("total, batch", [(1, 3), (10, 4), (97, 10), (1000, 64)])

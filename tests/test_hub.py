@@ -11,7 +11,7 @@ from safetensors.torch import save
 import rank
 from conftest import generator, model_and_batch
 from finetune import Tuned
-from maelm import CLS, MAELM, MASK, NUM_SPECIAL, PAD, SEP, apply_masks
+from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP, apply_masks
 from support import convert
 from support.files import write_json
 from support.heads import ClassifierHead
@@ -173,21 +173,17 @@ def test_a_fine_tuned_model_gives_the_same_logits(task, labels, scale, hub, tmp_
 @pytest.mark.parametrize("fields", [dict(), dict(aligned_positions=False), dict(rel_pos_buckets=0)])
 @pytest.mark.parametrize("task", ["MaskedLM", "SequenceClassification", "QuestionAnswering"])
 @torch.no_grad()
-def test_padding_on_the_left_and_new_tokens_change_nothing(task, fields, hub, tmp_path):
+def test_padding_on_the_left_changes_nothing(task, fields, hub, tmp_path):
     _, folder = exported(tmp_path, **fields)
     auto = getattr(hub, f"AutoModelFor{task}")
     model = auto.from_pretrained(folder, **TRUST)
     text = texts()[0][1:2, :N // 2]
     wanted = model(text)[0]
     padded, mask = F.pad(text, (9, 0), value=PAD), F.pad(torch.ones_like(text), (9, 0))
-    for _ in range(2):
-        found = model(padded, mask)[0]
-        assert_close(found[:, -wanted.shape[1]:][..., :wanted.shape[-1]], wanted)
-        assert model(padded, 0 * mask)[0].isfinite().all()  # padding only
-        model.resize_token_embeddings(V + 3)
-        model.save_pretrained(tmp_path / "larger")
-        model = auto.from_pretrained(tmp_path / "larger", **TRUST)
-    assert model(torch.full((1, 4), V + 2))[0].isfinite().all()
+    assert_close(model(padded, mask)[0][:, -wanted.shape[1]:], wanted)
+    assert model(padded, 0 * mask)[0].isfinite().all()  # padding only
+    model.save_pretrained(tmp_path / "copy")
+    assert_close(auto.from_pretrained(tmp_path / "copy", **TRUST)(text)[0], wanted)
 
 
 def test_a_text_that_is_too_long_is_refused(hub, tmp_path):
@@ -198,10 +194,7 @@ def test_a_text_that_is_too_long_is_refused(hub, tmp_path):
         model(torch.full((1, N + 1), 9))
 
 
-def test_an_export_writes_over_nothing_but_one_that_was_killed(tmp_path, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        patch.setattr(convert, "save_tokenizer", lambda *arguments: sys.exit(9))
-        pytest.raises(SystemExit, exported, tmp_path)
+def test_an_export_writes_over_nothing(tmp_path, capsys):
     _, folder = exported(tmp_path)
     before = contents(folder)
     assert not [*folder.glob(".*")] and len(before) == 6
@@ -210,13 +203,10 @@ def test_an_export_writes_over_nothing_but_one_that_was_killed(tmp_path, monkeyp
     assert "name the run folder instead" in fails(lambda: rank.main([f"hf:{folder}", f"--out={tmp_path}/rank"]), capsys)
 
 
-def test_weights_of_other_models_are_not_exported(tmp_path, monkeypatch, capsys):
+def test_weights_of_other_models_are_not_exported(tmp_path, capsys):
     export = ["export", str(tmp_path / "run"), str(tmp_path / "hub")]
     write_tuned(tmp_path / "run", "rte", "ab", adapter=torch.zeros(1))
     assert "which differ in adapter" in fails(lambda: convert.main(export), capsys)
-    (tmp_path / "run/encoder.pt").unlink()
-    monkeypatch.setattr("support.models.MAELM", type("Other", (MAELM,), {}))
-    assert "a model of class Other" in fails(lambda: convert.main(export), capsys)
     assert not (tmp_path / "hub").exists()
 
 
