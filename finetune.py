@@ -91,7 +91,7 @@ class Setup(NamedTuple):
 
 
 def batches(encoded: Encoded, seed: int, steps: int, batch_size: int):
-    """Numbers (batch_size,) of the inputs of each step, a permutation in every epoch; lengths in a batch are alike."""
+    """Yields the input indices (batch_size,) of each step. Epochs are permutations; a batch has similar lengths."""
     length = np.array([len(ids) for ids in encoded.ids])
     for group in range(math.ceil(steps / 16)):  # of sixteen steps; the last group may have fewer
         drawn = rows_of_step(seed, group, 16 * batch_size, len(length))[:(steps - 16 * group) * batch_size]

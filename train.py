@@ -390,7 +390,7 @@ def main(argv=None):
         command = parse(argv)
         settings, out = command.settings, command.out
         worker = make_worker(settings.recipe.precision, settings.options.device, settings.config.encoder_dim < 256)
-        worker.micro_batch(settings.recipe.batch_size, settings.options.micro_batch_size)  # before the work begins
+        worker.micro_batch(settings.recipe.batch_size, settings.options.micro_batch_size)  # checks the batch size early
         if command.flags.prepare:
             print(describe(prepared_corpus(settings.fields(), command.tokenizer)))
             return

@@ -38,7 +38,7 @@ def clear_errors(program: str) -> Iterator[None]:
         if stream is None:  # closed by the shell, as in 2>&-
             setattr(sys, name, open(os.devnull, "w"))
         elif isinstance(stream, io.TextIOWrapper):
-            # Characters that an encoding such as cp1252 lacks become ?; files and pipes get each line at once.
+            # Replace characters that an encoding such as cp1252 lacks by ?, and write each line at once.
             stream.reconfigure(errors="replace", line_buffering=True)
     try:
         yield

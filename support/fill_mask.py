@@ -33,7 +33,7 @@ def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[Guess]:
     """A guess for each [MASK] of a text. Raises UserError if the text has no [MASK] or too many tokens."""
     text = text.encode(errors="replace").decode()  # a terminal can send half a character
     ids = []
-    for part in text.replace(" [MASK]", "[MASK]").split("[MASK]"):  # a word has its space before it: [MASK] is both
+    for part in text.replace(" [MASK]", "[MASK]").split("[MASK]"):  # [MASK] stands for a word and the space before it
         ids += [*tokenizer.encode(part).tolist(), MASK]
     ids.pop()  # no [MASK] after the last part
     count, longest = ids.count(MASK), model.config.seq_len - 2

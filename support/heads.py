@@ -21,10 +21,10 @@ from support.tokenizer import Tokenizer
 # ---- 1. A label or a number for one or two texts -----------------------------------------------------------
 class Encoded(NamedTuple):
     """A split of a task as tokens."""
-    ids: list[np.ndarray]  # of each input, (length,) int64
+    ids: list[np.ndarray]  # per input, (length,) int64
     targets: Tensor  # (N,) int64 or float32 labels; (N, 3) int64 for spans: first and last token, start of the passage
     examples: list  # Example or Question
-    windows: list[tuple[int, int]]  # SQuAD, of each input: number of its question, tokens of the context before it
+    windows: list[tuple[int, int]]  # SQuAD, per input: index of the question, shift from context to input
     remark: str
 
 
@@ -55,10 +55,10 @@ class Classification:
         self.model = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer.model.to_str())).model  # a copy
         self.model.post_processor = tokenizers.processors.TemplateProcessing(
             "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)])
-        self.model.enable_truncation(self.n)  # of the longer text first
+        self.model.enable_truncation(self.n)  # cut the longer text first
 
     def encode(self, examples: list[Example]) -> Encoded:
-        """Tokens of each example, at most n. UserError for examples that the task does not have, as Labels.target."""
+        """Tokens of each example, at most n. Raises UserError as Labels.target does."""
         targets = [self.labels.target(example) for example in examples]  # before the long work
         ids, truncated = [], 0
         for example in tqdm(examples, "tokenizing", leave=False, disable=None):
@@ -78,7 +78,7 @@ class Classification:
         return F.mse_loss(logits[:, 0], targets)
 
     def decode(self, logits, targets, padding):
-        """The logits (B, C) as they are."""
+        """The logits (B, C), unchanged."""
         return logits
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float | None], dict[str, str]]:

@@ -43,7 +43,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model: nn.Module, recipe, dtype: torch.dtype) -> list:
-    """AdamW and, if the Recipe says so, Muon for the matrices of the layers, which multiplies in `dtype`."""
+    """AdamW and, with recipe.optimizer "muon", Muon in `dtype` for the matrices of the layers."""
     matrices, rest = [], []
     for name, parameter in model.named_parameters():
         if recipe.optimizer == "muon" and ".blocks." in name and parameter.ndim == 2:

@@ -59,7 +59,7 @@ def format_number(value: float | None, digits: int = 2) -> str:
 def summarize(runs: list[dict], before: dict[str, int], dim: int) -> dict:
     """The part of result.json about the runs of all seeds. `before` are Table 3's ranks before fine-tuning."""
     metrics = {}
-    for name in max([run["metrics"] for run in runs], key=len):  # a run that diverged has none
+    for name in max([run["metrics"] for run in runs], key=len):  # a diverged run has no metrics
         metrics[name] = median(run["metrics"].get(name) for run in runs)
     values = [run["value"] for run in runs]
     ranks = {"tau": 0.9, "d": dim, "before": before, "after": [run["ranks"] for run in runs]}

@@ -89,7 +89,7 @@ class Worker(NamedTuple):
 
 
 def keep_freed_memory():
-    """Have glibc keep freed memory: returning and faulting in activations took 7 % of a toy step."""
+    """Make glibc keep freed memory. Returning it to the system and getting it back took 7 % of a toy step."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)  # the C library that this process has loaded; musl's has no mallopt
