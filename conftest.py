@@ -1,4 +1,4 @@
-"""What tests share: a small model and a batch."""
+"""A small model and a batch for all tests."""
 import os
 
 # Before torch, and also for the processes that tests start: one thread, no network, and no GPU unless it is named.
@@ -48,7 +48,7 @@ def generator(seed):
 
 
 def random_tokens(B=6, n=24, vocab_size=300):
-    """Rows (B, n) int64 that start with [CLS], end with [SEP], and hold real tokens between."""
+    """Sequences (B, n) int64 that start with [CLS], end with [SEP], with real tokens between."""
     tokens = torch.randint(maelm.NUM_SPECIAL, vocab_size, (B, n), generator=generator(7))
     tokens[:, 0] = maelm.CLS
     tokens[:, -1] = maelm.SEP
@@ -61,7 +61,7 @@ def model_and_batch(**fields):
     torch.manual_seed(0)
     kind = maelm.MAELM if config.decoder == "bi" else cross_attention.CrossMAELM
     model = kind(config).eval()
-    for name, parameter in model.named_parameters():  # none may hide at its neutral start
+    for name, parameter in model.named_parameters():  # zeros and ones could hide errors
         gain = parameter.ndim == 1 and name.endswith("weight")
         torch.nn.init.normal_(parameter, mean=float(gain), std=0.2)
     tokens = random_tokens()

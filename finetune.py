@@ -1,14 +1,14 @@
 """Fine-tuning: GLUE, SQuAD 2.0, and a task that needs no download.
 
-    python finetune.py --init out/toy --task docs               # which library does this documentation belong to?
+    python finetune.py --init out/toy --task docs               # classify documentation by its library
     python finetune.py --init out/base --task rte --sweep       # Table 5's grid, then the median of five seeds
     python finetune.py --init out/base --task glue --data DIR   # all eight tasks and their average, from local files
-    python finetune.py --init out/rte-base --predict test.tsv   # what a fine-tuned model predicts for new texts
+    python finetune.py --init out/rte-base --predict test.tsv   # predict labels of new texts
 
 --task custom reads the files train and dev (.csv, .tsv, .jsonl, .parquet, also compressed) in --data, with the columns
-text[,text2],label. Labels stay as written, 01 is not 1; labels with decimals are numbers to predict. F1 is that of the
-second of two labels. Dev chooses the best of at most 20 checkpoints of a run, so scores are slightly optimistic. The
-same command again does the missing runs; torchrun's processes share them.
+text[,text2],label. Labels are used as written: 01 is not 1. Labels with decimals are treated as numbers. F1 is for the
+second of two labels. The best of at most 20 checkpoints per run is chosen on dev, so scores are slightly optimistic.
+The same command completes missing runs; torchrun's processes share them.
 """
 import argparse
 import math
@@ -42,15 +42,15 @@ from train import learning_rate_factor
 # ---- 1. How an encoder is fine-tuned ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class TuneConfig:
-    """How an encoder is fine-tuned; a task has defaults of its own. Raises ValueError if a field is impossible."""
+    """Settings of fine-tuning; each task has its own defaults. Raises ValueError if a field is invalid."""
     epochs: float = 3.0
-    learning_rate: float = 0.0  # peak, 0 or more; 0 = 3e-5 * (768 / d)^2, inside Table 5 for base and large
-    batch_size: int = 32  # examples per optimizer step, and at a time in an evaluation
-    warmup_share: float = 0.06  # of all steps, 0 or more, below 1: linear warm-up, then linear decay to 0
+    learning_rate: float = 0.0  # peak, 0 or more; 0 = 3e-5 * (768 / d)^2, within Table 5 for base and large
+    batch_size: int = 32  # examples per optimizer step and per evaluation batch
+    warmup_share: float = 0.06  # share of steps for linear warm-up, 0 or more, below 1; then linear decay to 0
     seq_len: int = 512  # longest input in tokens, 8 or more, or the encoder's own limit
-    dropout: float = 0.1  # in encoder and head, 0 or more, below 1
-    weight_decay: float = 0.01  # of all parameters, 0 or more
-    precision: str = "auto"  # auto | fp32 | bf16: of training; evaluation is in fp32
+    dropout: float = 0.1  # dropout in encoder and head, 0 or more, below 1
+    weight_decay: float = 0.01  # weight decay of all parameters, 0 or more
+    precision: str = "auto"  # auto | fp32 | bf16: training only; evaluation is in fp32
     max_query: int = 64  # SQuAD: longest question in tokens, at most half of seq_len
     doc_stride: int = 128  # SQuAD: tokens between the starts of windows, at most half a window
     max_answer: int = 30  # SQuAD: longest answer in tokens
@@ -63,14 +63,14 @@ class TuneConfig:
 
 
 class Pretrained:
-    """The encoder that fine-tuning starts from; after `random:` only its shape and tokenizer. UserError without one."""
+    """The encoder to fine-tune; `random:` keeps only its shape and tokenizer. Raises UserError if it is missing."""
     def __init__(self, name: str, dropout: float):
         encoder, self.tokenizer, config, self.settings = load_encoder(Path(name.removeprefix("random:")))
         self.config = replace(config, dropout=dropout)
         self.weights = None if name.startswith("random:") else encoder.state_dict()
 
     def new_encoder(self, seed: int) -> nn.Module:
-        """A copy of the encoder, with dropout. The seed draws random weights."""
+        """A copy of the encoder, with dropout. The seed determines random weights."""
         torch.manual_seed(seed)
         encoder = make_model(self.config, self.settings.get("position_init", "normal")).encoder
         if self.weights is not None:
@@ -91,20 +91,20 @@ class Setup(NamedTuple):
 
 
 def batches(encoded: Encoded, seed: int, steps: int, batch_size: int):
-    """Numbers (batch_size,) of the inputs of each step, a permutation in every epoch; lengths in a batch are alike."""
+    """Yields the input indices (batch_size,) of each step. Epochs are permutations; a batch has similar lengths."""
     length = np.array([len(ids) for ids in encoded.ids])
     for group in range(math.ceil(steps / 16)):  # of sixteen steps; the last group may have fewer
         drawn = rows_of_step(seed, group, 16 * batch_size, len(length))[:(steps - 16 * group) * batch_size]
         drawn = drawn[np.argsort(length[drawn], kind="stable")]  # neighbours have similar lengths
         random = np.random.default_rng(seed_of(seed, 16 * group))
-        yield from random.permutation(drawn.reshape(-1, batch_size))  # or the short ones would come first
+        yield from random.permutation(drawn.reshape(-1, batch_size))  # otherwise, short inputs would come first
 
 
 def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterator[int]:
     """Fine-tune in place, without clipping. Yields the number of steps so far whenever an evaluation is due."""
     encoded = setup.splits["train"]
     steps = math.ceil(tune.epochs * len(encoded.ids) / tune.batch_size)
-    count = min(20, math.ceil(2 * tune.epochs))  # each half epoch
+    count = min(20, math.ceil(2 * tune.epochs))  # every half epoch
     ends = {math.ceil(steps * i / count) for i in range(1, count + 1)}
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), eps=1e-6, weight_decay=tune.weight_decay,
                                   fused=True)
@@ -129,7 +129,7 @@ def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterat
 @torch.no_grad()
 def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch_size: int, device: torch.device):
     """The value, metrics and Table 3's ranks of H^L on a split, and files of predictions. All are empty if the model
-    has diverged: a hidden state or an output is not a number."""
+    has diverged, that is, if a hidden state or an output is not finite."""
     model.eval()
     order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
     moments, outputs = Moments(), []
@@ -137,7 +137,7 @@ def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch
         tokens, padding, targets = collate(encoded, order[start:start + batch_size], device)
         logits, h = model(tokens, padding)
         outputs.append(kind.decode(logits, targets, padding).cpu())
-        moments.add(h[~padding])  # of real tokens only
+        moments.add(h[~padding])  # without padding
     outputs = torch.cat(outputs)[np.argsort(order)]  # in the order of the examples again
     if outputs.isnan().any() or not moments.gram.isfinite().all():
         return {"value": None, "metrics": {}, "ranks": None}, {}
@@ -147,7 +147,7 @@ def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch
 
 
 def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
-    """One run. Of seed 1, the predictions and the best model, with all that --predict needs to know, are kept."""
+    """Do one run. For seed 1, keep the predictions, and the best model with everything that --predict needs."""
     start, kind, splits, device = time.perf_counter(), setup.kind, setup.splits, setup.worker.device
     encoder, best = setup.pretrained.new_encoder(seed), None
     torch.manual_seed(seed_of(seed))  # for the head
@@ -155,12 +155,12 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     for step in fine_tune(model, setup, tune, seed):
         found, files = evaluate(model, kind, splits["dev"], tune.batch_size, device)
         if found["ranks"] is None:
-            best = found  # a run that has diverged has no value, whatever it reached before
+            best = found  # a diverged run has no value, even if it had one before
             break
         if "dev_mm" in splits:
             mismatched, _ = evaluate(model, kind, splits["dev_mm"], tune.batch_size, device)
             found["metrics"]["accuracy_mm"] = mismatched["value"]
-        if best is None or results.height(found["value"]) > results.height(best["value"]):  # of equal ones the first
+        if best is None or results.height(found["value"]) > results.height(best["value"]):  # ties: the first
             best, best_files = found | {"step": step}, files
             weights = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
     if seed == 1 and best["ranks"]:
@@ -174,7 +174,7 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
 
 # ---- 3. All runs of a task ----------------------------------------------------------------------------------
 def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
-    """Do those of the `runs` that are missing and return all. torchrun's processes share them by rank."""
+    """Do the missing `runs` and return all of them. torchrun's processes share the work by rank."""
     mine = runs[setup.worker.rank::setup.worker.world_size]
     missing = [run for run in mine if results.read_run(setup.out, *run) is None]
     for number, (tune, seed) in enumerate(missing, start=1):
@@ -190,7 +190,7 @@ def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
 
 
 def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
-    """Read encoder and data, encode, and claim the folder. UserError if it was made with other settings or data."""
+    """Read encoder and data, encode, and claim the folder. Raises UserError if its settings or data differ."""
     tune = options.tasks[task]
     pretrained = Pretrained(options.init, tune.dropout)
     tune = replace(tune, learning_rate=tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2)
@@ -201,7 +201,7 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     out = options.out / task if options.task == "glue" else options.out
     if worker.is_main:
         weights = [tensor.numpy().tobytes() for tensor in pretrained.new_encoder(0).state_dict().values()]
-        contents = [[example[:4] for example in found] for found in examples.values()]  # without their places
+        contents = [[example[:4] for example in found] for found in examples.values()]  # without `place`
         open_folder(out, may_change=["init"], settings={
             "init": options.init, "task": task, "weights": short_hash(b"".join(weights)),
             "examples": short_hash(repr(contents)), "sweep": options.sweep, **asdict(tune)})
@@ -215,13 +215,13 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
 
 def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     """Fine-tune one encoder on one task: the grid with --sweep, then seeds 1, 2, ... Writes and returns result.json:
-    values of all seeds and their medians, the settings, and the ranks of Table 3."""
+    the values of all seeds, their medians, the settings, and the ranks of Table 3."""
     setup = make_setup(task, options, worker)
     tune, kind, sweep, dim = setup.tune, setup.kind, [], setup.pretrained.config.encoder_dim
     if options.sweep:
         given = {name: getattr(tune, name) for name in SWEPT if hasattr(options, name)}
         points = grid(TASKS[task].group, dim, given)
-        # Seed 0: the seeds of the result play no part in the choice.
+        # Seed 0, so that the choice does not use the seeds of the result.
         sweep = finish_runs(setup, [(replace(tune, **point), 0) for point in points])
         sweep.sort(key=lambda run: results.height(run["value"]), reverse=True)
         tune = replace(tune, **sweep[0]["setting"])
@@ -239,7 +239,7 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
 
 # ---- 4. Predictions for new texts ---------------------------------------------------------------------------
 def predict_file(options: argparse.Namespace, device: torch.device):
-    """Write predictions for a file by the model in the folder --init. UserError if --out holds those for another."""
+    """Write the predictions of the model in --init for a file. Raises UserError if --out holds other predictions."""
     folder, source = Path(options.init), options.predict
     state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale")
     task = state["task"]
@@ -267,9 +267,9 @@ def parse(argv) -> argparse.Namespace:
     add("--task", choices=[*TASKS, "glue"], help="glue: all eight and their average [docs]")
     add("--data", help="folder with the files of the original releases [GLUE and SQuAD: the Hub]")
     add("--out", type=Path, help="folder for the runs and result.json [out/TASK-INIT]")
-    add("--seeds", type=int, help="runs whose median is the result [5]")
+    add("--seeds", type=int, help="number of runs; the result is their median [5]")
     add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
-    add("--sweep", action="store_true", help="first try the grid of Table 5 or 6; flags replace its values")
+    add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
     add("--predict", type=Path, metavar="FILE", help="predict, with the fine-tuned model in --init: lines (.txt), a "
         "table with text[,text2] (.csv, .tsv, .jsonl, .parquet), or a test file of GLUE or SQuAD")
     task = parser.parse_known_args(argv)[0].task or "docs"
@@ -308,7 +308,7 @@ def main(argv=None):
         torch.set_float32_matmul_precision("highest")  # TF32 is too coarse for effective ranks
         if options.predict:
             return predict_file(options, worker.device)
-        for task in options.tasks if options.data else ():  # what is missing is found before the first run
+        for task in options.tasks if options.data else ():  # find missing files before the first run
             find_files(task, options.data)
         with lock_folder(options.out) if worker.is_main else nullcontext():
             found = [run_task(task, options, worker) for task in options.tasks]

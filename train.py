@@ -1,7 +1,7 @@
 """Pre-training, from a laptop to many machines.
 
     python train.py                                         # a small MAE-LM in minutes; nothing is downloaded
-    python train.py --ablation mlm                          # the same for standard MLM, a row of Table 2
+    python train.py --ablation mlm                          # a standard MLM, a row of Table 2
     python train.py --init out/toy --data texts/            # start from the weights and settings of another run
     python train.py --preset base --data texts/ --prepare   # only tokenize, into --cache
     torchrun --standalone --nproc_per_node 8 train.py --preset base --data hf:wikimedia/wikipedia:20231101.en
@@ -41,11 +41,11 @@ from support.worker import Worker, compile_model, make_worker
 # ---- 1. Settings: Table 4 -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Recipe:
-    """The settings beside Config that decide the weights. The defaults are the paper's for base."""
+    """The settings besides Config that affect the weights. The defaults are the paper's for base."""
     data: str = "docs"  # docs, a file, a folder, or hf:NAME[:CONFIG] (its split train); + joins several
     column: str = "text"  # field that holds the text of a record (.jsonl, .parquet, hf:)
-    uncased: bool = True  # whether all text is put in lower case
-    val_share: float = VAL_SHARE  # share of the documents that is held out for validation, between 0 and 1
+    uncased: bool = True  # whether to lower-case all text
+    val_share: float = VAL_SHARE  # share of documents held out for validation, between 0 and 1
     batch_size: int = 2048  # sequences per optimizer step, over all processes
     max_steps: int = 125_000  # length of the learning-rate schedule, below 10^7
     warmup_steps: int = 10_000  # steps until the peak learning rate, at most --max-steps; it then falls to 0
@@ -77,20 +77,20 @@ class Recipe:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The settings that may change when a run is continued."""
+    """The settings that may change when a run continues."""
     init: str = ""  # run folder or checkpoint to start from, with its settings in place of a preset
     tokenizer: str = ""  # tokenizer.json of a byte-level BPE, or hf:NAME; without it, one is learned from --data
-    micro_batch_size: int = 64  # sequences that a device computes at a time; their gradients add up
-    stop_at: int = 0  # step at which the run ends early, without a change of the schedule; 0 for never
+    micro_batch_size: int = 64  # sequences per device and forward pass; gradients are accumulated
+    stop_at: int = 0  # step at which to end early, without changing the schedule; 0 for never
     log_interval: int = 100  # steps between lines of log.jsonl
     eval_interval: int = 2_000  # steps between validation losses
-    eval_rows: int = 2_048  # number of validation sequences, which are always the same, as are their masks
+    eval_rows: int = 2_048  # number of validation sequences; they and their masks are fixed
     checkpoint_interval: int = 1_000  # steps between checkpoints
-    keep_checkpoints: int = 2  # number of checkpoints that are kept; 0 for all, as Figure 3 needs them
+    keep_checkpoints: int = 2  # number of checkpoints to keep; 0 keeps all, as Figure 3 needs
     device: str = "auto"  # auto | cpu | cuda | mps
     compile: str = "auto"  # auto | on | off: torch.compile; auto is on for CUDA if encoder_dim is at least 256
     cache: str = CACHE  # folder for tokenized corpora
-    wandb: str = ""  # project of Weights & Biases that also gets the numbers of log.jsonl
+    wandb: str = ""  # Weights & Biases project to which log.jsonl is also sent
 
     def __post_init__(self):
         require_positive(self, "micro_batch_size", "log_interval", "eval_interval", "eval_rows", "checkpoint_interval")
@@ -98,7 +98,7 @@ class RunOptions:
                 compile=self.compile in ("auto", "on", "off"), cache=self.cache != "")
 
 
-# Differs from the paper: with these, small models learn in minutes; bench/results/presets.md.
+# Differs from the paper: with these settings, small models learn in minutes; see bench/results/presets.md.
 SMALL = dict(norm="pre", decoder_relative=True, position_init="sinusoid", optimizer="muon", log_interval=20)
 PRESETS = {  # as differences from the defaults of Config, Recipe and RunOptions; section 4.1 and Table 4
     "toy": SMALL | dict(
@@ -135,19 +135,19 @@ class Settings(NamedTuple):
         return min(self.options.stop_at or self.recipe.max_steps, self.recipe.max_steps)
 
     def fields(self) -> dict:
-        """The settings by the names of their flags."""
+        """The settings, by flag name."""
         return asdict(self.config) | asdict(self.recipe) | asdict(self.options)
 
 
 def make_settings(start: dict, flags: dict) -> Settings:
-    """Default < `start`, such as PRESETS["toy"] < flag. Raises ValueError for a value that is not possible."""
+    """Default < `start`, such as PRESETS["toy"] < flag. Raises ValueError for an invalid value."""
     settings = Settings(*[kind(**fields_of(kind, start | flags)) for kind in KINDS])
     check(settings.config)
     return settings
 
 
 def make_config(preset: str = "base", ablation: str = "mae-lm", **flags) -> Config:
-    """Default < preset < ablation < flag. Raises ValueError for a value that is not possible."""
+    """Default < preset < ablation < flag. Raises ValueError for an invalid value."""
     return make_settings(PRESETS[preset] | ABLATIONS[ablation], flags).config
 
 
@@ -161,10 +161,10 @@ class Command(NamedTuple):
 
 
 def parse(argv) -> Command:
-    """Read the command line. It ends the program for flags that are not possible."""
+    """Read the command line. Exits with code 2 if flags are invalid."""
     parser = Parser("train.py", __doc__)
     add = parser.add_argument
-    add("--preset", choices=PRESETS, help="size and recipe of section 4.1 and Table 4 [toy]; --init uses its recipe")
+    add("--preset", choices=PRESETS, help="size and recipe of section 4.1 and Table 4 [toy]; with --init, the recipe")
     add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm, or the row of the run of --init]")
     add("--out", type=Path, help="run folder [out/PRESET or out/PRESET-ABLATION, with the name of --init for PRESET]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
@@ -180,7 +180,7 @@ def parse(argv) -> Command:
 
 
 def make_command(flags: Namespace) -> Command:
-    """Default < preset, or the run of --init < ablation < flag. Raises ValueError for flags that do not fit."""
+    """Default < preset, or the run of --init < ablation < flag. Raises ValueError if flags conflict."""
     if flags.fill_mask is not None:
         raise ValueError("--fill-mask is a program of its own now: python -m support.fill_mask RUN TEXT")
     given = {}
@@ -208,27 +208,27 @@ def make_command(flags: Namespace) -> Command:
 # ---- 2. A run and its folder --------------------------------------------------------------------------------
 @dataclass
 class Run:
-    """A run, as far as it is after `step` steps."""
+    """The state of a run after `step` steps."""
     out: Path
     settings: Settings
     worker: Worker
     rows: dict[str, Rows]
     model: MAELM
     optimizers: list
-    changed: dict[str, list]  # settings that differ from those when it was started last: name -> [before, now]
+    changed: dict[str, list]  # settings that differ from the last start: name -> [before, now]
     wandb: object = None  # the run of Weights & Biases
     step: int = 0
-    seconds: float = 0.0  # of training: evaluations and checkpoints are not counted
+    seconds: float = 0.0  # of training, without evaluations and checkpoints
 
 
 def open_run(command: Command, worker: Worker) -> Run:
-    """A run: new, or as far as it is in --out. Raises UserError if that is another run."""
+    """Start a run, or resume the run in --out. Raises UserError if --out holds another run."""
     settings, start, out = command.settings, command.start, command.out
     config, recipe, options = settings
     earlier = earlier_settings(out, settings, command.flags.change_recipe)
     wandb = start_wandb(options.wandb if worker.is_main else "", out, settings.fields())
 
-    # A run that exists keeps its corpus and tokenizer, whatever has become of the text.
+    # An existing run keeps its corpus and tokenizer, even if the text has changed.
     tokenizer = Tokenizer.load(out) if earlier else command.tokenizer
     corpus = prepared_corpus(settings.fields() | {"corpus": earlier.get("corpus", "")}, tokenizer)
     inputs = inputs_of(corpus, options.init, start, earlier)
@@ -252,7 +252,7 @@ def open_run(command: Command, worker: Worker) -> Run:
     elif start is not None:
         here, there = model.state_dict(), start.model.state_dict()
         model.load_state_dict({name: x for name, x in there.items() if name in here and x.shape == here[name].shape},
-                              strict=False)  # a decoder of another shape stays as it was drawn
+                              strict=False)  # a decoder of another shape keeps its random weights
     worker.agree(settings.fields() | inputs | {"step": run.step})
     return run
 
@@ -266,8 +266,8 @@ def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
 
 
 def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> list[tuple]:
-    """This process's micro-batches (tokens, corruption). The seed and the step decide the sequences; the seed, the step
-    and the number of the micro-batch decide the masks."""
+    """This process's micro-batches (tokens, corruption). The sequences depend on the seed and the step; the
+    masks also depend on the number of the micro-batch."""
     config, recipe, options = settings
     size = worker.micro_batch(recipe.batch_size, options.micro_batch_size)
     chosen = rows_of_step(recipe.seed, step, recipe.batch_size, len(rows)).reshape(-1, size)
@@ -275,19 +275,19 @@ def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> 
     for number in range(worker.rank, len(chosen), worker.world_size):
         tokens = torch.from_numpy(rows[chosen[number]])  # (size, n)
         corruption = corrupt(tokens, config, torch.Generator().manual_seed(seed_of(recipe.seed, step, number)))
-        if worker.device.type == "cuda":  # from pinned memory a copy does not wait for the GPU
+        if worker.device.type == "cuda":  # a copy from pinned memory does not wait for the GPU
             tokens, corruption = tokens.pin_memory(), Corruption(*[x.pin_memory() for x in corruption])
         batches.append((tokens, corruption))
     return batches
 
 
 def train_step(model: nn.Module, optimizers: list, batches: list[tuple], step: int, recipe: Recipe, worker: Worker):
-    """One optimizer step -> this process's mean loss, and the norm of the gradient before clipping, scalars."""
+    """Take one optimizer step. Returns this process's mean loss and the gradient norm before clipping, scalars."""
     total = torch.zeros((), device=worker.device)
-    for i, batch in enumerate(batches):  # their gradients add up in p.grad
+    for i, batch in enumerate(batches):  # gradients accumulate in p.grad
         torch.manual_seed(seed_of(recipe.seed, step, i * worker.world_size + worker.rank, 1))  # for dropout
         wait = worker.world_size > 1 and i < len(batches) - 1
-        # DDP averages the gradients over processes in the backward pass, unless it is told to wait.
+        # DDP averages the gradients over processes in the backward pass, except under no_sync.
         with model.no_sync() if wait else nullcontext():
             with worker.autocast():
                 loss = model(*worker.put(*batch)) / len(batches)
@@ -310,7 +310,7 @@ def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> f
     tokens = evenly(rows, options.eval_rows)
     corruption = corrupt(tokens, model.config, torch.Generator().manual_seed(0))
     size, total, count = options.micro_batch_size, 0.0, 0
-    # Each process takes every world-th micro-batch; the last one may be smaller, so rows are counted.
+    # Each process takes every world-th micro-batch; the last may be smaller, so sequences are counted.
     for start in range(worker.rank * size, len(tokens), worker.world_size * size):
         part = tokens[start:start + size]
         with worker.autocast():
@@ -324,13 +324,13 @@ def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> f
 
 # ---- 4. The loop --------------------------------------------------------------------------------------------
 def loop(run: Run, progress: Progress) -> int:
-    """Train from run.step to the last step. Returns 0, or the number of the signal that ended it."""
+    """Train from run.step to the last step. Returns 0, or the number of the signal that ended training."""
     model, worker = run.model, run.worker
     rows, settings, options = run.rows["train"], run.settings, run.settings.options
     network = worker.parallel(model)
     stopped = False
     progress.since = time.perf_counter()
-    # A thread draws sequences and masks of the next step while this step is computed.
+    # A thread prepares the next step's sequences and masks during this step.
     with noted_signals() as signals, ThreadPoolExecutor(1) as ahead:
         coming = ahead.submit(batch_of_step, run.step, rows, settings, worker)
         while run.step < settings.last_step and not stopped:
@@ -339,7 +339,7 @@ def loop(run: Run, progress: Progress) -> int:
             progress.recent.append(train_step(network, run.optimizers, batches, run.step, settings.recipe, worker))
             run.step += 1
 
-            # All processes stop if one is told to. To ask them makes a GPU wait: not after every step.
+            # If a signal reaches one process, all stop. The check makes a GPU wait, so it is not done at every step.
             if worker.world_size == 1 or run.step % 4 == 0:
                 stopped = sum(worker.all_reduce(len(signals))) > 0
             finished = run.step == settings.last_step
@@ -354,7 +354,7 @@ def loop(run: Run, progress: Progress) -> int:
                     draw_loss(run.out)
                 progress.since = time.perf_counter()  # evaluating and saving are not training
     worker.all_reduce(0)  # waits until the first process has saved
-    signals.append(15)  # if another process was told to stop
+    signals.append(15)  # if the signal reached another process
     return signals[0] if stopped else 0
 
 
@@ -366,7 +366,7 @@ def pretrain(run: Run) -> int:
             print(f"{out} is finished at step {run.step}: nothing to do; to train it for longer, start another --out "
                   f"from it with --init {out}")
         return 0
-    large = worker.device.type == "cuda" and run.settings.config.encoder_dim >= 256  # others are trained before
+    large = worker.device.type == "cuda" and run.settings.config.encoder_dim >= 256  # compiling others takes too long
     if options.compile == "on" or (options.compile == "auto" and large):
         compile_model(run.model)
     progress = Progress(run)
@@ -390,7 +390,7 @@ def main(argv=None):
         command = parse(argv)
         settings, out = command.settings, command.out
         worker = make_worker(settings.recipe.precision, settings.options.device, settings.config.encoder_dim < 256)
-        worker.micro_batch(settings.recipe.batch_size, settings.options.micro_batch_size)  # before the work begins
+        worker.micro_batch(settings.recipe.batch_size, settings.options.micro_batch_size)  # checks the batch size early
         if command.flags.prepare:
             print(describe(prepared_corpus(settings.fields(), command.tokenizer)))
             return

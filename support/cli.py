@@ -15,16 +15,16 @@ from pathlib import Path
 
 # ---- 1. Errors ----------------------------------------------------------------------------------------------
 class UserError(Exception):
-    """Something that the user can put right. The message names the file or field, its value and the fix."""
+    """A mistake that the user can correct. The message names the file or field, its value and the fix."""
 
 
 def printable(text: str) -> str:
-    """A text whose control characters, which a terminal would obey, are written as in Python."""
+    """A text with control characters, which a terminal would obey, escaped as in Python."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def root_cause(error: BaseException) -> str:
-    """The message of the error that led to an error, such as that of a proxy, at most 200 characters."""
+    """The message of the error's first cause, such as a proxy error, at most 200 characters."""
     while error.__cause__:
         error = error.__cause__
     return str(error)[:200] or type(error).__name__
@@ -32,13 +32,13 @@ def root_cause(error: BaseException) -> str:
 
 @contextmanager
 def clear_errors(program: str) -> Iterator[None]:
-    """Turn a mistake of the user, and Ctrl-C, into one line on stderr and an exit code: 2, or 130."""
+    """Turn a user's mistake (exit code 2) and Ctrl-C (130) into one line on stderr."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell, as in 2>&-
             setattr(sys, name, open(os.devnull, "w"))
         elif isinstance(stream, io.TextIOWrapper):
-            # Characters that an encoding such as cp1252 lacks become ?; a line in a file or pipe can be read at once.
+            # Replace characters that an encoding such as cp1252 lacks by ?, and write each line at once.
             stream.reconfigure(errors="replace", line_buffering=True)
     try:
         yield
@@ -56,18 +56,18 @@ def clear_errors(program: str) -> Iterator[None]:
 # ---- 2. Signals, and memory that runs out -------------------------------------------------------------------
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Yield a list that notes Ctrl-C and the signals by which Slurm, torchrun or a terminal ends a program, so that a
-    checkpoint can be saved. A second Ctrl-C acts at once."""
+    """Yield a list that collects Ctrl-C and the signals with which Slurm, torchrun or a terminal ends a program, so
+    that a checkpoint can be saved. A second Ctrl-C takes effect at once."""
     noted, before = [], {}
 
     def note(number: int, frame: object):
         noted.append(number)
-        if number == signal.SIGINT:  # but SIGTERM comes twice at once, from Slurm and from torchrun
+        if number == signal.SIGINT:  # not for SIGTERM, which Slurm and torchrun both send
             signal.signal(number, before[number])
 
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
         number = getattr(signal, name, None)  # Windows lacks the last two
-        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             before[number] = signal.signal(number, note)
     try:
         yield noted
@@ -78,7 +78,7 @@ def noted_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def explain_out_of_memory(flags: str = "--micro-batch-size or a smaller model") -> Iterator[None]:
-    """Turn an out-of-memory error into advice: lower one of these flags."""
+    """Turn an out-of-memory error into advice to lower these flags."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -89,17 +89,17 @@ def explain_out_of_memory(flags: str = "--micro-batch-size or a smaller model") 
 
 # ---- 3. Flags -----------------------------------------------------------------------------------------------
 class Parser(argparse.ArgumentParser):
-    """Answers a bad command line with one line and exit code 2."""
+    """Reports an invalid command line in one line, with exit code 2."""
     def __init__(self, prog: str, description: str):
         super().__init__(prog=prog, description=description, allow_abbrev=False, add_help=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str):
-        silent = "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"  # torchrun's first process speaks
+        silent = "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"  # only the first process reports
         self.exit(2, None if silent else f"{self.prog}: {printable(message)}\n")
 
     def parse_args(self, argv=None) -> argparse.Namespace:
-        # Only now: before, parse_known_args tells a value on which the help of other flags depends.
+        # Added last, because parse_known_args first finds a value on which other flags' help depends.
         self.add_argument("-h", "--help", action="help", help="show this help")
         options, unknown = self.parse_known_args(argv)
         if unknown:
@@ -114,7 +114,7 @@ def comments_of(config: type) -> dict[str, str]:
 
 
 def require(config, **conditions: bool):
-    """Raise a ValueError for the first field whose condition is False, or that is infinite. It quotes its comment."""
+    """Raises ValueError, with the field's comment, for the first field that is infinite or whose condition is False."""
     for field, holds in conditions.items():
         if not holds or getattr(config, field) == math.inf:
             comment = comments_of(type(config)).get(field, "")
@@ -122,7 +122,7 @@ def require(config, **conditions: bool):
 
 
 def require_positive(config, *fields: str):
-    """Raise a ValueError for the first field that is not above 0, or infinite."""
+    """Raises ValueError for the first field that is not positive and finite."""
     for field in fields:
         if not 0 < getattr(config, field) < math.inf:
             raise ValueError(f"{field}={getattr(config, field)!r}: use a positive number")
@@ -140,10 +140,10 @@ def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
             kind = {"action": argparse.BooleanOptionalAction}
         else:
             kind = {"type": field.type, "metavar": field.type.__name__.upper()}
-        # A flag that is not given leaves no trace, so that a preset can decide.
+        # A flag that is not given is absent, so that the preset's value applies.
         group.add_argument(flag, default=argparse.SUPPRESS, help=text.strip(), **kind)
 
 
 def fields_of(config: type, values: dict) -> dict:
-    """Those of `values`, such as the flags that a command line gave, that are fields of a dataclass."""
+    """The entries of `values`, such as given flags, that are fields of a dataclass."""
     return {field.name: values[field.name] for field in fields(config) if field.name in values}

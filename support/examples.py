@@ -13,8 +13,8 @@ from support.tasks import GLUE, SPLITS, TASKS, Example, Question
 
 # ---- 1. A whole task ----------------------------------------------------------------------------------------
 def read_task(name: str, data: str | None, val_share: float) -> dict[str, list]:
-    """The examples or questions of each split; `val_share` is the share that pre-training held out. UserError if a file
-    is missing or cannot be understood."""
+    """The examples or questions of each split; `val_share` is the share that pre-training held out. Raises
+    UserError if a file is missing or invalid."""
     if name == "docs":
         return read_docs_task(val_share)
     if data is None:
@@ -25,7 +25,7 @@ def read_task(name: str, data: str | None, val_share: float) -> dict[str, list]:
 
 def find_files(name: str, data: str) -> dict[str, Path]:
     """The file of each split in the folder `data`, or in the task's own folder there, such as dev.tsv, dev.TSV.gz or
-    validation.tsv. UserError unless each has one; only dev_mm may be missing. SQuAD's files may have longer names."""
+    validation.tsv. Raises UserError if a file other than dev_mm is missing. SQuAD's files may have longer names."""
     root, formats = Path(data).expanduser(), (".json",) if name == "squad2" else TABLES
     inside = sorted((root / TASKS[name].folder).glob("*")) or sorted(root.glob("*"))
     found = {}
@@ -94,7 +94,7 @@ def submission(name: str, path: Path) -> str:
 
 # ---- 3. Rows as examples ------------------------------------------------------------------------------------
 def cell_of(column: str, record: dict, place: str) -> str:
-    """The text of a record in a column. UserError if there is none."""
+    """The text of a record in a column. Raises UserError if there is none."""
     if not isinstance(record.get(column), str):
         has = ", ".join(f"`{name}`" for name in record) if column not in record else repr(record[column])
         raise UserError(f"{place}: needs a text in column `{column}`; has {has:.200}. A table starts with a header; a "
@@ -103,8 +103,8 @@ def cell_of(column: str, record: dict, place: str) -> str:
 
 
 def examples_of(name: str, rows: Iterable[Row], where: object, labelled: bool = True) -> list[Example]:
-    """Rows of task `name` -> examples. Columns are called as in the files of the task, as on the Hub, or text[,text2].
-    UserError for a row that lacks a text or, if `labelled`, the label."""
+    """Rows of task `name` -> examples. Column names are those of the task's files, of the Hub, or text[,text2].
+    Raises UserError if a row lacks a text or, if `labelled`, the label."""
     task, found = TASKS[name], []
     for number, (place, record) in enumerate(rows):
         record = {column.strip().lower(): cell for column, cell in record.items()}
@@ -127,7 +127,7 @@ def examples_of(name: str, rows: Iterable[Row], where: object, labelled: bool = 
 
 # ---- 4. SQuAD -----------------------------------------------------------------------------------------------
 def field(record: dict, name: str, kind: type, place: str):
-    """The value of a field. UserError if it is missing or of another type."""
+    """The value of a field. Raises UserError if it is missing or has another type."""
     value = record.get(name) if isinstance(record, dict) else None
     if type(value) is not kind:
         raise UserError(f"{place}: not in the format of SQuAD: `{name}` is {value!r:.60}, not of type {kind.__name__}")
@@ -153,7 +153,7 @@ def read_squad(path: Path, labelled: bool = True) -> list[Question]:
 
 
 def read_answers(record: dict, context: str, place: str) -> tuple[tuple[int, str], ...]:
-    """The answers of a question. UserError if they contradict is_impossible, or are not in the context."""
+    """The answers of a question. Raises UserError if they contradict is_impossible or are not in the context."""
     found = []
     for answer in field(record, "answers", list, place):
         start = field(answer, "answer_start", int, place)

@@ -1,4 +1,4 @@
-"""Files that are written whole, JSON, figures, and the lock, owner and settings of a folder."""
+"""Atomic writes, JSON, figures, and the lock, owner and settings of a folder."""
 import hashlib
 import json
 import os
@@ -15,16 +15,16 @@ from support.cli import UserError
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, then fsync and rename it to `path`: a reader finds a whole file or none."""
+    """Yield a temporary path, then fsync and rename it to `path`, so that readers never find a partial file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield temporary
         with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())  # or a power cut could leave the new name without its content
+            os.fsync(file.fileno())  # otherwise, a power cut could leave an empty file
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk does not say which file
+        error.filename = error.filename or str(path)  # adds the file's name, which a full disk's error lacks
         raise
     finally:
         temporary.unlink(missing_ok=True)
@@ -48,7 +48,7 @@ def json_lines(records: Iterable[dict]) -> str:
 
 
 def read_json(path: Path, *wanted: str, advice: str = "restore it from a copy, or delete it") -> dict:
-    """The object in a JSON file. UserError with advice if there is none, or if it lacks a field that is wanted."""
+    """The object in a JSON file. Raises UserError with advice if it is missing, damaged or lacks a `wanted` field."""
     try:
         found = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError, RecursionError) as error:
@@ -66,7 +66,7 @@ def short_hash(content: str | bytes) -> str:
 
 
 def check_fields(path: Path, values: dict, *kinds: type):
-    """Raises UserError if a file of ours has a field that none of these dataclasses has, or a value of a wrong type."""
+    """Raises UserError if a file has a field that no dataclass in `kinds` has, or a value of a wrong type."""
     types = {field.name: field.type for kind in kinds for field in fields(kind)}
     for name, value in values.items():
         if name not in types:
@@ -80,8 +80,8 @@ def check_fields(path: Path, values: dict, *kinds: type):
 # ---- Folders that are written to ----------------------------------------------------------------------------
 @contextmanager
 def lock_folder(folder: Path, sign: str = "", *wanted: str) -> Iterator[None]:
-    """Make a folder and be the only process at work in it. Raises UserError if another process is at work there, or if
-    refuse_other_files does with this `sign`."""
+    """Make a folder and lock it. Raises UserError if another process uses the folder, or if refuse_other_files raises
+    it for this `sign`."""
     lock = FileLock(folder / ".lock", timeout=0, fallback_to_soft=False)  # the system frees it when the process ends
     try:
         if sign:
@@ -93,10 +93,10 @@ def lock_folder(folder: Path, sign: str = "", *wanted: str) -> Iterator[None]:
     except OSError as error:
         if not folder.is_dir():
             raise UserError(f"{folder}: cannot be a folder ({error.strerror}); choose another --out") from error
-        # Some disks, such as of some NFS, have no locks.
+        # Some disks, such as some NFS mounts, have no locks.
         print(f"{folder}: cannot be locked ({error.strerror}); start no second process there", file=sys.stderr)
     try:
-        for stale in folder.glob(".*.tmp"):  # of a process that was killed while it wrote
+        for stale in folder.glob(".*.tmp"):  # left by a process that was killed while writing
             stale.unlink()
         yield
     finally:
@@ -104,8 +104,8 @@ def lock_folder(folder: Path, sign: str = "", *wanted: str) -> Iterator[None]:
 
 
 def refuse_other_files(folder: Path, sign: str = "", *wanted: str):
-    """Raises UserError if a folder holds files, unless the program that asks wrote them: then the JSON file `sign` is
-    there and has the fields that are wanted."""
+    """Raises UserError if a folder holds files of another program, that is, has no JSON file `sign` with the `wanted`
+    fields."""
     if not any(folder.glob("[!.]*")):
         return
     path = folder / sign
@@ -114,7 +114,7 @@ def refuse_other_files(folder: Path, sign: str = "", *wanted: str):
 
 
 def changes(before: dict, now: dict) -> dict[str, list]:
-    """Name -> [value before, value now] of the settings that are not the same."""
+    """Name -> [value before, value now] for each changed setting."""
     return {name: [before.get(name), value] for name, value in now.items() if before.get(name) != value}
 
 
@@ -126,8 +126,8 @@ def refuse_changes(folder: Path, changed: dict[str, list], advice: str = "choose
 
 
 def open_folder(folder: Path, settings: dict[str, object], may_change: Container[str] = ()):
-    """Write config.json to a folder that is empty, or was made with the same settings apart from those that
-    `may_change`. Raises UserError for other settings or files."""
+    """Write config.json to a folder that is empty or has the same settings, except those in `may_change`. Raises
+    UserError for other settings or files."""
     path = folder / "config.json"
     if path.is_file():
         changed = changes(read_json(path), settings)

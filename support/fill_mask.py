@@ -1,4 +1,4 @@
-"""A model's guesses at [MASK], also the examples at the end of a run.
+"""A model's guesses at [MASK], for a text or as examples at the end of a run.
 
     python -m support.fill_mask out/toy "Return the [MASK] of the array."
 """
@@ -33,7 +33,7 @@ def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[Guess]:
     """A guess for each [MASK] of a text. Raises UserError if the text has no [MASK] or too many tokens."""
     text = text.encode(errors="replace").decode()  # a terminal can send half a character
     ids = []
-    for part in text.replace(" [MASK]", "[MASK]").split("[MASK]"):  # a word has its space before it: [MASK] is both
+    for part in text.replace(" [MASK]", "[MASK]").split("[MASK]"):  # [MASK] stands for a word and the space before it
         ids += [*tokenizer.encode(part).tolist(), MASK]
     ids.pop()  # no [MASK] after the last part
     count, longest = ids.count(MASK), model.config.seq_len - 2
@@ -52,7 +52,7 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
     """The model's guesses at a whole word in the middle of SHOWN validation sequences."""
     model.eval()
     lines = ["held-out text: the word in [brackets] was masked; below it are the model's three best guesses"]
-    for row in evenly(rows, 20 * SHOWN):  # not all have such a word
+    for row in evenly(rows, 20 * SHOWN):  # some sequences have no such word
         texts = [printable(tokenizer.decode([i]).replace("\n", " ")) for i in row]
         for at in range(len(row) // 2, len(row) - 1):
             if re.fullmatch(" [^\\W\\d_]+" * 2, texts[at] + texts[at + 1]):  # two words, each in one token
@@ -68,7 +68,7 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
 def main(argv=None):
     parser = Parser("support.fill_mask", __doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="a run folder or checkpoint of train.py")
-    parser.add_argument("text", metavar="TEXT", help="a text with [MASK] in the place of one or more words")
+    parser.add_argument("text", metavar="TEXT", help="a text with [MASK] in place of one or more words")
     options = parser.parse_args(argv)
     with clear_errors("support.fill_mask"):
         model, tokenizer = load_model(options.run)

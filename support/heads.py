@@ -1,4 +1,4 @@
-"""Trained on top of an encoder: a classifier for one or two texts, and spans for SQuAD 2.0."""
+"""Heads on top of an encoder: a classifier for one or two texts, and spans for SQuAD 2.0."""
 import functools
 import json
 import math
@@ -21,10 +21,10 @@ from support.tokenizer import Tokenizer
 # ---- 1. A label or a number for one or two texts -----------------------------------------------------------
 class Encoded(NamedTuple):
     """A split of a task as tokens."""
-    ids: list[np.ndarray]  # of each input, (length,) int64
+    ids: list[np.ndarray]  # per input, (length,) int64
     targets: Tensor  # (N,) int64 or float32 labels; (N, 3) int64 for spans: first and last token, start of the passage
     examples: list  # Example or Question
-    windows: list[tuple[int, int]]  # SQuAD, of each input: number of its question, tokens of the context before it
+    windows: list[tuple[int, int]]  # SQuAD, per input: index of the question, shift from context to input
     remark: str
 
 
@@ -36,7 +36,7 @@ def collate(encoded: Encoded, chosen, device: torch.device):
 
 
 class ClassifierHead(nn.Sequential):
-    """H^L at [CLS] -> logits (B, C), as RoBERTa: dropout, dense, tanh, dropout, linear. PyTorch's initial weights."""
+    """H^L at [CLS] -> logits (B, C), as in RoBERTa: dropout, dense, tanh, dropout, linear. Initialized by PyTorch."""
     def __init__(self, d: int, classes: int, dropout: float):
         super().__init__(
             nn.Dropout(dropout), nn.Linear(d, d), nn.Tanh(),
@@ -55,10 +55,10 @@ class Classification:
         self.model = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer.model.to_str())).model  # a copy
         self.model.post_processor = tokenizers.processors.TemplateProcessing(
             "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)])
-        self.model.enable_truncation(self.n)  # of the longer text first
+        self.model.enable_truncation(self.n)  # cut the longer text first
 
     def encode(self, examples: list[Example]) -> Encoded:
-        """Tokens of each example, at most n. UserError for examples that the task does not have, as Labels.target."""
+        """Tokens of each example, at most n. Raises UserError as Labels.target does."""
         targets = [self.labels.target(example) for example in examples]  # before the long work
         ids, truncated = [], 0
         for example in tqdm(examples, "tokenizing", leave=False, disable=None):
@@ -78,7 +78,7 @@ class Classification:
         return F.mse_loss(logits[:, 0], targets)
 
     def decode(self, logits, targets, padding):
-        """The logits (B, C) as they are."""
+        """The logits (B, C), unchanged."""
         return logits
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float | None], dict[str, str]]:
@@ -109,7 +109,7 @@ class Classification:
 
 # ---- 2. SQuAD 2.0 -------------------------------------------------------------------------------------------
 def spans_of(tokenizer: Tokenizer, text: str):
-    """Text -> ids, and of each token the first and last + 1 character, without the space before a word, (length,)."""
+    """Text -> ids, and the first and last + 1 character of each token, without the space before a word, (length,)."""
     found = tokenizer.model.encode(text, add_special_tokens=False)  # tiktoken has the same ids, but no characters
     starts, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T
     space = np.array([*map(str.isspace, text), False])
@@ -122,10 +122,10 @@ def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
     if not q.answers:
         return 0, 0
     start, text = q.answers[0]
-    first = start + len(text) - len(text.lstrip())  # white space around it does not count
+    first = start + len(text) - len(text.lstrip())  # without white space around the answer
     last = first + len(text.strip())
     a = int(np.searchsorted(ends, first, side="right"))  # the first token that ends after character `first`
-    b = int(np.searchsorted(starts, last)) - 1  # the last one that starts before character `last`
+    b = int(np.searchsorted(starts, last)) - 1  # the last token that starts before character `last`
     return a, b
 
 
@@ -152,7 +152,7 @@ class Spans:
             for offset in range(0, end, stride):
                 window = context[offset:offset + room]
                 ids.append(np.array([*query, *window, SEP], np.int64))
-                shift = len(query) - offset  # from a place in the context to that in the input
+                shift = len(query) - offset  # from an index in the context to an index in the input
                 windows.append((number, shift))
                 inside = q.answers and offset <= first and last < offset + room
                 target = (first + shift, last + shift) if inside else (0, 0)
@@ -183,15 +183,15 @@ class Spans:
         longest = min(self.tune.max_answer, logits.shape[1])
         starts = F.pad(starts[:, 1:], (1, 0), value=-torch.inf)  # [CLS] is not an answer
         ends = F.pad(ends, (0, longest - 1), value=-torch.inf)
-        ends = ends.unfold(1, longest, 1)  # (B, m, longest): of each token, its own score and those of the next ones
+        ends = ends.unfold(1, longest, 1)  # (B, m, longest): the scores of each token and the next tokens
         spans = starts[:, :, None] + ends
         score, at = spans.flatten(1).max(1)
         first = at // longest
         return torch.stack([null, score, first, first + at % longest], dim=1)
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
-        """Outputs of all windows (N, 4) -> the numbers of the official evaluation, and the files that it reads: by the
-        question's id its answer, "" for none, and by how much no answer has a higher score than the best span."""
+        """Outputs of all windows (N, 4) -> the numbers of the official evaluation, and the files that it reads: for
+        each question's id, the answer ("" for none), and the score of no answer minus that of the best span."""
         null = {q.id: math.inf for q in encoded.examples}
         best = {q.id: (-math.inf, "") for q in encoded.examples}  # score and text of the best span
         for (number, shift), (no_answer, score, first, last) in zip(encoded.windows, outputs.tolist()):

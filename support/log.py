@@ -21,7 +21,7 @@ from support.models import use_of_gpu
 
 
 def read_log(out: Path) -> list[dict]:
-    """The lines of a run's log.jsonl, without those that a crash has cut."""
+    """The lines of a run's log.jsonl, without lines that a crash cut off."""
     path, found = out / "log.jsonl", []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with suppress(ValueError):
@@ -30,13 +30,12 @@ def read_log(out: Path) -> list[dict]:
 
 
 class Progress:
-    """The reports of a train.Run while it trains: lines in the terminal, log.jsonl, Weights & Biases. Only the first
-    process reports."""
+    """Reports of a train.Run in the terminal, log.jsonl and Weights & Biases, by the first process only."""
     def __init__(self, run):
-        """Lines of log.jsonl after run.step go: those steps are done again."""
+        """Removes lines of log.jsonl after run.step, because these steps are repeated."""
         self.run, self.wandb = run, run.wandb
-        self.recent = []  # loss and gradient norm, scalars on any device, of the steps since the last line of the log
-        self.since = time.perf_counter()  # the time from then on is counted as training
+        self.recent = []  # loss and gradient norm (scalars on any device) per step since the last log line
+        self.since = time.perf_counter()  # start of the training time not yet counted
         if run.worker.is_main:
             kept = [line for line in read_log(run.out) if line["step"] <= run.step and run.step > 0]
             write_texts(run.out, {"log.jsonl": json_lines(kept)})
@@ -50,18 +49,18 @@ class Progress:
             self.tell_wandb("log", line)
 
     def tell_wandb(self, method: str, *arguments):
-        """Call a method of the run of Weights & Biases. After its first error, one warning, it is left alone."""
+        """Call a method of the Weights & Biases run. Its first error is printed as a warning and disables it."""
         try:
             if self.wandb is not None:
                 with errors_of_wandb():
                     getattr(self.wandb, method)(*arguments)
         except UserError as error:
             self.wandb = None
-            print(f"warning: {error}; the run goes on without", file=sys.stderr)
+            print(f"warning: {error}; the run continues without it", file=sys.stderr)
 
     def start(self, entropy: float):
-        """Print the size of model and text; log the code, its versions, the machines, and the settings that changed
-        since the last start. The entropy is that of the validation tokens, in nats."""
+        """Print the sizes of model and text; log commit, versions, machines, and the settings changed since the last
+        start. `entropy` is the unigram entropy of the validation tokens, in nats."""
         (config, recipe, options), run, worker = self.run.settings, self.run, self.run.worker
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         there = len(run.rows["train"]) * config.seq_len / 1e6
@@ -97,7 +96,7 @@ class Progress:
         loss = total / run.worker.world_size / count
         if not math.isfinite(loss + norm):
             raise UserError(self.first_bad_step())
-        lap = time.perf_counter() - self.since  # a GPU has ended its work, as the loss is known
+        lap = time.perf_counter() - self.since  # the GPU has finished, since the loss is known
         run.seconds += lap
         sequences = run.step * recipe.batch_size
         speed = count * recipe.batch_size * config.seq_len / lap
@@ -118,14 +117,14 @@ class Progress:
             if not math.isfinite(loss + norm):
                 break
         return (f"step {step}: the loss is not finite; this step is the first bad one, with loss {loss:.4g} and "
-                f"gradient norm {norm:.4g}; go on from the last checkpoint with --change-recipe and a lower "
+                f"gradient norm {norm:.4g}; continue from the last checkpoint with --change-recipe and a lower "
                 "--learning-rate, a lower --clip-norm or another --seed")
 
 
 # ---- Weights & Biases ---------------------------------------------------------------------------------------
 @contextmanager
 def errors_of_wandb() -> Iterator[None]:
-    """Turn any error into a UserError: those of wandb have no common base."""
+    """Turn any error into a UserError, because wandb's errors have no common base."""
     try:
         yield
     except Exception as error:
@@ -133,14 +132,14 @@ def errors_of_wandb() -> Iterator[None]:
 
 
 def start_wandb(project: str, out: Path, settings: dict):
-    """The run of Weights & Biases that belongs to a run folder; None without a project. UserError if it fails."""
+    """The Weights & Biases run of a run folder, or None without a project. Raises UserError if it fails."""
     if not project:
         return None
     with errors_of_wandb():
         import wandb
         known = short_hash(str(out.resolve()))
         run = wandb.init(project=project, id=known, resume="allow", name=str(out), dir=str(out), config=settings)
-        run.define_metric("*", step_metric="step")  # a run that continues may log a step again
+        run.define_metric("*", step_metric="step")  # a continued run may log a step again
         return run
 
 

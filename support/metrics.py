@@ -1,4 +1,4 @@
-"""Metrics: of tasks with a label or a number for each example, and of SQuAD 2.0's answers."""
+"""Metrics for labels, for numbers, and for SQuAD 2.0's answers."""
 import math
 import re
 import string
@@ -31,7 +31,7 @@ def mean_ranks(values):
 
 
 def spearman(predicted, true) -> float:
-    """Pearson correlation of the ranks of two arrays (N,), in [-1, 1]; NaN where one of them is constant."""
+    """Pearson correlation of the ranks of two arrays (N,), in [-1, 1]; NaN if either is constant."""
     if np.ptp(predicted) == 0 or np.ptp(true) == 0:
         return math.nan
     return float(np.corrcoef(mean_ranks(predicted), mean_ranks(true))[0, 1])
@@ -53,19 +53,19 @@ def normalize(answer: str) -> str:
 
 
 def token_f1(predicted: str, true: str) -> float:
-    """Harmonic mean of precision and recall of the words of two answers; if one is empty, whether both are."""
+    """F1 of the words of two answers, in [0, 1]; if an answer is empty, 1 if both are, else 0."""
     p = normalize(predicted).split()
     t = normalize(true).split()
     if not p or not t:
         return float(p == t)
-    common = Counter(p) & Counter(t)  # words, as often as in both
+    common = Counter(p) & Counter(t)  # shared words, with their counts
     return 2 * common.total() / (len(p) + len(t))
 
 
 def squad_metrics(questions: list, predictions: dict[str, str], odds: dict[str, float]) -> dict[str, float]:
-    """The numbers that the official evaluation prints, shares in percent. By the id of each of the Questions,
-    `predictions` are answers, "" for none, and `odds` are higher the less likely an answer is. The best thresholds
-    take away the answers whose odds are higher; they give no new ones."""
+    """The numbers that the official evaluation prints, shares in percent. Per question id,
+    `predictions` holds the answer ("" for none) and `odds` is higher if an answer is less likely. The best thresholds
+    remove answers with higher odds, and add none."""
     scores = {"exact": [], "f1": []}
     for q in questions:
         true = [text for _, text in q.answers if normalize(text)] or [""]  # acceptable answers
@@ -84,7 +84,7 @@ def squad_metrics(questions: list, predictions: dict[str, str], odds: dict[str, 
             if chosen.any():
                 found[f"{group}_{metric}"] = float(values[chosen].mean())
                 found[f"{group}_total"] = int(chosen.sum())
-        # From no answer at all, in the order of the odds, one question after another is also answered.
+        # Start without answers, then answer one question after another, in the order of the odds.
         gains = np.where(answerable, values, -100.0 * answered)[order]
         sums = 100 * np.sum(~answerable) + np.append(0, gains.cumsum())
         best = sums.argmax()

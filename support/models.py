@@ -1,4 +1,4 @@
-"""A model for any Config, what a step costs, and checkpoints: written whole, read without running code."""
+"""Models for any Config, the cost of a step, and checkpoints, written atomically and read without running code."""
 import functools
 import math
 import pickle
@@ -23,13 +23,13 @@ from support.worker import Worker
 
 # ---- 1. A model for any Config -----------------------------------------------------------------------------
 def make_model(config: Config, position_init: str = "normal") -> MAELM:
-    """A new model; only decoders with cross-attention have a class of their own. position_init: normal | sinusoid."""
+    """A new model, a CrossMAELM for decoders with cross-attention. position_init: normal | sinusoid."""
     check(config)
     model = MAELM(config) if config.decoder == "bi" else CrossMAELM(config)
     if position_init == "sinusoid":
         sinusoid_(model.encoder.position_embedding.weight, config.init_std)
         if model.decoder is not None:
-            # Between init_std, which is lost beside h_i^L (about 1), and 1, which takes up its dimensions.
+            # Between init_std, which is negligible beside h_i^L (about 1), and 1, which fills its dimensions.
             std = config.init_std if config.decoder == "uni+cross" else 0.25
             sinusoid_(model.decoder.position_embedding.weight, std)
     return model
@@ -40,12 +40,12 @@ def sinusoid_(table, std: float):
     n, d = table.shape
     rates = 10000 ** -torch.linspace(0, 1, (d + 1) // 2, device=table.device)
     angle = torch.arange(n, device=table.device)[:, None] * rates  # (n, d / 2)
-    waves = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :d]  # an odd d has one less
-    table.data.copy_(std * 2 ** 0.5 * waves)  # sin and cos have 1 / sqrt(2)
+    waves = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :d]  # an odd d needs one column less
+    table.data.copy_(std * 2 ** 0.5 * waves)  # the root mean square of sin and cos is 1 / sqrt(2)
 
 
 def check(config: Config) -> Config:
-    """The same Config. Raises ValueError for the first field with an impossible value."""
+    """Return the Config. Raises ValueError for the first invalid field."""
     c, d, heads, buckets = config, config.encoder_dim, config.encoder_heads, config.rel_pos_buckets
     width = max(1, d // max(1, heads))  # of a head
     mlm = c.decoder_layers == 0 and c.mask_in_encoder == 1 and c.decoder == "bi"
@@ -72,14 +72,14 @@ def check(config: Config) -> Config:
     return config
 
 
-# ---- 2. What a step costs ----------------------------------------------------------------------------------
+# ---- 2. The cost of a step ----------------------------------------------------------------------------------
 @functools.cache
 def flops(config: Config) -> int:
-    """FLOPs of all matrix products of a training step on one row, as PyTorch counts them: 2 for each multiply-add."""
+    """FLOPs of all matrix products of a training step on one sequence; a multiply-add counts as 2."""
     n = config.seq_len
     m = config.num_masked(n)
     r = n - m + round(config.mask_in_encoder * m)  # tokens that the encoder sees
-    # Shapes without memory. The counter does not know a GPU's attention kernel; here attention is the formula.
+    # Shapes without memory. The counter misses a GPU's attention kernel; here it counts the formula.
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         tokens, masked, kept = [torch.zeros(1, length, dtype=torch.int64) for length in (n, m, r)]
         make_model(config)(tokens, Corruption(tokens, masked, kept)).backward()
@@ -96,7 +96,7 @@ def peak_of(device: str, dtype: torch.dtype) -> float | None:
 
 
 def use_of_gpu(config: Config, worker: Worker, speed: float) -> dict[str, float]:
-    """Peak memory in GB, and the share of the peak FLOP/s that a speed in tokens per second is; {} without a GPU."""
+    """Peak memory in GB, and the share of peak FLOP/s at a speed in tokens per second; {} without a GPU."""
     if worker.device.type != "cuda":
         return {}
     found = {"memory_gb": torch.cuda.max_memory_allocated() / 1e9}
@@ -108,12 +108,12 @@ def use_of_gpu(config: Config, worker: Worker, speed: float) -> dict[str, float]
 
 # ---- 3. Checkpoints ----------------------------------------------------------------------------------------
 def checkpoints(out: Path) -> list[Path]:
-    """Checkpoints of a run, oldest first. Only files of this name are ours to load or to delete."""
+    """Checkpoints of a run, oldest first. Only files with such names are loaded or deleted."""
     return sorted(out.glob(f"step_{7 * '[0-9]'}.pt"))
 
 
 def write_tensors(path: Path, state: dict):
-    """Write tensors and numbers atomically. No objects of ours: so reading them back runs no code."""
+    """Write tensors and numbers atomically, without other objects, so that reading them runs no code."""
     with atomic(path) as temporary, open(temporary, "wb") as file:
         try:
             torch.save(state, file)
@@ -122,12 +122,12 @@ def write_tensors(path: Path, state: dict):
 
 
 class Damaged(UserError):
-    """A file is not whole, or this project did not write it."""
+    """A file is incomplete, or was not written by this project."""
 
 
 def read_tensors(path: Path, *wanted: str) -> dict:
     """The content of a .pt file, on the CPU, with its configuration as a Config; it runs no code. Raises Damaged, or
-    UserError for a file that lacks a field or is of a newer version. Errors of disk and memory pass through."""
+    UserError if a file lacks a field or has a newer version. Errors of disk and memory pass through."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     state = None
@@ -152,8 +152,8 @@ def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, second
     `keep` is 0. Raises UserError if a weight is not finite."""
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
-            raise UserError(f"step {step}: {name} is not finite; go on from the last checkpoint with --change-recipe "
-                            "and a lower --learning-rate")
+            raise UserError(f"step {step}: {name} is not finite; continue from the last checkpoint with "
+                            "--change-recipe and a lower --learning-rate")
     write_tensors(out / f"step_{step:07d}.pt", {
         "step": step, "seconds": seconds, "config": asdict(model.config), "model": model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers]})
@@ -163,7 +163,7 @@ def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, second
 
 
 def set_damaged_aside(out: Path):
-    """Rename damaged checkpoints that are newer than the newest whole one. Raises Damaged if none is whole."""
+    """Rename damaged checkpoints newer than the newest intact one. Raises Damaged if none is intact."""
     for path in reversed(checkpoints(out)):
         try:
             read_tensors(path)
@@ -172,7 +172,7 @@ def set_damaged_aside(out: Path):
             if path == checkpoints(out)[0]:
                 raise
             aside = path.replace(path.with_name(f"{path.name}.damaged"))
-            print(f"warning: {path} is damaged, and is now {aside.name}; the run goes on from the one before it",
+            print(f"warning: {path} is damaged, and is now {aside.name}; the run continues from an earlier checkpoint",
                   file=sys.stderr)
 
 
@@ -205,7 +205,7 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
-    """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. Raises UserError without one."""
+    """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. Raises UserError if missing."""
     file = checkpoint_of(path)
     state = read_tensors(file, "model", "step")  # finetune.py's encoder.pt has no step, and no decoder
     model = make_model(state["config"])

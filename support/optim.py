@@ -7,7 +7,7 @@ def orthogonalize(x, dtype: torch.dtype):
     """Matrices x = U S V^T (B, rows, columns) -> about U V^T, in `dtype`, by the iteration of Jordan et al., 2024."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.shape[1] > x.shape[2]
-    y = x.mT.to(dtype) if tall else x.to(dtype)  # the products are of the shorter side
+    y = x.mT.to(dtype) if tall else x.to(dtype)  # multiply along the shorter side
     y = y / y.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value above 1
     for _ in range(5):
         gram = y @ y.mT
@@ -17,7 +17,7 @@ def orthogonalize(x, dtype: torch.dtype):
 
 
 class Muon(torch.optim.Optimizer):
-    """Jordan et al., 2024; like torch.optim.Muon, which is slow: always in bf16, and matrix by matrix."""
+    """Jordan et al., 2024; like torch.optim.Muon, which is slower: it always uses bf16 and goes matrix by matrix."""
     def __init__(self, matrices, lr: float, weight_decay: float, dtype: torch.dtype):
         super().__init__(matrices, dict(lr=lr, weight_decay=weight_decay, momentum=0.95))
         self.dtype = dtype
@@ -38,12 +38,12 @@ class Muon(torch.optim.Optimizer):
             nesterov = torch._foreach_lerp(gradients, momentum, group["momentum"])
             update = orthogonalize(torch.stack(nesterov), self.dtype).to(gradients[0].dtype)
             torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-            scale = max(1, rows / columns) ** 0.5  # tall matrices move farther
+            scale = max(1, rows / columns) ** 0.5  # larger steps for tall matrices
             torch._foreach_add_(matrices, list(update), alpha=-group["lr"] * scale)
 
 
 def make_optimizers(model: nn.Module, recipe, dtype: torch.dtype) -> list:
-    """AdamW and, if the Recipe says so, Muon for the matrices of the layers, which multiplies in `dtype`."""
+    """AdamW and, with recipe.optimizer "muon", Muon in `dtype` for the matrices of the layers."""
     matrices, rest = [], []
     for name, parameter in model.named_parameters():
         if recipe.optimizer == "muon" and ".blocks." in name and parameter.ndim == 2:

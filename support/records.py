@@ -1,6 +1,6 @@
 """One reader of files: lines of text, rows of tables, JSON and Parquet, and data sets of the Hub.
 
-A path is a path, never a pattern. Text is UTF-8, with or without a byte order mark, and may be compressed. The suffix
+Paths are never patterns. Text is UTF-8, with or without a byte order mark, and may be compressed. The suffix
 names the format, in upper or lower case: labels.CSV.gz is a table with commas.
 """
 import bz2
@@ -33,7 +33,7 @@ def split_name(path: Path) -> tuple[str, str]:
 
 @contextmanager
 def readable(name: Path | str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn the errors of a source that cannot be read into a UserError that names it."""
+    """Turn errors of an unreadable source into a UserError that names the source."""
     try:
         yield
     except (OSError, EOFError, ValueError, RuntimeError, zlib.error, lzma.LZMAError, *kinds) as error:
@@ -44,14 +44,14 @@ def open_bytes(path: Path) -> BinaryIO:
     """The content of a file, decompressed."""
     suffix = path.suffix.lower()
     if suffix == ".zst":
-        import pyarrow  # here: it takes a while
+        import pyarrow  # here, because it is slow
         return pyarrow.input_stream(str(path), compression="zstd")
     return COMPRESSED.get(suffix, open)(path, "rb")
 
 
 def lines_of(path: Path, newline: str | None = None, longest: int = -1) -> Iterator[str]:
-    """The lines of a text, each with its end, which only newline="" leaves as it is in the file. Lines of more than
-    `longest` characters come in parts. Raises UserError unless the text is UTF-8."""
+    """The lines of a text with their line ends, which only newline="" preserves. Lines of more than `longest`
+    characters are split. Raises UserError unless the text is UTF-8."""
     with readable(path), open_bytes(path) as file:
         text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline=newline)
         for number in itertools.count(1):
@@ -73,7 +73,7 @@ def split_long(texts: Iterable[str], longest: int) -> Iterator[str]:
 
 
 def parse_json(text: str, place: str):
-    """The value of a JSON text. Raises UserError."""
+    """The value of a JSON text. Raises UserError if it is not JSON."""
     try:
         value = json.loads(text)
         if "\\ud" in text.lower():  # half of a surrogate pair, such as \ud83d alone, is not text
@@ -84,7 +84,7 @@ def parse_json(text: str, place: str):
 
 
 def json_rows(path: Path) -> Iterator[Row]:
-    """The objects of a file with one of them per line, or with a list of them."""
+    """The objects of a file with one object per line, or with a list of objects."""
     lines, unit = lines_of(path), "line"
     for index, line in enumerate(lines, start=1):
         values = []
@@ -100,7 +100,7 @@ def json_rows(path: Path) -> Iterator[Row]:
 
 def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, skip: bool = False) -> Iterator[Row]:
     """The rows of a table. Its first line is the header unless one is given. `quotes` enclose cells with commas or line
-    breaks; else they are characters. Rows that do not fit the header raise a UserError, or are left out with `skip`."""
+    breaks; otherwise they are text. Raises UserError for rows that do not fit the header, or omits them with `skip`."""
     csv.field_size_limit(2 ** 31 - 1)  # characters in a cell
     quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
     reader = csv.DictReader(lines_of(path, newline=""), header or None, delimiter=comma, quoting=quoting, strict=True)
@@ -120,7 +120,7 @@ def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, sk
 
 def parquet_rows(path: Path, column: str | None = None) -> Iterator[Row]:
     """The rows of a Parquet file, with only this column if the file has it."""
-    import pyarrow.parquet  # here: it takes a while
+    import pyarrow.parquet  # here, because it is slow
     number = itertools.count(1)
     with readable(path), pyarrow.parquet.ParquetFile(path) as file:
         columns = [column] if column in file.schema_arrow.names else None
@@ -149,10 +149,10 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def hub_records(name: str, split: str = "train", streaming: bool = True) -> tuple[Iterable[dict], bool]:
-    """The records of hf:NAME[:CONFIG], and whether each is a line of a text. Raises UserError if it cannot be read."""
-    import datasets  # here: it takes a second
+    """The records of hf:NAME[:CONFIG], and whether each is a line of text. Raises UserError if unreadable."""
+    import datasets  # here, because it takes a second
     from huggingface_hub.errors import HTTPError
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log our errors
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it also logs errors that we report
     datasets.disable_progress_bars()
     path, _, config = name.removeprefix("hf:").partition(":")
     if Path(path).exists():

@@ -1,8 +1,8 @@
 """The results of fine-tuning: files of runs, medians over seeds, result.json and Table 1.
 
 A run is a dictionary: its `setting` in a sweep, its `seed`, its `seconds`, and its best checkpoint on the dev split:
-`value` of the task's first metric and all `metrics` in percent, `ranks` of Table 3, and `step`. A run that diverged has
-no value (None), no metrics, ranks and step.
+`value` of the task's first metric and all `metrics` in percent, `ranks` of Table 3, and `step`. A diverged run has
+no value (None), metrics, ranks or step.
 """
 import math
 import statistics
@@ -15,7 +15,7 @@ from support.tasks import SWEPT
 
 
 def path_of_run(out: Path, tune, seed: int) -> Path:
-    """The file of a run, of a TuneConfig and a seed."""
+    """The file of the run with this TuneConfig and seed."""
     name = "-".join(f"{getattr(tune, field):g}" for field in SWEPT)
     return out / "runs" / f"{name}-{seed}.json"
 
@@ -27,20 +27,20 @@ def wait_for(path: Path):
 
 
 def read_run(out: Path, tune, seed: int) -> dict | None:
-    """A run that is done, or None. UserError if its file is damaged or of another version of this program."""
+    """A finished run, or None. Raises UserError if its file is damaged or from another version."""
     path = path_of_run(out, tune, seed)
     if path.is_file():
         return read_json(path, "value", "metrics", "ranks", "setting", "seed", "seconds",
-                         advice="or of an older version; delete it: then that run is done again")
+                         advice="or from an older version; delete it to repeat the run")
 
 
 def height(value: float | None) -> float:
-    """A value to compare by: None, of a run that diverged, is the lowest."""
+    """A value for comparisons; None (a diverged run) is the lowest."""
     return -math.inf if value is None else value
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """The median over seeds. A seed that diverged (None) is the lowest, so that the median may be None."""
+    """The median over seeds. A diverged seed (None) is the lowest, so the median may be None."""
     middle = statistics.median([height(value) for value in values])
     return middle if math.isfinite(middle) else None
 
@@ -59,7 +59,7 @@ def format_number(value: float | None, digits: int = 2) -> str:
 def summarize(runs: list[dict], before: dict[str, int], dim: int) -> dict:
     """The part of result.json about the runs of all seeds. `before` are Table 3's ranks before fine-tuning."""
     metrics = {}
-    for name in max([run["metrics"] for run in runs], key=len):  # a run that diverged has none
+    for name in max([run["metrics"] for run in runs], key=len):  # a diverged run has no metrics
         metrics[name] = median(run["metrics"].get(name) for run in runs)
     values = [run["value"] for run in runs]
     ranks = {"tau": 0.9, "d": dim, "before": before, "after": [run["ranks"] for run in runs]}

@@ -1,4 +1,4 @@
-"""The run that --init names, in place of a preset, and the settings of a run that is continued."""
+"""The run of --init, which replaces a preset, and the settings of a continued run."""
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,20 +14,20 @@ IMPORTED = dict(batch_size=256, max_steps=10_000, learning_rate=1e-4, warmup_ste
                 checkpoint_interval=1000)  # the recipe for weights that support.convert imported
 ENCODER = ("vocab_size", "seq_len", "encoder_layers", "encoder_dim", "encoder_heads", "norm", "rel_pos_buckets",
            "rel_pos_max_distance")  # fields of Config on which the encoder's weights depend
-TEXT = ("data", "column", "uncased", "val_share")  # settings that decide the corpus
+TEXT = ("data", "column", "uncased", "val_share")  # settings that determine the corpus
 NOT_PASSED_ON = ("init", "tokenizer", "stop_at", "device", "compile", "cache", "wandb")
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The content that a run is made of. config.json holds it beside the settings."""
+    """The inputs of a run, which config.json records beside the settings."""
     corpus: str = ""  # the name of its folder in the cache
     vocabulary: str = ""  # a hash of tokenizer.json
     init_weights: str | None = None  # a hash of the checkpoint that --init loaded
 
 
 class Start(NamedTuple):
-    """What --init names."""
+    """The run that --init names."""
     folder: Path
     model: MAELM
     tokenizer: Tokenizer
@@ -37,8 +37,8 @@ class Start(NamedTuple):
 
 def load_start(init: str, preset: dict | None, ablation: str | None, *kinds: type) -> Start:
     """Load a run folder or a checkpoint. Its settings, fields of the dataclasses `kinds`, replace a preset, at a fifth
-    of its peak rates unless it also began with --init. With a preset, the recipe is the preset's; with an ablation,
-    decoder and masks are those of its row of Table 2. Raises UserError if a file is missing or damaged."""
+    of its peak rates unless it also began with --init. With a preset, the recipe is the preset's; an ablation
+    determines decoder and masks. Raises UserError if a file is missing or damaged."""
     file = checkpoint_of(Path(init))
     path = file.parent / "config.json"
     there = read_json(path)
@@ -57,14 +57,14 @@ def load_start(init: str, preset: dict | None, ablation: str | None, *kinds: typ
     if ablation is not None:
         row_decides = set().union(*ABLATIONS.values()) - set(ENCODER)
         values |= {name: getattr(Config, name) for name in row_decides}
-        # A new decoder is as deep as those of the presets.
+        # A new decoder is as deep as in the presets.
         values["decoder_layers"] = model.config.decoder_layers or max(1, min(4, model.config.encoder_layers // 3))
     return Start(file.parent, model, tokenizer, short_hash(file.read_bytes()), values)
 
 
 def earlier_settings(out: Path, settings, change_recipe: bool) -> dict:
-    """config.json of the run that a folder holds; {} if it has no checkpoint, since it can then begin anew. Raises
-    UserError if Settings differ that may not change: all but RunOptions and, with --change-recipe, most of Recipe."""
+    """config.json of the run in a folder; {} if it has no checkpoint, so that it can start anew. Raises UserError if
+    settings have changed other than RunOptions and, with --change-recipe, most of Recipe."""
     found = checkpoints(out)
     if not found:
         return {}
@@ -86,15 +86,15 @@ def earlier_settings(out: Path, settings, change_recipe: bool) -> dict:
 
 
 def inputs_of(corpus: Path, init: str, start: Start | None, earlier: dict) -> dict:
-    """The fields of Inputs for a prepared corpus and --init. `earlier` is the config.json of a run that continues."""
+    """The fields of Inputs for a prepared corpus and --init. `earlier` is config.json of a continued run."""
     weights = None if start is None else start.weights
     if earlier.get("init") == init:
-        weights = earlier["init_weights"]  # the run of that name may have been trained further since then
+        weights = earlier["init_weights"]  # that run may have been trained further since
     return asdict(Inputs(corpus.name, short_hash((corpus / "tokenizer.json").read_bytes()), weights))
 
 
 def refuse_many_masks(config: Config, splits: list[Rows]):
-    """Raises UserError if a sequence of these splits has fewer words than are masked."""
+    """Raises UserError if a sequence has fewer maskable tokens than masks."""
     n = config.seq_len
     m, least = config.num_masked(n), (n - 1) // 2  # maskable tokens in a sequence, even if each document has one
     if m > least:

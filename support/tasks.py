@@ -1,5 +1,5 @@
-"""The tasks of fine-tuning as data: Table 1, and Tables 5 and 6. `docs` asks which library a documentation string
-belongs to and needs no download; `custom` reads your own files."""
+"""The tasks of fine-tuning as data: Table 1, and Tables 5 and 6. `docs` classifies documentation strings by library
+and needs no download; `custom` reads your own files."""
 import itertools
 import re
 from typing import NamedTuple
@@ -8,18 +8,18 @@ from support.cli import UserError
 
 
 class Task(NamedTuple):
-    """One column of Table 1: where its files are, the names of their columns, how a model is scored."""
-    group: str  # small | large | squad | docs: whose defaults and grid it has (Tables 5 and 6)
-    metrics: tuple[str, ...] = ("accuracy",)  # the first chooses checkpoints; F1 is that of the second of two labels
+    """One column of Table 1: its files, their columns and its metrics."""
+    group: str  # small | large | squad | docs: its defaults and grid (Tables 5 and 6)
+    metrics: tuple[str, ...] = ("accuracy",)  # the first selects checkpoints; F1 is for the second of two labels
     labels: tuple[str, ...] = ()  # in the Hub's order; empty: a number, or found in the training split
     folder: str = ""  # of the original release; also the name of GLUE's submission file
     files: tuple[str, ...] = ("train", "dev")  # of each split; on the Hub dev is called validation
     header: tuple[str, ...] = ()  # column names of a TSV without a header
     columns: tuple[str, ...] = ()  # text, text2 if any, label: in the files, in lower case
-    hub_columns: tuple[str, ...] = ()  # text and text2 on the Hub, if others
+    hub_columns: tuple[str, ...] = ()  # text and text2 on the Hub, if different
 
 
-SPLITS = ("train", "dev", "dev_mm")  # dev_mm: MNLI's mismatched one
+SPLITS = ("train", "dev", "dev_mm")  # dev_mm: MNLI's mismatched dev split
 YES_NO = ("0", "1")
 ENTAILMENT = ("entailment", "not_entailment")
 PAIR = ("sentence1", "sentence2", "label")
@@ -48,7 +48,7 @@ DEFAULTS = {
     "small": dict(epochs=10.0, batch_size=16),
     "large": dict(),
     "squad": dict(batch_size=16),
-    "docs": dict(epochs=5.0, batch_size=16, learning_rate=8e-4),  # the rate: docs/results.md
+    "docs": dict(epochs=5.0, batch_size=16, learning_rate=8e-4),  # see docs/results.md
 }
 SWEPT = ("epochs", "learning_rate", "batch_size", "warmup_share")
 SWEEPS = {  # group -> values to try; Tables 5 and 6
@@ -56,7 +56,7 @@ SWEEPS = {  # group -> values to try; Tables 5 and 6
     "large": dict(epochs=(2.0, 3.0, 5.0), batch_size=(32,), warmup_share=(0.06,)),
     "squad": dict(epochs=(2.0, 3.0), batch_size=(16, 32), warmup_share=(0.06, 0.10)),
 }
-RATES = {  # whether the task is of the large group, and the encoder large -> learning rates to try
+RATES = {  # (task in the large group, large encoder) -> learning rates to try
     (False, False): (2e-5, 3e-5, 4e-5, 5e-5),
     (False, True): (7e-6, 1e-5, 2e-5, 3e-5),
     (True, False): (1e-5, 2e-5, 3e-5, 4e-5),
@@ -65,18 +65,18 @@ RATES = {  # whether the task is of the large group, and the encoder large -> le
 
 
 def grid(group: str, dim: int, given: dict) -> list[dict[str, float]]:
-    """The settings of Table 5 or 6 for an encoder of width dim; a value that is given replaces all that are tried."""
+    """The settings of Table 5 or 6 for an encoder of width dim; a given value replaces the grid's values."""
     tried = SWEEPS.get(group, SWEEPS["small"]) | {"learning_rate": RATES[group == "large", dim >= 1024]}
     tried |= {name: (given[name],) for name in SWEPT if name in given}
     return [dict(zip(tried, values)) for values in itertools.product(*tried.values())]
 
 
 class Example(NamedTuple):
-    """One or two texts and a label, as they stand in the file."""
+    """One or two texts and a label, as in the file."""
     text: str
     text2: str | None
     label: str | None  # None: to be predicted
-    id: str = "0"  # its index or id in the file, or its number
+    id: str = "0"  # index or id in the file, or position
     place: str = ""  # such as dev.csv, line 7
 
 
@@ -92,15 +92,15 @@ NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d\d?)?", re.IGNORECASE)
 
 
 class Labels(NamedTuple):
-    """What a task predicts, for one text or two: one of several names, or, without names, a number."""
+    """The outputs of a task: one of several names or, without names, a number."""
     metrics: tuple[str, ...]  # as in Task
     names: tuple[str, ...] = ()
     scale: float = 1.0  # the model predicts the number divided by this
     pairs: bool | None = None  # whether examples have a second text; None in a model of an older version
 
     def target(self, example: Example) -> int | float:
-        """The label as the model's output: the index of its name, or a number; 0 if it is to be predicted. UserError
-        for a label or a number of texts that the task does not have."""
+        """The label as the model's output: the index of its name, or a number; 0 if it is unknown. Raises
+        UserError if the label or the number of texts does not fit the task."""
         label, is_pair = example.label, example.text2 is not None
         if self.pairs not in (None, is_pair):
             has, fix = ("has", "remove") if is_pair else ("lacks", "add")
@@ -117,7 +117,7 @@ class Labels(NamedTuple):
 
 def labels_of(name: str, train: list) -> Labels:
     """The labels of task `name`: those of the release, else numbers if the training labels have fractions, else their
-    names in alphabetical order. UserError if they are all equal."""
+    names in alphabetical order. Raises UserError if all labels are equal."""
     task = TASKS[name]
     pairs = train[0].text2 is not None if name == "custom" else len(task.columns) == 3
     if task.labels or name == "squad2":

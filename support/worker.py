@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from maelm import Corruption
 from support.cli import UserError
 
-PLACES = {"init", "tokenizer", "device", "cache", "wandb"}  # settings that may have other names on another machine
+PLACES = {"init", "tokenizer", "device", "cache", "wandb"}  # settings that may differ between machines
 
 
 class Worker(NamedTuple):
-    """Where this process computes: its rank among torchrun's processes, its device, and autocast's dtype."""
+    """This process's rank among torchrun's processes, its device, and autocast's dtype."""
     rank: int
     world_size: int
     device: torch.device
@@ -29,7 +29,7 @@ class Worker(NamedTuple):
         return self.rank == 0
 
     def micro_batch(self, batch_size: int, most: int) -> int:
-        """Sequences at a time on each device, at most `most`. Raises UserError if they do not divide the batch."""
+        """Sequences per device and forward pass, at most `most`. Raises UserError if they do not divide the batch."""
         size = min(most, batch_size // self.world_size)
         if size == 0 or batch_size % (size * self.world_size):
             raise UserError(f"batch_size={batch_size} is not a multiple of micro_batch_size={size} times "
@@ -47,21 +47,21 @@ class Worker(NamedTuple):
 
     def all_reduce(self, *values: float) -> list[float]:
         """The sums of numbers over all processes."""
-        if self.world_size == 1:  # an Apple GPU, for one, has no float64
+        if self.world_size == 1:  # some devices, such as Apple GPUs, have no float64
             return [float(value) for value in values]
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.tolist()
 
     def gather(self, value: object) -> list:
-        """The values of all processes, by rank. Each waits for the others."""
+        """The values of all processes, by rank. Waits for all processes."""
         found = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(found, value)
         return found
 
     def agree(self, settings: dict):
-        """Raises UserError if a process has other settings than this one, apart from names of places."""
+        """Raises UserError if the settings of processes differ, except PLACES."""
         for rank, others in enumerate(self.gather(settings)):
             for name, value in settings.items():
                 if name not in PLACES and value != others[name]:
@@ -89,7 +89,7 @@ class Worker(NamedTuple):
 
 
 def keep_freed_memory():
-    """Have glibc keep freed memory: to give each activation back and fault it in again cost 7 % of a toy step."""
+    """Make glibc keep freed memory. Returning it to the system and getting it back took 7 % of a toy step."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)  # the C library that this process has loaded; musl's has no mallopt
@@ -100,7 +100,7 @@ def keep_freed_memory():
 
 def best_device(name: str, small: bool) -> torch.device:
     """The device that --device names; auto: an NVIDIA GPU, an Apple GPU unless the model is `small`, or the CPU. Raises
-    UserError if it is not there."""
+    UserError if it is missing."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         # An Apple GPU starts the hundreds of kernels of a toy step no faster than its CPU computes them.
@@ -126,8 +126,8 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def make_worker(precision: str, device: str = "auto", small: bool = False) -> Worker:
-    """The device and dtype of this process, and which of torchrun's processes it is. Raises UserError for a device that
-    is not there, and for variables that torchrun did not set."""
+    """This process's device, dtype and rank. Raises UserError if the device is missing or torchrun's variables are
+    incomplete."""
     given = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
     rank, world_size = 0, 1
     if any(given[:2]):
@@ -138,7 +138,7 @@ def make_worker(precision: str, device: str = "auto", small: bool = False) -> Wo
     found = best_device(device, small)
     if found.type == "cuda":
         torch.cuda.set_device(found)
-        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+        torch.set_float32_matmul_precision("high")  # TF32 where autocast keeps float32
         # cuDNN's attention may read a mask as another dtype. A context around the call would be compiled each time.
         torch.backends.cuda.enable_cudnn_sdp(False)
     keep_freed_memory()
@@ -147,6 +147,6 @@ def make_worker(precision: str, device: str = "auto", small: bool = False) -> Wo
 
 
 def compile_model(model: nn.Module):
-    """Compile a model in place when it is called first, so that its parameters keep their names."""
-    torch._dynamo.config.optimize_ddp = False  # it would cut the model into pieces
+    """Compile a model in place, at its first call, so that its parameters keep their names."""
+    torch._dynamo.config.optimize_ddp = False  # it would split the model
     model.compile(dynamic=False)

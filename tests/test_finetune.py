@@ -239,7 +239,7 @@ def test_a_sweep_that_was_cut_continues(finished, tmp_path, capsys, monkeypatch)
         path.unlink()
     damaged.write_text('{"value": 5}')  # of an older version
     error = fails(lambda: tune(finished, "cola", tmp_path, *flags), capsys)
-    assert f"{damaged}: damaged" in error and "delete it: then that run is done again" in error
+    assert f"{damaged}: damaged" in error and "delete it to repeat the run" in error
     damaged.unlink()
     assert tune(finished, "cola", tmp_path, *flags) == whole and len(seeds) == 6 + 3
     error = fails(lambda: tune(finished, "rte", tmp_path, *flags, "--dropout", "0"), capsys)

@@ -1,4 +1,4 @@
-"""Wrong versions of the code, each of which a claim finds: they show what the claims check, and that they do."""
+"""Wrong versions of the code, each of which a claim detects."""
 import ast
 import sys
 import types

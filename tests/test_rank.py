@@ -1,4 +1,4 @@
-"""Claims about rank.py and course/theory.py: what is measured, for which models, and what the command writes."""
+"""Claims about rank.py and course/theory.py: measurements, models, and output."""
 import itertools
 
 import numpy as np
