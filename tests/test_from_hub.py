@@ -26,7 +26,7 @@ train.main(["--data", "hf:user/texts", "--out", f"{out}/run", "--tokenizer", "hf
 convert.main(["import", "hf:user/bert", f"{out}/bert"])
 rank.main(["hf:user/bert", "--data", "hf:user/texts", "--val-share", "1", "--out", f"{out}/rank"])
 finetune.main(["--init", f"{out}/bert", "--task", "stsb", "--seeds", "1", "--epochs", "1", "--out", f"{out}/tuned"])
-finetune.main(["--init", f"{out}/tuned", "--predict", "hf:"])
+finetune.main(["--init", f"{out}/tuned", "--predict", f"{out}/../hub/nyu-mll/glue/test.parquet"])
 time.sleep = lambda seconds: None  # between attempts
 for command in (lambda: train.main(["--data", "hf:user/broken", *cache, *quick]),
                 lambda: finetune.main(["--init", f"{out}/bert", "--task", "rte", "--out", f"{out}/rte"]),
