@@ -27,23 +27,31 @@ def matthews(predicted, true) -> float:
 def mean_ranks(values):
     """The ranks (N,) of values (N,), from 1; equal values share the mean of their ranks."""
     _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (counts.cumsum() - (counts - 1) / 2)[index]
+    ranks = counts.cumsum() - (counts - 1) / 2
+    return ranks[index]
 
 
 def spearman(predicted, true) -> float:
     """Pearson correlation of the ranks of two arrays (N,), in [-1, 1]; NaN if either is constant."""
     if np.ptp(predicted) == 0 or np.ptp(true) == 0:
         return math.nan
-    return float(np.corrcoef(mean_ranks(predicted), mean_ranks(true))[0, 1])
+    correlations = np.corrcoef(mean_ranks(predicted), mean_ranks(true))
+    return float(correlations[0, 1])
 
 
 def f1(predicted, true) -> float:
     """F1 of label 1 for two labellings (N,) by 0 and 1, in [0, 1]; 0 if label 1 does not occur."""
     hits = int((predicted * true).sum())
-    return 2 * hits / max(1, int(predicted.sum() + true.sum()))
+    marked = int(predicted.sum() + true.sum())
+    return 2 * hits / max(1, marked)
 
 
-METRICS = {"accuracy": accuracy, "matthews": matthews, "spearman": spearman, "f1": f1}
+METRICS = {
+    "accuracy": accuracy,
+    "matthews": matthews,
+    "spearman": spearman,
+    "f1": f1,
+}
 
 
 def normalize(answer: str) -> str:
@@ -73,7 +81,7 @@ def squad_metrics(questions: list, predictions: dict[str, str], odds: dict[str, 
         scores["exact"].append(normalize(answer) in map(normalize, true))
         scores["f1"].append(max(token_f1(answer, text) for text in true))
     answerable = np.array([bool(q.answers) for q in questions])
-    answered = np.array([bool(predictions[q.id]) for q in questions])
+    answered = np.array([predictions[q.id] != "" for q in questions])
     thresholds = np.array([odds[q.id] for q in questions])
     order = np.argsort(thresholds, kind="stable")
     found = {}
