@@ -48,7 +48,7 @@ class Recipe:
     val_share: float = VAL_SHARE  # share of documents held out for validation, between 0 and 1
     batch_size: int = 2048  # sequences per optimizer step, over all processes
     max_steps: int = 125_000  # length of the learning-rate schedule, below 10^7
-    warmup_steps: int = 10_000  # steps until the peak learning rate, at most --max-steps; it then falls to 0
+    warmup_steps: int = 10_000  # steps until the peak learning rate, at most --max-steps; the rate then falls to 0
     optimizer: str = "adamw"  # adamw | muon: Muon updates the matrices of the layers, AdamW all other parameters
     learning_rate: float = 5e-4  # peak learning rate of AdamW
     muon_learning_rate: float = 2e-2  # peak learning rate of Muon
@@ -63,11 +63,14 @@ class Recipe:
     seed: int = 0  # seed of weights, data order, masks and dropout, 0 or more, below 2^63
 
     def __post_init__(self):
+        if self.warmup_steps > self.max_steps:
+            raise ValueError(f"warmup_steps={self.warmup_steps}: longer than the run, max_steps={self.max_steps}; lower "
+                             "--warmup-steps")
         require_positive(self, "batch_size", "learning_rate", "muon_learning_rate", "clip_norm")
         require(
             self,
             val_share=0 < self.val_share < 1, max_steps=0 < self.max_steps < 10 ** 7,
-            warmup_steps=0 <= self.warmup_steps <= self.max_steps, optimizer=self.optimizer in ("adamw", "muon"),
+            warmup_steps=self.warmup_steps >= 0, optimizer=self.optimizer in ("adamw", "muon"),
             weight_decay=self.weight_decay >= 0, muon_weight_decay=self.muon_weight_decay >= 0,
             adam_beta1=0 <= self.adam_beta1 < 1, adam_beta2=0 <= self.adam_beta2 < 1,
             adam_epsilon=self.adam_epsilon >= 0, position_init=self.position_init in ("normal", "sinusoid"),
