@@ -64,8 +64,8 @@ class Recipe:
 
     def __post_init__(self):
         if self.warmup_steps > self.max_steps:
-            raise ValueError(f"warmup_steps={self.warmup_steps}: longer than the run, max_steps={self.max_steps}; lower "
-                             "--warmup-steps")
+            raise ValueError(f"warmup_steps={self.warmup_steps}: longer than the run, max_steps={self.max_steps}; "
+                             "lower --warmup-steps")
         require_positive(self, "batch_size", "learning_rate", "muon_learning_rate", "clip_norm")
         require(
             self,
