@@ -6,8 +6,9 @@
     python finetune.py --init out/rte-base --predict test.tsv   # predict labels of new texts
 
 --task custom reads the files train and dev (.csv, .tsv, .jsonl, .parquet, also compressed) in --data, with the columns
-text[,text2],label. Labels are used as written: 01 is not 1. Labels with decimals are treated as numbers. F1 is for the
-second of two labels. The best of at most 20 checkpoints per run is chosen on dev, so scores are slightly optimistic.
+text[,text2],label. Labels are used as written: 01 is not 1. Labels with decimals are treated as numbers. F1 takes the
+second of two labels as positive. The best of at most 20 checkpoints per run is chosen on dev, so scores are slightly
+optimistic.
 The same command completes missing runs; torchrun's processes share them.
 """
 import argparse
@@ -91,7 +92,8 @@ class Setup(NamedTuple):
 
 
 def batches(encoded: Encoded, seed: int, steps: int, batch_size: int):
-    """Yields the input indices (batch_size,) of each step. Epochs are permutations; a batch has similar lengths."""
+    """Yields the input indices (batch_size,) of each step. Epochs are permutations. Sixteen batches at a time are
+    drawn, sorted by length, and shuffled, so that the lengths in a batch are similar."""
     length = np.array([len(ids) for ids in encoded.ids])
     for group in range(math.ceil(steps / 16)):  # of sixteen steps; the last group may have fewer
         drawn = rows_of_step(seed, group, 16 * batch_size, len(length))[:(steps - 16 * group) * batch_size]

@@ -3,15 +3,15 @@
     python rank.py out/toy out/toy-mlm                     # run folders of train.py or finetune.py, or checkpoints
     python rank.py hf:roberta-base --data PATH --tokens 5000000
 
-The effective rank of H (N, d) is the smallest number of singular values whose squares sum to a share tau of all. Three
-curves over the layers 0 (embeddings) to L, of the same text (Figure 1; the second one at L is Table 3):
+The effective rank of H (N, d) is the smallest number of singular values whose squares make up a fraction tau of the
+total. Three curves over the layers 0 (embeddings) to L, of the same text (Figure 1; the second one at L is Table 3):
 
     with_mask     all tokens, 15 % of them replaced by [MASK] as in MLM: H^l of section 2.2
     without_mask  all tokens of the unmasked text, as downstream tasks have it: H~^l of section 2.2
     mask_only     of the masked text, the representations at [MASK] only: H_M^l, Figure 1(b)
 
 The paper's formula takes the singular values of H itself ("uncentered"); its text speaks of variance ("centered": the
-mean row is subtracted first). What is measured, a run or a model of the Hub with its text, is in support/subjects.py.
+mean row is subtracted first). What is measured, a run or a model from the Hub with its text, is in support/subjects.py.
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +35,8 @@ MASK_RATE = 0.15  # section 2.2
 
 # ---- 1. Effective rank: section 2.2 -------------------------------------------------------------------------
 def tau_rank(values, tau: float) -> int:
-    """The smallest k such that the k first of the values sigma_i^2, (d,) float64 in descending order, hold at least a
-    share tau of their sum (rank_tau of section 2.2); 0 if all are 0."""
+    """The smallest k such that the first k values sigma_i^2, (d,) float64 in descending order, make up at least a
+    fraction tau of their sum (rank_tau of section 2.2); 0 if all are 0."""
     if not 0 < tau < 1:
         raise ValueError(f"tau={tau}: use 0 < tau < 1")
     if values[0] == 0:  # the largest
@@ -55,7 +55,7 @@ def effective_rank(h, tau: float = 0.9) -> int:
 
 class Moments:
     """Count, sum and Gram matrix of the rows of H (N, d) in float64, batch by batch; H is never held."""
-    count = total = gram = 0  # until the first rows come
+    count = total = gram = 0  # until the first vectors are added
 
     def add(self, h):
         """Include the rows of h (..., d)."""
@@ -87,7 +87,7 @@ class RankConfig:
     data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; without it a run's own validation rows, else docs
     column: str = "text"  # the field of its records that holds the text
     val_share: float = VAL_SHARE  # share of the documents of --data that is used, above 0, at most 1
-    tokens: int = 1_000_000  # at most so many, special tokens included
+    tokens: int = 1_000_000  # at most this many, including special tokens
     tau: float = 0.9  # share of the squared singular values, between 0 and 1
     seq_len: int = 512  # tokens in a row for hf: models, or their limit
     batch_size: int = 32  # rows at a time

@@ -7,7 +7,8 @@
     torchrun --standalone --nproc_per_node 8 train.py --preset base --data hf:wikimedia/wikipedia:20231101.en
 
 Every field of Config, Recipe and RunOptions is a flag; -h shows the values of --preset. The same command continues an
-unfinished run. The sequences of a step do not depend on the number of processes; masks and dropout may.
+unfinished run. The sequences of a step do not depend on the number of processes; masks and dropout may
+depend on it.
 """
 import shutil
 import sys
@@ -59,7 +60,7 @@ class Recipe:
     adam_epsilon: float = 1e-6  # added to AdamW's denominator, 0 or more
     clip_norm: float = 2.0  # largest norm of the gradient over all parameters
     position_init: str = "normal"  # normal | sinusoid: initial values of the learned positions
-    precision: str = "auto"  # auto | fp32 | bf16: matrix products; auto is bf16 if the hardware has it
+    precision: str = "auto"  # auto | fp32 | bf16: matrix products; auto is bf16 if the hardware supports it
     seed: int = 0  # seed of weights, data order, masks and dropout, 0 or more, below 2^63
 
     def __post_init__(self):
@@ -168,7 +169,7 @@ def parse(argv) -> Command:
     parser = Parser("train.py", __doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, help="size and recipe of section 4.1 and Table 4 [toy]; with --init, the recipe")
-    add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm, or the row of the run of --init]")
+    add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm, or that of the run that --init names]")
     add("--out", type=Path, help="run folder [out/PRESET or out/PRESET-ABLATION, with the name of --init for PRESET]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
     add("--change-recipe", action="store_true", help="continue the run in --out with another recipe")
@@ -270,7 +271,7 @@ def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
 
 def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> list[tuple]:
     """This process's micro-batches (tokens, corruption). The sequences depend on the seed and the step; the
-    masks also depend on the number of the micro-batch."""
+    masks also depend on the index of the micro-batch."""
     config, recipe, options = settings
     size = worker.micro_batch(recipe.batch_size, options.micro_batch_size)
     chosen = rows_of_step(recipe.seed, step, recipe.batch_size, len(rows)).reshape(-1, size)
