@@ -30,16 +30,33 @@ def root_cause(error: BaseException) -> str:
     return str(error)[:200] or type(error).__name__
 
 
+class Stream:
+    """An output stream. It ends no program when its terminal is closed, its pipe is not read or its disk is full."""
+    def __init__(self, stream: io.TextIOWrapper):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text. After the first error, whatever is written is lost."""
+        try:
+            return self.stream.write(text)
+        except OSError as error:
+            self.stream = open(os.devnull, "w")
+            print(f"warning: output can no longer be written ({error.strerror}); the program goes on", file=sys.stderr)
+            return len(text)
+
+
 @contextmanager
 def clear_errors(program: str) -> Iterator[None]:
     """Turn a mistake of the user, and Ctrl-C, into one line on stderr and an exit code: 2, or 130."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # closed by the shell, as in 2>&-
-            setattr(sys, name, open(os.devnull, "w"))
-        elif isinstance(stream, io.TextIOWrapper):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # None: closed by the shell, as in 2>&-
+        if isinstance(stream, io.TextIOWrapper):
             # Characters that an encoding such as cp1252 lacks become ?; a line in a file or pipe can be read at once.
             stream.reconfigure(errors="replace", line_buffering=True)
+            setattr(sys, name, Stream(stream))
     try:
         yield
     except KeyboardInterrupt:
