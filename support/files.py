@@ -96,7 +96,7 @@ def lock_folder(folder: Path, sign: str = "", *wanted: str) -> Iterator[None]:
         # Some disks, such as of some NFS, have no locks.
         print(f"{folder}: cannot be locked ({error.strerror}); start no second process there", file=sys.stderr)
     try:
-        for stale in folder.glob(".*.tmp"):  # of a process that was killed while it wrote
+        for stale in folder.glob(".*.[0-9]*.tmp"):  # of a process that was killed while it wrote
             stale.unlink()
         yield
     finally:
