@@ -240,7 +240,9 @@ def test_only_old_checkpoints_are_removed(text, tmp_path):
 # ---- One folder, one run --------------------------------------------------------------------------------------------
 def test_a_folder_in_use_or_of_something_else_is_refused(text, copy, tmp_path, capsys):
     before = contents(copy)
+    (copy / ".theirs.tmp").touch()
     with lock_folder(copy):
+        assert (copy / ".theirs.tmp").exists()
         assert "another process is at work there" in fails(lambda: short_run(text, copy), capsys)
     assert contents(copy) == before
     assert "not empty, and not written by this program" in fails(lambda: short_run(text, tmp_path), capsys)
