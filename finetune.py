@@ -308,11 +308,11 @@ def main(argv=None):
     with clear_errors("finetune.py"), explain_out_of_memory("--batch-size"):
         worker = make_worker(getattr(options, "precision", "auto"), options.device)
         torch.set_float32_matmul_precision("highest")  # TF32 is too coarse for effective ranks
-        if options.predict:
-            return predict_file(options, worker.device)
         for task in options.tasks if options.data else ():  # find missing files before the first run
             find_files(task, options.data)
         with lock_folder(options.out) if worker.is_main else nullcontext():
+            if options.predict:
+                return predict_file(options, worker.device)
             found = [run_task(task, options, worker) for task in options.tasks]
             if options.task == "glue" and worker.is_main:
                 results.table1(found, options.out)

@@ -30,16 +30,33 @@ def root_cause(error: BaseException) -> str:
     return str(error)[:200] or type(error).__name__
 
 
+class Stream:
+    """An output stream. It ends no program when its terminal is closed, its pipe is not read or its disk is full."""
+    def __init__(self, stream: io.TextIOWrapper):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text. After the first error, all output is dropped."""
+        try:
+            return self.stream.write(text)
+        except OSError as error:
+            self.stream = open(os.devnull, "w")
+            print(f"warning: no more output ({error.strerror}); the program continues", file=sys.stderr)
+            return len(text)
+
+
 @contextmanager
 def clear_errors(program: str) -> Iterator[None]:
     """Turn a user's mistake (exit code 2) and Ctrl-C (130) into one line on stderr."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # closed by the shell, as in 2>&-
-            setattr(sys, name, open(os.devnull, "w"))
-        elif isinstance(stream, io.TextIOWrapper):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # None: closed by the shell, as in 2>&-
+        if isinstance(stream, io.TextIOWrapper):
             # Replace characters that an encoding such as cp1252 lacks by ?, and write each line at once.
             stream.reconfigure(errors="replace", line_buffering=True)
+            setattr(sys, name, Stream(stream))
     try:
         yield
     except KeyboardInterrupt:

@@ -172,7 +172,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
     if not complete.is_file():  # otherwise nothing is written: the disk may be read-only
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder / ".lock"):
+            with FileLock(folder / ".lock", fallback_to_soft=False):
                 if not complete.is_file():
                     prepare(settings, read, text, tokenizer, folder)
         except (MemoryError, OSError) as error:

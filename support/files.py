@@ -96,7 +96,7 @@ def lock_folder(folder: Path, sign: str = "", *wanted: str) -> Iterator[None]:
         # Some disks, such as some NFS mounts, have no locks.
         print(f"{folder}: cannot be locked ({error.strerror}); start no second process there", file=sys.stderr)
     try:
-        for stale in folder.glob(".*.tmp"):  # left by a process that was killed while writing
+        for stale in folder.glob(".*.[0-9]*.tmp"):  # left by a process that was killed while writing
             stale.unlink()
         yield
     finally:

@@ -128,10 +128,10 @@ def has_bf16(device: torch.device) -> bool:
 def make_worker(precision: str, device: str = "auto", small: bool = False) -> Worker:
     """This process's device, dtype and rank. Raises UserError if the device is missing or torchrun's variables are
     incomplete."""
-    given = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
+    given = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")]
     rank, world_size = 0, 1
     if any(given[:2]):
-        if not all(given) or not all(map(str.isdecimal, given[:3])) or int(given[0]) >= int(given[1]):
+        if not all(given) or not all(map(str.isdecimal, given[:4])) or int(given[0]) >= int(given[1]):
             raise UserError(f"RANK={given[0]!r} and WORLD_SIZE={given[1]!r}, without torchrun's other variables or not "
                             "whole numbers: start with torchrun, or unset both")
         rank, world_size = int(given[0]), int(given[1])

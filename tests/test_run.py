@@ -240,7 +240,9 @@ def test_only_old_checkpoints_are_removed(text, tmp_path):
 # ---- One folder, one run --------------------------------------------------------------------------------------------
 def test_a_folder_in_use_or_of_something_else_is_refused(text, copy, tmp_path, capsys):
     before = contents(copy)
+    (copy / ".theirs.tmp").touch()
     with lock_folder(copy):
+        assert (copy / ".theirs.tmp").exists()
         assert "another process is at work there" in fails(lambda: short_run(text, copy), capsys)
     assert contents(copy) == before
     assert "not empty, and not written by this program" in fails(lambda: short_run(text, tmp_path), capsys)
@@ -292,7 +294,8 @@ def test_a_bad_command_line_gets_one_line(flags, message, text, finished, tmp_pa
 
 
 @pytest.mark.parametrize("variables", ["RANK=1", "WORLD_SIZE=2", "RANK= WORLD_SIZE=1", "RANK=0 WORLD_SIZE=two",
-                                       "RANK=2 WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2"])
+                                       "RANK=2 WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2",
+                                       "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=no"])
 def test_left_over_variables_of_torchrun_get_one_line(variables, text, tmp_path, monkeypatch, capsys):
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
@@ -318,9 +321,12 @@ def test_a_disk_without_locks_is_used_without(text, finished, tmp_path, monkeypa
 
 
 def test_closed_streams_do_not_end_a_run(text, finished, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(sys, "stderr", None)
-    assert same(short_run(text, tmp_path / "run"), finished)
+    reader, writer = os.pipe()
+    os.close(reader)
+    for number, stream in enumerate((None, open(writer, "w"))):
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert same(short_run(text, tmp_path / str(number)), finished)
 
 
 def test_a_home_that_cannot_be_written_is_named(text, tmp_path, monkeypatch, capsys):
