@@ -25,7 +25,7 @@ from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out
 from support.corpus import seed_of
 from support.documents import VAL_SHARE
 from support.files import figure, lock_folder, write_json
-from support.subjects import Subject, open_subject
+from support.subjects import Subject, subject_of_hub, subject_of_run
 from support.worker import make_worker
 
 CURVES = ("with_mask", "without_mask", "mask_only")
@@ -55,7 +55,8 @@ def effective_rank(h, tau: float = 0.9) -> int:
 
 class Moments:
     """Count, sum and Gram matrix of the rows of H (N, d) in float64, batch by batch; H is never held."""
-    count = total = gram = 0  # until the first vectors are added
+    def __init__(self):
+        self.count, self.total, self.gram = 0, 0.0, 0.0  # then an int, (d,) and (d, d)
 
     def add(self, h):
         """Include the rows of h (..., d)."""
@@ -102,13 +103,10 @@ class RankConfig:
 
 def masks_for(subject: Subject, tokens, seed: int):
     """Where [MASK] replaces a token of tokens (B, n): (B, n) bool, in each sequence at 15 % of the positions, never at
-    a special token. Raises UserError if a sequence has too few other tokens."""
+    a special token."""
     maskable = ~torch.isin(tokens, torch.tensor(subject.specials))
     generator = torch.Generator().manual_seed(seed)
-    try:
-        positions = draw_masks(maskable, round(MASK_RATE * tokens.shape[1]), generator)  # (B, m)
-    except ValueError as error:
-        raise UserError(f"{subject.name}: sequences with too few words ({error}); use another --data") from error
+    positions = draw_masks(maskable, round(MASK_RATE * tokens.shape[1]), generator)  # (B, m)
     return torch.zeros_like(maskable).scatter(1, positions, True)
 
 
@@ -168,7 +166,7 @@ LINES = {"with_mask": (0, "o-", "input with [MASK]"), "without_mask": (0, "s--",
 
 def draw(models: dict[str, dict], config: RankConfig):
     """Write rank.png as Figure 1: (a) rank with and without [MASK] in the input, (b) rank of [MASK], by layer."""
-    with figure(config.out / "rank.png", panels=2) as (drawn, axes):
+    with figure(config.out / "rank.png", panels=2) as (_, axes):
         for number, (name, model) in enumerate(models.items()):
             for curve, (panel, style, label) in LINES.items():
                 axes[panel].plot(model["uncentered"][curve], style, color=f"C{number}", label=f"{name}, {label}")
@@ -176,12 +174,10 @@ def draw(models: dict[str, dict], config: RankConfig):
             axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {config.tau}", title=title, ylim=0)
             axis.xaxis.get_major_locator().set_params(integer=True)
             axis.legend(fontsize="small")
-        drawn.supxlabel(f"Dimensions that hold {config.tau} of the squared singular values.", fontsize="small")
 
 
 # ---- 4. Command line ----------------------------------------------------------------------------------------
-def read_options(argv) -> tuple[list[str], RankConfig]:
-    """The names of the models on the command line, and its flags."""
+def main(argv=None):
     parser = Parser("rank.py", __doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a run folder, a checkpoint, or hf:NAME_OR_FOLDER")
     add_flags(parser, RankConfig, {})
@@ -193,16 +189,12 @@ def read_options(argv) -> tuple[list[str], RankConfig]:
     for name in options.models:
         if not name.startswith("hf:") and not Path(name).exists():  # before the first is measured
             parser.error(f"{name}: no such run folder or checkpoint")
-    return options.models, config
-
-
-def main(argv=None):
-    names, config = read_options(argv)
-    with clear_errors("rank.py"), lock_folder(config.out, "rank.json", "models"):
+    with clear_errors("rank.py"), lock_folder(config.out, sign="rank.json"):
         device = make_worker("fp32", config.device).device
         torch.set_float32_matmul_precision("highest")  # TF32, as in training, is too coarse for a covariance
         models = {}
-        for name in names:
+        for name in options.models:
+            open_subject = subject_of_hub if name.startswith("hf:") else subject_of_run
             with explain_out_of_memory("--batch-size"):
                 subject = open_subject(name, config, device)
                 models[name] = model_ranks(subject, measure(subject, config), config.tau)

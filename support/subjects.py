@@ -33,17 +33,11 @@ class Subject(NamedTuple):
         return evenly(self.rows, math.ceil(tokens / n))
 
 
-def open_subject(name: str, config, device: torch.device) -> Subject:
-    """The model that a command line names: hf:NAME, a run folder, or a checkpoint. The fields data, column, val_share,
-    tokens and seq_len of the config, a rank.RankConfig, choose its text. Raises UserError without a model or text."""
-    opener = subject_of_hub if name.startswith("hf:") else subject_of_run
-    return opener(name, config, device)
-
-
 # ---- 1. A run -----------------------------------------------------------------------------------------------
 def subject_of_run(name: str, config, device: torch.device) -> Subject:
-    """A model of ours. Without --data it reads the validation text of its run, and docs if it has none, as fine-tuned
-    and imported models."""
+    """A run folder or checkpoint of ours. The fields data, column, val_share and tokens of the config, a
+    rank.RankConfig, choose its text: without data the validation text of its run, or docs if it has none, as
+    fine-tuned and imported models. Raises UserError without a model or text."""
     encoder, tokenizer, shape, settings = load_encoder(Path(name), device)
     text = config.data or settings.get("data", "docs")
     if not config.data and "data" in settings:
@@ -63,10 +57,11 @@ def subject_of_run(name: str, config, device: torch.device) -> Subject:
 def subject_of_hub(name: str, config, device: torch.device) -> Subject:
     """An encoder that transformers' AutoModel loads. It reads the validation documents of --data, or of docs."""
     model, _ = model_from_hub("AutoModel", name)
-    model = (model.get_encoder() if model.config.is_encoder_decoder else model).to(device)
+    model = model.to(device)
     tokenizer = from_hub("AutoTokenizer", name)
-    if tokenizer.mask_token_id is None:
-        raise UserError(f"{name}: it has no mask token; use an encoder trained with MLM")
+    cls, sep, mask = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
+    if None in (cls, sep, mask) or model.config.is_encoder_decoder:
+        raise UserError(f"{name}: use an encoder trained with MLM, whose tokenizer has [CLS], [SEP] and [MASK]")
 
     def encode_text(text):
         text = text.replace(tokenizer.mask_token, "")
@@ -76,35 +71,21 @@ def subject_of_hub(name: str, config, device: torch.device) -> Subject:
         tokens = tokens.to(device)
         out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True)
         # The last of hidden_states lacks the final LayerNorm in some families.
-        states = [*(out.hidden_states or ())[:-1], out.last_hidden_state]
-        if len(states) == 1 or {h.shape[1] for h in states} != {tokens.shape[1]}:
-            raise UserError(f"{name}: use an encoder whose layers all have one vector per token")
-        return states
+        return [*out.hidden_states[:-1], out.last_hidden_state]
 
     text = config.data or "docs"
     # RoBERTa and its like count positions from after their padding id, so they read 512 tokens with 514 positions.
     positions = getattr(model.config, "max_position_embeddings", 514) - 2
     n = min(config.seq_len, tokenizer.model_max_length, positions)
-    rows = text_rows(text, encode_text, frame_of(tokenizer), n, config)
+    rows = text_rows(text, encode_text, ([cls], [sep], [sep]), n, config)
     specials = sorted(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
-    return Subject(name, encode, rows, text, tokenizer.mask_token_id, specials, reads_mask=True)
-
-
-def frame_of(tokenizer) -> tuple[list[int], list[int], list[int]]:
-    """The special tokens before a sequence, between documents and after a sequence, such as `<s>`, `</s>` and `</s>`.
-    A tokenizer shows them when it encodes the letter "a"."""
-    letter = tokenizer("a", add_special_tokens=False)["input_ids"]
-    framed = tokenizer("a")["input_ids"]
-    start = next((i for i in range(len(framed)) if framed[i:i + len(letter)] == letter), 0)
-    separator = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
-    between = [] if separator is None else [separator]
-    return framed[:start], between, framed[start + len(letter):]
+    return Subject(name, encode, rows, text, mask, specials, reads_mask=True)
 
 
 # ---- 3. Text of --data --------------------------------------------------------------------------------------
 def text_rows(source: str, encode: Callable, frame: tuple, n: int, config) -> np.ndarray:
-    """Validation documents of a source as sequences (rows, n) int64, framed by special tokens. Raises UserError if
-    there is less text than one sequence."""
+    """Validation documents of a source as sequences (rows, n) int64. The frame holds the special tokens before a
+    sequence, between documents and after a sequence. Raises UserError if there is less text than one sequence."""
     before, between, after = frame
     room = n - len(before) - len(after)
     texts = (text for text in documents(sources(source, config.column)) if in_validation(text, config.val_share))

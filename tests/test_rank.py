@@ -139,7 +139,7 @@ def test_files_of_others_are_not_written_over(finished, tmp_path, capsys):
 
 
 def test_a_run_is_measured_on_its_validation_text(finished):
-    subject = subjects.open_subject(str(finished), rank.RankConfig(), CPU)
+    subject = subjects.subject_of_run(str(finished), rank.RankConfig(), CPU)
     encoder, tokenizer, *_ = load_encoder(finished)
     document = next(text for text in little_documents() if in_validation(text, 0.1))
     tokens = torch.from_numpy(subject.rows[[0, 1, 2]])
@@ -151,31 +151,21 @@ def test_a_run_is_measured_on_its_validation_text(finished):
 def test_a_run_keeps_its_tokenizer_when_its_text_has_changed(tmp_path):
     text, config = write_corpus(tmp_path / "text.txt"), rank.RankConfig()
     run = str(short_run(text, tmp_path / "run"))
-    before = subjects.open_subject(run, config, CPU).sample(1000)
+    before = subjects.subject_of_run(run, config, CPU).sample(1000)
     text.write_text(text.read_text() + "\n\n" + 400 * "zyx wvu tsr qpo. ")
-    assert torch.equal(subjects.open_subject(run, config, CPU).sample(1000)[:5], before[:5])
+    assert torch.equal(subjects.subject_of_run(run, config, CPU).sample(1000)[:5], before[:5])
 
 
 def test_a_hub_encoder_keeps_its_frame(text, tmp_path):
     model, tokenizer = write_hub_model(tmp_path)
     config = rank.RankConfig(data=str(text), val_share=1.0)
-    subject = subjects.open_subject(f"hf:{tmp_path}", config, CPU)
+    subject = subjects.subject_of_hub(f"hf:{tmp_path}", config, CPU)
     tokens = torch.from_numpy(subject.rows[:3])
     for row in tokens.tolist():
         assert row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id
     assert tokenizer.decode(tokens[:, 1:-1].flatten()).startswith(little_documents()[0] + "</s>")
     torch.testing.assert_close(subject.encode(tokens)[-1], model.base_model(tokens).last_hidden_state)
     assert rank.measure(subject, config)["mask_only"][0].count == 4 * len(subject.rows)
-
-
-def test_a_hub_encoder_with_shorter_layers_gets_one_line(text, tmp_path, capsys):
-    import transformers
-    _, tokenizer = write_hub_model(tmp_path / "hub")
-    transformers.FunnelModel(transformers.FunnelConfig(
-        vocab_size=len(tokenizer), block_sizes=[1, 1], d_model=32, n_head=2, d_head=16, d_inner=64,
-    )).save_pretrained(tmp_path / "hub")
-    command = f"hf:{tmp_path / 'hub'} --data {text} --val-share 1 --seq-len 24 --out {tmp_path / 'out'}"
-    assert "one vector per token" in fails(lambda: rank.main(command.split()), capsys)
 
 
 @pytest.mark.parametrize("flags, message", [
