@@ -24,24 +24,19 @@ class CrossBlock(Block):
 
     def forward(self, x, memory, bias, at=None):
         """x (B, n, d) and memory (B, r, d) -> (B, n, d), or only the outputs at the indices `at` (B, m) int64."""
-        if self.self_attention is None:
-            pass
-        elif self.post_norm:
-            y = self.self_attention(x, bias)
-            x = self.attention_norm(x + y).to(y.dtype)
-        else:
-            x = x + self.self_attention(self.attention_norm(x), bias)
-
+        if self.self_attention is not None:
+            x = self.sublayer(x, self.self_attention, self.attention_norm, bias)
         if at is not None:  # only for speed, as in Block
             x = x.take_along_dim(at[:, :, None], dim=1)
+        x = self.sublayer(x, self.cross_attention, self.cross_norm, None, memory)
+        return self.sublayer(x, self.ffn, self.ffn_norm)
 
+    def sublayer(self, x, layer, norm, *arguments):
+        """A layer with its skip connection and LayerNorm; see Block."""
         if self.post_norm:
-            y = self.cross_attention(x, memory=memory)
-            x = self.cross_norm(x + y).to(y.dtype)
-            y = self.ffn(x)
-            return self.ffn_norm(x + y).to(y.dtype)
-        x = x + self.cross_attention(self.cross_norm(x), memory=memory)
-        return x + self.ffn(self.ffn_norm(x))
+            y = layer(x, *arguments)
+            return norm(x + y).to(y.dtype)
+        return x + layer(norm(x), *arguments)
 
 
 class CrossDecoder(Decoder):
