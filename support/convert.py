@@ -17,46 +17,37 @@ from torch import nn
 
 from maelm import CLS, MAELM, PAD, SEP, Config
 from support.cli import Parser, UserError, clear_errors
-from support.files import atomic, refuse_other_files, write_json
+from support.files import refuse_other_files, write_json
 from support.hub import from_hub, model_from_hub, transformers_library
-from support.models import check, load_encoder, load_model, read_tensors, save_checkpoint
+from support.models import check, checkpoint_of, read_tensors, save_checkpoint
 from support.tokenizer import Tokenizer
 
 # ---- 1. Export ----------------------------------------------------------------------------------------------
-# Configuration; weights, by their names in modeling_maelm.py; tokenizer; the end of the name of their class there, ""
-# for the encoder alone; and the labels of a classifier, or one for numbers.
-Export = tuple[Config, dict[str, torch.Tensor], Tokenizer, str, list[str]]
+# Configuration; weights, by their names in modeling_maelm.py; the end of the name of their class there, "" for the
+# encoder alone; and the labels of a classifier, or one for numbers.
+Export = tuple[Config, dict[str, torch.Tensor], str, list[str]]
 
 
-def read_run(source: Path) -> Export:
-    """A run folder or checkpoint of train.py. Decoders with cross-attention, and those of encoders that read random
-    tokens, cannot predict [MASK] in a text, and stay behind."""
-    model, tokenizer = load_model(source)
-    if model.config.decoder == "bi" and model.config.encoder_fill == "mask":
-        return model.config, model.state_dict(), tokenizer, "ForMaskedLM", []
-    weights = {f"encoder.{name}": weight for name, weight in model.encoder.state_dict().items()}
-    return model.config, weights, tokenizer, "", []
+def read_run(file: Path) -> Export:
+    """A checkpoint of train.py. Decoders with cross-attention, and those of encoders that read random tokens, cannot
+    predict [MASK] in a text, and stay behind."""
+    state = read_tensors(file, "model")
+    config, weights = state["config"], state["model"]
+    if config.decoder == "bi" and config.encoder_fill == "mask":
+        return config, weights, "ForMaskedLM", []
+    return config, {name: weight for name, weight in weights.items() if name.startswith("encoder.")}, "", []
 
 
 def read_tuned(file: Path) -> Export:
-    """The encoder.pt of finetune.py. Raises UserError if its head is not one of finetune.py's."""
-    _, tokenizer, config, _ = load_encoder(file)
+    """The encoder.pt of finetune.py."""
     state = read_tensors(file, "model", "task", "labels", "scale")
-    head, module, layers = "ForSequenceClassification", "classifier", ["head.1", "head.4"]
-    labels = state["labels"] or ["number"]
+    head, module, labels = "ForSequenceClassification", "classifier", state["labels"] or ["number"]
     if state["task"] == "squad2":
-        head, module, layers, labels = "ForQuestionAnswering", "qa_outputs", ["head"], []
-    differs = {f"{layer}.{parameter}" for layer in layers for parameter in ("weight", "bias")}
-    weights = {}
-    for name, weight in state["model"].items():
-        if not name.startswith("encoder."):
-            differs ^= {name}
-        if name.startswith("head.4"):  # the last layer gives a number in its own unit
-            weight = state["scale"] * weight
-        weights[re.sub("^head", module, name)] = weight
-    if differs:
-        raise UserError(f"{file}: its head is not one of finetune.py's, which differ in {', '.join(sorted(differs))}")
-    return config, weights, tokenizer, head, labels
+        head, module, labels = "ForQuestionAnswering", "qa_outputs", []
+    weights = {re.sub("^head", module, name): weight for name, weight in state["model"].items()}
+    for name in weights.keys() & {"classifier.4.weight", "classifier.4.bias"}:
+        weights[name] *= state["scale"]  # the last layer gives a number in its own unit
+    return state["config"], weights, head, labels
 
 
 def hub_config(config: Config, head: str, labels: list[str]) -> dict:
@@ -95,13 +86,11 @@ def export(source: Path, out: Path) -> str:
     """Write a run, a checkpoint or a fine-tuned model as a folder for transformers, and return a note for the user."""
     transformers_library()
     import safetensors.torch  # comes with transformers
-    file = source if source.is_file() else source / "encoder.pt"
-    is_tuned = file.name == "encoder.pt" and file.is_file()
-    config, weights, tokenizer, head, labels = read_tuned(file) if is_tuned else read_run(source)
-    with atomic(out / "model.safetensors") as temporary:
-        # Not save_file: it makes a file that only its owner can read.
-        temporary.write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
-    save_tokenizer(tokenizer, config.seq_len, out)
+    file = checkpoint_of(source)
+    config, weights, head, labels = read_tuned(file) if file.name == "encoder.pt" else read_run(file)
+    save_tokenizer(Tokenizer.load(file.parent), config.seq_len, out)
+    # Not save_file: it makes a file that only its owner can read.
+    (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
     for code in ("support/modeling_maelm.py", "maelm.py"):
         shutil.copy(Path(__file__).parents[1] / code, out)
     write_json(out / "config.json", hub_config(config, head, labels))
@@ -192,13 +181,12 @@ def main(argv=None):
         refuse_other_files(options.out)
         unfinished = options.out.with_name(f".{options.out.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)  # of a command that was killed
+        unfinished.mkdir(parents=True)
         if options.command == "export":
             note = export(Path(options.source), unfinished)
         else:
             note = import_model(options.source, unfinished)
-        if options.out.is_dir():
-            options.out.rmdir()  # it is empty
-        unfinished.replace(options.out)
+        unfinished.replace(options.out)  # which is empty, if it exists
         print(f"{options.out}: {note}")
 
 

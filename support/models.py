@@ -197,8 +197,9 @@ def load_weights(module: nn.Module, weights: dict, path: Path):
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The checkpoint that a path names, or the newest of a run folder. Raises UserError if there is none."""
-    found = [path] if path.suffix == ".pt" else checkpoints(path)
+    """The checkpoint that a path names, the newest of a run folder, or finetune.py's encoder.pt, which load_encoder
+    reads. Raises UserError if there is none."""
+    found = [path] if path.suffix == ".pt" else [*checkpoints(path), *path.glob("encoder.pt")]
     if not found:
         raise UserError(f"{path}: not a run folder with checkpoints; train.py makes one; support.convert imports hf:")
     return found[-1]
@@ -216,7 +217,7 @@ def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
 def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config, dict]:
     """The encoder of a run folder, a checkpoint, or a folder of finetune.py (encoder.pt), in evaluation mode; its
     tokenizer; its Config; the settings of its run. Raises UserError if there is none."""
-    file = path / "encoder.pt" if (path / "encoder.pt").is_file() else checkpoint_of(path)
+    file = checkpoint_of(path)
     state = read_tensors(file, "model")
     encoder = Encoder(state["config"])
     names = [name.removeprefix("encoder.") for name in state["model"] if name.startswith("encoder.")]

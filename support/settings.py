@@ -40,10 +40,10 @@ def load_start(init: str, preset: dict | None, ablation: str | None, *kinds: typ
     of its peak rates unless it also began with --init. With a preset, the recipe is the preset's; an ablation
     determines decoder and masks. Raises UserError if a file is missing or damaged."""
     file = checkpoint_of(Path(init))
+    model, tokenizer = load_model(file)
     path = file.parent / "config.json"
     there = read_json(path)
     check_fields(path, there, *kinds, Inputs)
-    model, tokenizer = load_model(file)
     if preset is not None:
         values = preset | {name: there[name] for name in TEXT if name in there}
     else:
