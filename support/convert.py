@@ -63,7 +63,6 @@ def hub_config(config: Config, head: str, labels: list[str]) -> dict:
     for name in ("", "ForSequenceClassification", "ForQuestionAnswering", head):
         found["auto_map"]["AutoModel" + name] = code + (name or "Model")
     if labels:
-        found["problem_type"] = "regression" if len(labels) == 1 else "single_label_classification"
         found["id2label"] = dict(enumerate(labels))
         found["label2id"] = {label: i for i, label in enumerate(labels)}
     return found

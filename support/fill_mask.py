@@ -31,7 +31,6 @@ def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, at) -> list[Guess]:
 
 def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[Guess]:
     """A guess for each [MASK] of a text. Raises UserError if the text has no [MASK] or too many tokens."""
-    text = text.encode(errors="replace").decode()  # a terminal can send half a character
     ids = []
     for part in text.replace(" [MASK]", "[MASK]").split("[MASK]"):  # [MASK] stands for a word and the space before it
         ids += [*tokenizer.encode(part).tolist(), MASK]

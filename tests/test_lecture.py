@@ -42,11 +42,6 @@ def test_lecture_draws_what_rank_measures(tmp_path):
     assert list(found.values()) == list(measured.values())
 
 
-def test_no_cell_of_the_lecture_is_longer_than_a_slide():
-    _, cells = read_notebook()
-    assert [name for name, cell in cells.items() if len(cell.source.splitlines()) > 14] == []
-
-
 def test_the_first_cell_alone_fetches_the_repository_once(tmp_path):
     origin, alone = tmp_path / "origin", tmp_path / "alone"
     alone.mkdir()

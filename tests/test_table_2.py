@@ -11,7 +11,7 @@ import train
 from conftest import generator, model_and_batch, random_tokens, tiny
 from support import cross_attention
 from support.models import check, make_model
-from test_maelm import all_learn, at_positions, bias_table, close, copy_attention, copy_layer, exact
+from test_maelm import all_learn, bias_table, close, copy_attention, copy_layer, exact
 from tests.common import SHAPE
 
 
@@ -54,10 +54,6 @@ def test_an_mlm_refuses_removed_positions():
 
 
 # ---- Sizes and rows -------------------------------------------------------------------------------------------------
-def test_the_paper_masks_77_of_512_tokens():
-    assert maelm.Config().num_masked(512) == 77  # App. C
-
-
 @pytest.mark.parametrize("field, values", [("rel_pos_buckets", (-4, 7)), ("decoder_dim", (-64, 100)), ("seq_len", (1,)),
                                            ("decoder_layers", (0, -1)), ("encoder_heads", (0, 7)),
                                            ("init_std", (-1.0, 0.0, math.nan, math.inf)), ("decoder", ("uni",))])
@@ -134,13 +130,6 @@ def test_a_prediction_does_not_depend_on_which_others_are_asked_for():
         model, _, corruption = model_and_batch(**fields)
         fewer = corruption._replace(masked=corruption.masked[:, [4, 1]])
         close(model.logits(fewer), model.logits(corruption)[:, [4, 1]], atol=1e-5, rtol=1e-4)
-
-
-def test_a_layer_at_some_positions_is_the_same():
-    for norm in ("post", "pre"):
-        block, at = maelm.Block(tiny(norm=norm), 32, 4, 0.0), torch.tensor([[5, 0], [3, 6]])
-        x = torch.randn(2, 7, 32, generator=generator(0))
-        close(block(x, at=at), at_positions(block(x), at), atol=1e-5, rtol=1e-5)
 
 
 def test_the_fast_bias_is_the_plain_lookup_and_hides_padding():
