@@ -1,8 +1,6 @@
 """Lemma 2.1 and Theorem 2.2, computed for a trained model: for lecture 1 of teaching.md.
 
     python -m course.theory out/toy-mlm       # a run folder or checkpoint of train.py
-
-Eq. (3), the bound of Theorem 2.2 and its epsilon are in both_sides.
 """
 from pathlib import Path
 
@@ -49,8 +47,7 @@ def single_head(attention: nn.Module):
 def both_sides(real, masks, qk, vo) -> dict[str, float]:
     """||R'||_{1,inf} and its bound 4 epsilon ||R||^3_{1,inf} in Theorem 2.2, for one layer of pure attention.
     real H_R (n, d), masks H_M (m, d) float64. U is the best solution of H_M = U H_R, Eq. (3), with U 1 = 1, and U H_R
-    then takes H_M's place, as the proof supposes. `eq3`: ||H_M - U H_R|| / ||H_M||, 0 if the supposition holds.
-    `spread`: max_i of f_max - f_min; the proof's exp(x) <= 1 + 2x needs it to be at most 1.256. Section 2.2, App. A."""
+    then takes H_M's place, as the proof supposes. `eq3` and `spread` are 0 and below 1.256 where the proof holds."""
     n = len(real)
     h = real.mean(0)  # of all x the one with the smallest ||H_R - 1 x^T||
     R = real - h
@@ -74,13 +71,12 @@ def both_sides(real, masks, qk, vo) -> dict[str, float]:
 
 def lemma_2_1(encoder: Encoder, states, masked):
     """Print the ranks of P, E, H_M^0 and H_M^L of a model."""
-    P = encoder.position_embedding.weight
-    E = encoder.token_embedding.weight
-    matrices = {"P": P.double(), "E": E.double(), "H_M^0": states[0][masked], "H_M^L": states[-1][masked]}
+    matrices = {"P": encoder.position_embedding.weight.double(), "E": encoder.token_embedding.weight.double(),
+                "H_M^0": states[0][masked], "H_M^L": states[-1][masked]}
     for name, matrix in matrices.items():
         numerical = int(torch.linalg.matrix_rank(matrix))
         print(f"  {name:<6} rank_0.9 {effective_rank(matrix):>5}   numerical rank {numerical:>5}")
-    print(f"  the proof has rank(P) <= d - rank(E), d = {E.shape[1]}")
+    print("  the proof has rank(P) <= d - rank(E)")
 
 
 def theorem_2_2(encoder: Encoder, states, masked):
@@ -102,7 +98,6 @@ ASSUMPTIONS = """\
 
 @torch.no_grad()
 def main(argv=None):
-    """Print what Lemma 2.1 and Theorem 2.2 say about a run of train.py."""
     parser = Parser("course.theory", __doc__)
     parser.add_argument("run", help="a run folder or checkpoint of train.py")
     options = parser.parse_args(argv)
