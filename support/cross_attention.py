@@ -22,12 +22,10 @@ class CrossBlock(Block):
         self.cross_attention = Attention(dim, heads, 0.0)
         self.cross_norm = nn.LayerNorm(dim)
 
-    def forward(self, x, memory, bias, at=None):
-        """x (B, n, d) and memory (B, r, d) -> (B, n, d), or only the outputs at the indices `at` (B, m) int64."""
+    def forward(self, x, memory, bias):
+        """x (B, n, d) and memory (B, r, d) -> (B, n, d)."""
         if self.self_attention is not None:
             x = self.sublayer(x, self.self_attention, self.attention_norm, bias)
-        if at is not None:  # only for speed, as in Block
-            x = x.take_along_dim(at[:, :, None], dim=1)
         x = self.sublayer(x, self.cross_attention, self.cross_norm, None, memory)
         return self.sublayer(x, self.ffn, self.ffn_norm)
 
@@ -58,10 +56,9 @@ class CrossDecoder(Decoder):
         if self.causal:
             bias = torch.full((1, 1, n, n), -torch.inf, device=x.device).triu(1)  # -inf for keys after the query
             bias = align_for_cuda(bias)
-        *lower, last = self.stack.blocks
-        for block in lower:
+        for block in self.stack.blocks:
             x = block(x, memory, bias)
-        return self.stack.final_norm(last(x, memory, bias, at))
+        return self.stack.final_norm(x.take_along_dim(at[:, :, None], dim=1))
 
 
 class CrossMAELM(MAELM):
