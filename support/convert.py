@@ -23,31 +23,26 @@ from support.models import check, checkpoint_of, read_tensors, save_checkpoint
 from support.tokenizer import Tokenizer
 
 # ---- 1. Export ----------------------------------------------------------------------------------------------
-# Configuration; weights, by their names in modeling_maelm.py; the end of the name of their class there, "" for the
-# encoder alone; and the labels of a classifier, or one for numbers.
-Export = tuple[Config, dict[str, torch.Tensor], str, list[str]]
-
-
-def read_run(file: Path) -> Export:
-    """A checkpoint of train.py. Decoders with cross-attention, and those of encoders that read random tokens, cannot
-    predict [MASK] in a text, and stay behind."""
+def read_weights(file: Path) -> tuple[Config, dict[str, torch.Tensor], str, list[str]]:
+    """A checkpoint of train.py, or the encoder.pt of finetune.py -> its Config; weights, by their names in
+    modeling_maelm.py; the end of the name of their class there; the labels of a classifier, or one for numbers."""
     state = read_tensors(file, "model")
     config, weights = state["config"], state["model"]
-    if config.decoder == "bi" and config.encoder_fill == "mask":
-        return config, weights, "ForMaskedLM", []
-    return config, {name: weight for name, weight in weights.items() if name.startswith("encoder.")}, "", []
-
-
-def read_tuned(file: Path) -> Export:
-    """The encoder.pt of finetune.py."""
-    state = read_tensors(file, "model", "task", "labels", "scale")
-    head, module, labels = "ForSequenceClassification", "classifier", state["labels"] or ["number"]
+    if "task" not in state:
+        if config.decoder == "bi" and config.encoder_fill == "mask":
+            return config, weights, "ForMaskedLM", []
+        # Other decoders cannot predict [MASK] in a text: only the encoder is exported.
+        return config, {name: weight for name, weight in weights.items() if name.startswith("encoder.")}, "", []
     if state["task"] == "squad2":
-        head, module, labels = "ForQuestionAnswering", "qa_outputs", []
-    weights = {re.sub("^head", module, name): weight for name, weight in state["model"].items()}
-    for name in weights.keys() & {"classifier.4.weight", "classifier.4.bias"}:
+        return config, renamed(weights, "qa_outputs"), "ForQuestionAnswering", []
+    for name in ("head.4.weight", "head.4.bias"):
         weights[name] *= state["scale"]  # the last layer gives a number in its own unit
-    return state["config"], weights, head, labels
+    return config, renamed(weights, "classifier"), "ForSequenceClassification", state["labels"] or ["number"]
+
+
+def renamed(weights: dict[str, torch.Tensor], head: str) -> dict[str, torch.Tensor]:
+    """Weights of finetune.py, with this name for their head."""
+    return {re.sub("^head", head, name): weight for name, weight in weights.items()}
 
 
 def hub_config(config: Config, head: str, labels: list[str]) -> dict:
@@ -81,19 +76,19 @@ def save_tokenizer(tokenizer: Tokenizer, seq_len: int, out: Path):
         "model_input_names": ["input_ids", "attention_mask"]})
 
 
-def export(source: Path, out: Path) -> str:
-    """Write a run, a checkpoint or a fine-tuned model as a folder for transformers, and return a note for the user."""
+def export(source: Path, out: Path):
+    """Write a run, a checkpoint or a fine-tuned model as a folder for transformers."""
     transformers_library()
     import safetensors.torch  # comes with transformers
     file = checkpoint_of(source)
-    config, weights, head, labels = read_tuned(file) if file.name == "encoder.pt" else read_run(file)
+    config, weights, head, labels = read_weights(file)
     save_tokenizer(Tokenizer.load(file.parent), config.seq_len, out)
     # Not save_file: it makes a file that only its owner can read.
     (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
     for code in ("support/modeling_maelm.py", "maelm.py"):
         shutil.copy(Path(__file__).parents[1] / code, out)
     write_json(out / "config.json", hub_config(config, head, labels))
-    return f"for AutoModel{head} with trust_remote_code=True; another class would have a random head"
+    print(f"for AutoModel{head} with trust_remote_code=True; another class would have a random head")
 
 
 # ---- 2. Import ----------------------------------------------------------------------------------------------
@@ -156,17 +151,16 @@ def read_tokenizer(name: str, theirs, size: int):
     return ours, torch.tensor(order)
 
 
-def import_model(name: str, out: Path) -> str:
-    """Write a RoBERTa as a run folder at step 0, and return a note. Raises UserError if maelm cannot compute it."""
+def import_model(name: str, out: Path):
+    """Write a RoBERTa as a run folder at step 0. Raises UserError if maelm cannot compute it."""
     config = read_config(name, from_hub("AutoConfig", name))
     tokenizer, order = read_tokenizer(name, from_hub("AutoTokenizer", name), config.vocab_size)
-    theirs, new_head = model_from_hub("AutoModelForMaskedLM", name)
+    theirs = model_from_hub("AutoModelForMaskedLM", name)
     model = MAELM(config)
     model.load_state_dict(to_ours(theirs.state_dict(), model.state_dict(), order))
     tokenizer.save(out)
     save_checkpoint(out, 0, model, [], 0.0, 0)
     write_json(out / "config.json", asdict(config) | {"init": name})
-    return name + (", with a new head for [MASK]" if new_head else "")
 
 
 # ---- 3. Command line ----------------------------------------------------------------------------------------
@@ -182,11 +176,11 @@ def main(argv=None):
         shutil.rmtree(unfinished, ignore_errors=True)  # of a command that was killed
         unfinished.mkdir(parents=True)
         if options.command == "export":
-            note = export(Path(options.source), unfinished)
+            export(Path(options.source), unfinished)
         else:
-            note = import_model(options.source, unfinished)
+            import_model(options.source, unfinished)
         unfinished.replace(options.out)  # which is empty, if it exists
-        print(f"{options.out}: {note}")
+        print(f"{options.out}: {options.command} of {options.source}")
 
 
 if __name__ == "__main__":

@@ -30,11 +30,10 @@ def from_hub(auto: str, name: str, **options):
         raise UserError(f"hf:{name}: transformers cannot load it ({why})") from error
 
 
-def model_from_hub(auto: str, name: str) -> tuple[nn.Module, bool]:
-    """A model in fp32 and evaluation mode, and whether its head is new. Raises UserError if weights of its encoder are
-    missing."""
+def model_from_hub(auto: str, name: str) -> nn.Module:
+    """A model in fp32 and evaluation mode. Raises UserError if it lacks weights of its encoder; a head may be new."""
     model, loading = from_hub(auto, name, output_loading_info=True)
     missing = [key for key in loading["missing_keys"] if not key.startswith(("pooler.", "lm_head."))]
     if missing:
         raise UserError(f"{name}: it lacks weights of the encoder, such as {min(missing)}")
-    return model.float().eval(), bool(loading["missing_keys"])
+    return model.float().eval()

@@ -56,8 +56,7 @@ def subject_of_run(name: str, config, device: torch.device) -> Subject:
 # ---- 2. An encoder of the Hub -------------------------------------------------------------------------------
 def subject_of_hub(name: str, config, device: torch.device) -> Subject:
     """An encoder that transformers' AutoModel loads. It reads the validation documents of --data, or of docs."""
-    model, _ = model_from_hub("AutoModel", name)
-    model = model.to(device)
+    model = model_from_hub("AutoModel", name).to(device)
     tokenizer = from_hub("AutoTokenizer", name)
     cls, sep, mask = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
     if None in (cls, sep, mask) or model.config.is_encoder_decoder:

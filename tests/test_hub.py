@@ -223,11 +223,8 @@ def test_an_imported_model_computes_the_same(hub, tmp_path):
     assert_same(model, theirs.base_model, theirs, order)
 
 
-def test_a_missing_head_is_new_and_a_missing_encoder_is_not_measured(hub, tmp_path, capsys):
+def test_a_missing_encoder_is_not_measured(hub, tmp_path, capsys):
     model, _ = write_hub_model(tmp_path / "hub")
-    model.roberta.save_pretrained(tmp_path / "hub")
-    convert.main(["import", str(tmp_path / "hub"), str(tmp_path / "run")])
-    assert "with a new head" in capsys.readouterr().out
     renamed = {f"x.{name}": weight.clone() for name, weight in model.state_dict().items()}
     for content, message in ((save(renamed), "lacks weights of the encoder"), (b"", "cannot load")):
         (tmp_path / "hub/model.safetensors").write_bytes(content)
