@@ -56,7 +56,7 @@ def effective_rank(h, tau: float = 0.9) -> int:
 class Moments:
     """Count, sum and Gram matrix of the rows of H (N, d) in float64, batch by batch; H is never held."""
     def __init__(self):
-        self.count, self.total, self.gram = 0, 0.0, 0.0  # then an int, (d,) and (d, d)
+        self.count, self.total, self.gram = 0, 0.0, 0.0  # an int, and later (d,) and (d, d)
 
     def add(self, h):
         """Include the rows of h (..., d)."""
@@ -201,8 +201,7 @@ def main(argv=None):
             print_table(name, models[name], config.tau)
         write_json(config.out / "rank.json", {"tau": config.tau, "models": models})
         draw(models, config)
-        print("with: all tokens of the text with 15 % [MASK]; without: all tokens of the unmasked text; [MASK]: at the "
-              f"masks\n{config.out}: rank.json, rank.png")
+        print(f"{config.out}: rank.json, rank.png")
 
 
 if __name__ == "__main__":

@@ -25,9 +25,7 @@ def from_hub(auto: str, name: str, **options):
         return auto_class.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # a damaged file can make it raise anything
         why = f"{type(error).__name__}: {root_cause(error)}"
-        if "trust_remote_code" in str(error):
-            why = "its own code never runs here; if support.convert exported it, name the run folder instead"
-        raise UserError(f"hf:{name}: transformers cannot load it ({why})") from error
+        raise UserError(f"hf:{name}: transformers cannot load it; code of its own never runs here ({why})") from error
 
 
 def model_from_hub(auto: str, name: str) -> nn.Module:

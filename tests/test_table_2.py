@@ -92,9 +92,9 @@ def test_positions_skip_removed_tokens_if_aligned():
 
 def test_relative_tables_are_where_the_config_says():
     for fields, tables in [
-        (dict(), 1), (dict(decoder_relative=True), 2), (dict(decoder_relative=True, decoder_dim=64), 2),
+        (dict(), 1), (dict(decoder_relative=True, decoder_dim=64), 2),
         (dict(decoder_relative=True, rel_pos_buckets=0), 0), (dict(decoder="bi+cross", decoder_relative=True), 2),
-        (dict(decoder="uni+cross", decoder_relative=True), 1), (dict(decoder="cross", decoder_relative=True), 1),
+        (dict(decoder="uni+cross", decoder_relative=True), 1),
     ]:
         model, tokens, corruption = model_and_batch(**fields)
         assert len([name for name, _ in model.named_parameters() if "table" in name]) == tables
