@@ -91,15 +91,21 @@ class Setup(NamedTuple):
     out: Path
 
 
+def make_kind(task: str, pretrained: Pretrained, tune: TuneConfig, labels: Labels) -> Classification | Spans:
+    """The inputs, head, loss and metrics of a task."""
+    kind = Spans if task == "squad2" else Classification
+    return kind(pretrained.tokenizer, pretrained.config, tune, labels)
+
+
 def batches(encoded: Encoded, seed: int, steps: int, batch_size: int):
-    """Yields the input indices (batch_size,) of each step. Epochs are permutations. Sixteen batches at a time are
-    drawn, sorted by length, and shuffled, so that the lengths in a batch are similar."""
+    """Yields the indices (batch_size,) of the inputs of each step. Every epoch is a permutation of all inputs. Inputs
+    of similar length share a batch: those of sixteen steps are sorted, cut into batches, and the batches shuffled."""
     length = np.array([len(ids) for ids in encoded.ids])
-    for group in range(math.ceil(steps / 16)):  # of sixteen steps; the last group may have fewer
-        drawn = rows_of_step(seed, group, 16 * batch_size, len(length))[:(steps - 16 * group) * batch_size]
-        drawn = drawn[np.argsort(length[drawn], kind="stable")]  # neighbours have similar lengths
-        random = np.random.default_rng(seed_of(seed, 16 * group))
-        yield from random.permutation(drawn.reshape(-1, batch_size))  # otherwise, short inputs would come first
+    for first in range(0, steps, 16):
+        count = min(16, steps - first)
+        drawn = rows_of_step(seed, first // 16, 16 * batch_size, len(length))[:count * batch_size]
+        by_length = drawn[np.argsort(length[drawn], kind="stable")]
+        yield from np.random.default_rng(seed_of(seed, first)).permutation(by_length.reshape(count, batch_size))
 
 
 def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterator[int]:
@@ -149,11 +155,12 @@ def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch
 
 
 def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
-    """Do one run. For seed 1, keep the predictions, and the best model with everything that --predict needs."""
+    """Do one run and return its best evaluation. For seed 1, keep that model and its predictions."""
     start, kind, splits, device = time.perf_counter(), setup.kind, setup.splits, setup.worker.device
-    encoder, best = setup.pretrained.new_encoder(seed), None
+    encoder = setup.pretrained.new_encoder(seed)
     torch.manual_seed(seed_of(seed))  # for the head
     model = Tuned(encoder, kind.head()).to(device)
+    best = None
     for step in fine_tune(model, setup, tune, seed):
         found, files = evaluate(model, kind, splits["dev"], tune.batch_size, device)
         if found["ranks"] is None:
@@ -163,15 +170,20 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
             mismatched, _ = evaluate(model, kind, splits["dev_mm"], tune.batch_size, device)
             found["metrics"]["accuracy_mm"] = mismatched["value"]
         if best is None or results.height(found["value"]) > results.height(best["value"]):  # ties: the first
-            best, best_files = found | {"step": step}, files
-            weights = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
-    if seed == 1 and best["ranks"]:
-        write_tensors(setup.out / "encoder.pt", {
-            "config": asdict(setup.pretrained.config), "model": weights, "task": setup.task,
-            "labels": list(kind.labels.names), "scale": kind.labels.scale, "pairs": kind.labels.pairs})
-        write_texts(setup.out, best_files)
+            best = found | {"step": step}
+            if seed == 1:
+                save_tuned(setup, model, files)
     setting = {name: getattr(tune, name) for name in SWEPT}
     return best | {"setting": setting, "seed": seed, "seconds": round(time.perf_counter() - start, 2)}
+
+
+def save_tuned(setup: Setup, model: Tuned, predictions: dict[str, str]):
+    """Write encoder.pt, which holds everything that --predict needs, and the predictions for the dev split."""
+    labels = setup.kind.labels
+    write_tensors(setup.out / "encoder.pt", {
+        "config": asdict(setup.pretrained.config), "model": model.state_dict(), "task": setup.task,
+        "labels": list(labels.names), "scale": labels.scale, "pairs": labels.pairs})
+    write_texts(setup.out, predictions)
 
 
 # ---- 3. All runs of a task ----------------------------------------------------------------------------------
@@ -186,7 +198,7 @@ def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
         left = (len(missing) - number) * run["seconds"] / 3600
         print(f"{setup.task}  {setting}  seed {seed}  {setup.kind.labels.metrics[0]} "
               f"{results.format_number(run['value'])}  {run['seconds']:.0f} s  {left:.1f} h left")
-    for run in runs:
+    for run in runs:  # the other processes do theirs
         results.wait_for(results.path_of_run(setup.out, *run))
     return [results.read_run(setup.out, *run) for run in runs]
 
@@ -198,7 +210,7 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     tune = replace(tune, learning_rate=tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2)
     examples = read_task(task, options.data, pretrained.settings.get("val_share", VAL_SHARE))
     labels = labels_of(task, examples["train"])
-    kind = (Spans if task == "squad2" else Classification)(pretrained.tokenizer, pretrained.config, tune, labels)
+    kind = make_kind(task, pretrained, tune, labels)
     splits = {split: kind.encode(found) for split, found in examples.items()}
     out = options.out / task if options.task == "glue" else options.out
     if worker.is_main:
@@ -211,7 +223,7 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
         print(f"{out}: {len(splits['train'].ids):,} training inputs")
         for split, encoded in splits.items():
             print(f"  {split}: {encoded.remark}")
-    results.wait_for(out / "config.json")
+    results.wait_for(out / "config.json")  # the first process has accepted the folder
     return Setup(task, pretrained, kind, splits, tune, worker, out)
 
 
@@ -221,7 +233,7 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     setup = make_setup(task, options, worker)
     tune, kind, sweep, dim = setup.tune, setup.kind, [], setup.pretrained.config.encoder_dim
     if options.sweep:
-        given = {name: getattr(tune, name) for name in SWEPT if hasattr(options, name)}
+        given = {name: getattr(tune, name) for name in SWEPT if hasattr(options, name)}  # as flags
         points = grid(TASKS[task].group, dim, given)
         # Seed 0, so that the choice does not use the seeds of the result.
         sweep = finish_runs(setup, [(replace(tune, **point), 0) for point in points])
@@ -242,18 +254,18 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
 # ---- 4. Predictions for new texts ---------------------------------------------------------------------------
 def predict_file(options: argparse.Namespace, device: torch.device):
     """Write the predictions of the model in --init for a file. Raises UserError if --out holds other predictions."""
-    folder, source = Path(options.init), options.predict
+    folder, source = Path(options.init), options.predict.expanduser().resolve()
     state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale")
     task = state["task"]
     labels = Labels(TASKS[task].metrics, tuple(state["labels"]), state["scale"], state.get("pairs"))
-    tune = TuneConfig(**fields_of(TuneConfig, read_json(folder / "config.json") | vars(options)))
+    tune = TuneConfig(**fields_of(TuneConfig, read_json(folder / "config.json")))
     pretrained = Pretrained(str(folder), 0.0)
-    kind = (Spans if task == "squad2" else Classification)(pretrained.tokenizer, pretrained.config, tune, labels)
+    kind = make_kind(task, pretrained, tune, labels)
     model = Tuned(pretrained.new_encoder(0), kind.head()).to(device)
     load_weights(model, state["model"], folder / "encoder.pt")
     encoded = kind.encode(read_file(task, source, labelled=False))
     open_folder(options.out, {"predict": str(source), "model": short_hash((folder / "encoder.pt").read_bytes())})
-    _, files = evaluate(model, kind, encoded, tune.batch_size, device)
+    _, files = evaluate(model, kind, encoded, getattr(options, "batch_size", tune.batch_size), device)
     if task in GLUE:
         files[submission(task, source)] = files.pop("predictions.tsv")
     write_texts(options.out, files)
@@ -266,41 +278,40 @@ def parse(argv) -> argparse.Namespace:
     parser = Parser("finetune.py", __doc__)
     add = parser.add_argument
     add("--init", default="out/toy", help="run folder, checkpoint, or random:FOLDER [%(default)s]")
-    add("--task", choices=[*TASKS, "glue"], help="glue: all eight and their average [docs]")
+    add("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight and their average [%(default)s]")
     add("--data", help="folder with the files of the original releases [GLUE and SQuAD: the Hub]")
     add("--out", type=Path, help="folder for the runs and result.json [out/TASK-INIT]")
-    add("--seeds", type=int, help="number of runs; the result is their median [5]")
+    add("--seeds", type=int, default=5, help="number of runs; the result is their median [%(default)s]")
     add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
     add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
-    add("--predict", type=Path, metavar="FILE", help="predict, with the fine-tuned model in --init: lines (.txt), a "
-        "table with text[,text2] (.csv, .tsv, .jsonl, .parquet), or a test file of GLUE or SQuAD")
-    task = parser.parse_known_args(argv)[0].task or "docs"
+    add("--predict", type=Path, metavar="FILE", help="predict, with the fine-tuned model and settings in --init: lines "
+        "(.txt), a table with text[,text2] (.csv, .tsv, .jsonl, .parquet), or a test file of GLUE or SQuAD")
+    task = parser.parse_known_args(argv)[0].task
     add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
     options = parser.parse_args(argv)
     given = fields_of(TuneConfig, vars(options))
+    names = GLUE if task == "glue" else [task]
     try:
-        names = GLUE if task == "glue" else [task]
         options.tasks = {name: TuneConfig(**DEFAULTS[TASKS[name].group] | given) for name in names}
     except ValueError as error:
         parser.error(str(error))
-    if options.predict:
-        for name in [name for name in ("task", "data", "seeds", "sweep") if getattr(options, name)] + [*given]:
-            if name != "batch_size":
-                parser.error(f"--predict uses the model's own settings; leave out --{name.replace('_', '-')}")
-        options.out = options.out or Path(options.init) / f"predict-{split_name(options.predict)[0]}"
-        options.predict = options.predict.expanduser().resolve()
-        return options
-    options.task, options.seeds = task, 5 if options.seeds is None else options.seeds
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: use a positive number")
-    if task == "docs" and options.data or task == "custom" and not options.data:
+    if not options.predict and (task == "docs" and options.data or task == "custom" and not options.data):
         parser.error(f"--task {task} --data {options.data}: custom needs a folder with train and dev, docs takes none")
+    options.out = options.out or default_out(options)
+    return options
+
+
+def default_out(options: argparse.Namespace) -> Path:
+    """The output folder for a command without --out."""
+    if options.predict:
+        return Path(options.init) / f"predict-{split_name(options.predict)[0]}"
     path = Path(options.init.removeprefix("random:")).resolve()
     name = f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.name
     if options.init.startswith("random:"):
         name = f"random-{name}"
-    options.out = options.out or Path("out", f"{task}-{name}")
-    return options
+    return Path("out", f"{options.task}-{name}")
 
 
 def main(argv=None):
@@ -312,7 +323,9 @@ def main(argv=None):
             find_files(task, options.data)
         with lock_folder(options.out) if worker.is_main else nullcontext():
             if options.predict:
-                return predict_file(options, worker.device)
+                if worker.is_main:
+                    predict_file(options, worker.device)
+                return
             found = [run_task(task, options, worker) for task in options.tasks]
             if options.task == "glue" and worker.is_main:
                 results.table1(found, options.out)

@@ -16,7 +16,7 @@ class Task(NamedTuple):
     files: tuple[str, ...] = ("train", "dev")  # of each split; on the Hub dev is called validation
     header: tuple[str, ...] = ()  # column names of a TSV without a header
     columns: tuple[str, ...] = ()  # text, text2 if any, label: in the files, in lower case
-    hub_columns: tuple[str, ...] = ()  # text and text2 on the Hub, if different
+    hub_columns: tuple[str, ...] = ()  # text and text2 on the Hub or in other files, if different
 
 
 SPLITS = ("train", "dev", "dev_mm")  # dev_mm: MNLI's mismatched dev split
@@ -39,7 +39,7 @@ TASKS = {
     "squad2": Task("squad", ("f1",), folder="SQuAD"),
     "docs": Task("docs", columns=("text", "label"), labels=(
         "torch", "sympy", "python", "pandas", "matplotlib", "numpy", "networkx", "huggingface_hub")),
-    "custom": Task("small", ("accuracy", "f1"), columns=("text", "text2", "label")),
+    "custom": Task("small", ("accuracy", "f1"), columns=("text", "text2", "label"), hub_columns=PAIR[:2]),
 }
 GLUE = tuple(TASKS)[:8]  # Table 1, left to right
 

@@ -200,9 +200,6 @@ def test_a_model_predicts_as_it_was_trained(pairs, tmp_path, capsys):
     (tmp_path / "single.csv").write_text("text\na\n")
     command = ["--init", str(pairs), "--predict", str(tmp_path / "single.csv")]
     assert "single.csv, line 2: lacks a second text" in fails(lambda: finetune.main(command), capsys)
-    for flag in ("--seq-len 9", "--learning-rate 0", "--task rte", "--sweep", "--seeds 1"):
-        error = fails(lambda: finetune.main([*command, *flag.split()]), capsys)
-        assert f"leave out {flag.split()[0]}" in error
 
 
 def test_submissions_have_the_names_of_glue():
@@ -267,11 +264,8 @@ def test_glue_is_the_average_of_eight(finished, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--init no/such", "no/such: not a run folder"), ("--init hf:a", "support.convert imports hf:"),
-    ("--task sst3", "invalid choice: 'sst3'"), ("--epochs 0", "epochs=0.0"),
-    ("--warmup-share 2", "warmup_share=2.0 is not"), ("--init no --predict a.txt", "no/encoder.pt: no such file"),
-    ("--task custom", "custom needs a folder"), ("--learning-rate nan", "learning_rate=nan is not possible"),
-    ("--epochs inf", "epochs=inf: use a positive number"), ("--task docs --data .", "docs takes none"),
-    ("--task rte --data no/such", "no/such: needs one file train (.csv")])
+    ("--init no/such", "no/such: not a run folder"), ("--init no --predict a.txt", "no/encoder.pt: no such file"),
+    ("--task sst3", "invalid choice: 'sst3'"), ("--task custom", "custom needs a folder"), ("--epochs 0", "epochs=0.0"),
+    ("--warmup-share 2", "warmup_share=2.0 is not"), ("--task rte --data no/such", "no/such: needs one file train")])
 def test_a_bad_command_gets_one_line(flags, message, tmp_path, capsys):
     assert message in fails(lambda: finetune.main([*flags.split(), "--out", str(tmp_path)]), capsys)

@@ -140,9 +140,7 @@ def test_odd_rows_of_qqp_are_read(tmp_path):
 @pytest.mark.parametrize("field, value, message", [
     ("answers", [{"text": "the cat", "answer_start": 3}], "q0: answer 'the cat' is empty, or not at character 3"),
     ("answers", [{"text": "the cat", "answer_start": "0"}], "q0: .* `answer_start` is '0', not of type int"),
-    ("answers", [{"text": " ", "answer_start": 3}], "q0: answer ' ' is empty"), ("answers", None, "not of type list"),
     ("answers", [], "q0: has 0 answers, but is_impossible is False"), ("id", "n0", "a second question has the id n0"),
-    ("id", 7, "`id` is 7, not of type str"), ("is_impossible", True, "q0: has 1 answers, but is_impossible is True"),
     ("is_impossible", "false", "q0: has 1 answers, but is_impossible is 'false'"), ("question", None, "`question` is")])
 def test_malformed_questions_are_named(field, value, message, tmp_path):
     write_squad(tmp_path / "dev.json")
@@ -202,10 +200,7 @@ def test_labels_with_fractions_are_numbers():
     ("rte", "a.txt", "one text", "line 1: lacks a second text"),
     ("custom", "a.csv", "text\n", "has no rows"), ("custom", "a.xls", "", "must end in .txt, .csv, .tsv"),
     ("cola", "a.tsv", "index\tsentence\n0\ta\n1\ta\tb\n", "line 3: not as many cells .* remove the tab"),
-    ("cola", "a.csv", "text,text2\na,b", "line 2: has a second text"),
     ("custom", "train.csv", "text,kind\na,b\n", "line 2: needs a text in column `label`; has `text`, `kind`"),
-    ("custom", "train.csv", "nice,x\nbad,y\n", "needs a text in column `text`; has `nice`, `x`. A table starts"),
-    ("custom", "train.tsv", "text\tlabel\na\tb\tx\n", "line 2: not as many cells as columns .* quotes belong around"),
     ("custom", "train.tsv", "text\tlabel\na\tx\nb\t\n", "line 3: the text or the label in column `label` is empty"),
     ("custom", "train.csv", 'text,label\na,x\n"b,x\n', "line 3: unexpected end of data"),
     ("custom", "train.csv", "text,label,label\na,x,y\n", "two columns in the header text, label, label"),
@@ -215,8 +210,7 @@ def test_labels_with_fractions_are_numbers():
      "line 2: has a second text"),
     ("custom", "train.csv.gz", "text", "cannot be read .Not a gzipped file"),
     ("custom", "train.csv", "text,label\na,x\n", "all training examples have the label 'x'"),
-    ("rte", "train.tsv", "sentence1\tsentence2\tlabel\n", "train.tsv: has no rows"),
-    ("custom", "train.x", "", "needs one file train .* has none"), ("custom", "valid.csv", "", "train .* has none")])
+    ("custom", "train.x", "", "needs one file train .* has none")])
 def test_bad_files_are_refused(name, file, content, message, tmp_path):
     for path in (file, file.replace("train", "dev")):
         (tmp_path / path).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -231,8 +225,9 @@ def test_bad_files_are_refused(name, file, content, message, tmp_path):
             labels.target(example)
 
 
-def test_columns_and_files_may_have_other_names(tmp_path):
-    (tmp_path / "Train.csv").write_text("text,Text2 ,Label\na,b,x\n")
+@pytest.mark.parametrize("names", ["text,Text2 ,Label", "sentence1,sentence2,label"])
+def test_columns_and_files_may_have_other_names(names, tmp_path):
+    (tmp_path / "Train.csv").write_text(f"{names}\na,b,x\n")
     (tmp_path / "valid.jsonl").write_text('{"text": "a", "text2": "b", "label": "x", "more": 1}')
     splits = examples.read_task("custom", str(tmp_path), 0.01)
     assert splits["train"][0][:3] == splits["dev"][0][:3] == ("a", "b", "x")
