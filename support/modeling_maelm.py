@@ -11,10 +11,12 @@ from .maelm import MASK, Config, Decoder, Encoder, Head, RelativeBias
 versions.require_version("transformers>=4.55")  # earlier ones leave new heads without initial weights
 
 
-def read(input_ids, attention_mask):
-    """Where tokens are real, (B, n) bool, and the positions (B, n) that they have without padding."""
-    real = (torch.ones_like(input_ids) if attention_mask is None else attention_mask) != 0
-    return real, (real.long().cumsum(1) - 1).clamp(min=0)
+def read(input_ids, attention_mask, position_ids):
+    """Where tokens are real, (B, n) bool (all of a row of padding), and their positions (B, n), given or counted."""
+    real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    real = (real != 0) | (real == 0).all(1, keepdim=True)
+    counted = (real.long().cumsum(1) - 1).clamp(min=0)
+    return real, counted if position_ids is None else position_ids
 
 
 class MAELMConfig(PretrainedConfig):
@@ -48,16 +50,16 @@ class MAELMModel(PreTrainedModel):
 
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, position_ids=None,
-                output_hidden_states=False, **others) -> outputs.BaseModelOutput:
+                output_hidden_states: bool | None = None, **others) -> outputs.BaseModelOutput:
         """input_ids (B, n) int64, attention_mask (B, n), 0 = padding, position_ids (B, n) int64; others are ignored."""
         n, most = input_ids.shape[1], self.shape.seq_len
         if n > most:
             raise ValueError(f"{n} tokens, but this model reads at most {most}; give the tokenizer truncation=True")
-        real, counted = read(input_ids, attention_mask)
-        positions = counted if position_ids is None else position_ids
+        real, positions = read(input_ids, attention_mask, position_ids)
         states = self.encoder.hidden_states(input_ids, positions, ~real)  # H^0 ... H^L, (B, n, d) each
-        shown = output_hidden_states or self.config.output_hidden_states
-        return outputs.BaseModelOutput(states[-1], tuple(states) if shown else None)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        return outputs.BaseModelOutput(states[-1], tuple(states) if output_hidden_states else None)
 
 
 class MAELMForMaskedLM(MAELMModel):
@@ -73,7 +75,7 @@ class MAELMForMaskedLM(MAELMModel):
     def forward(self, input_ids, attention_mask=None, labels=None, **options) -> outputs.MaskedLMOutput:
         """As MAELMModel; labels (B, n) int64, -100 where there is no loss -> logits (B, n, V)."""
         masked = input_ids == MASK
-        real, positions = read(input_ids, attention_mask)
+        real, positions = read(input_ids, attention_mask, options.pop("position_ids", None))
         reads_mask = self.shape.mask_in_encoder > 0.5  # as pre-training shows a single [MASK] to the encoder
         seen = real if reads_mask else real & ~masked  # by the encoder; the decoder also sees [MASK]
         seen_at = positions if self.shape.aligned_positions else None  # None does not count what is removed
@@ -102,8 +104,7 @@ class MAELMForSequenceClassification(MAELMModel):
     def forward(self, input_ids, attention_mask=None, labels=None, **options) -> outputs.SequenceClassifierOutput:
         """As MAELMModel; labels (B,) int64, or float32 for numbers -> logits (B, C)."""
         out = super().forward(input_ids, attention_mask, return_dict=True, **options)
-        real, _ = read(input_ids, attention_mask)
-        first = real.int().argmax(1)  # (B,): where [CLS] is
+        first = read(input_ids, attention_mask, None)[0].int().argmax(1)  # (B,): where [CLS] is
         row = torch.arange(first.shape[0], device=first.device)
         logits = self.classifier(out.last_hidden_state[row, first])
         loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)

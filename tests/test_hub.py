@@ -181,6 +181,7 @@ def test_padding_on_the_left_changes_nothing(task, fields, hub, tmp_path):
     wanted = model(text)[0]
     padded, mask = F.pad(text, (9, 0), value=PAD), F.pad(torch.ones_like(text), (9, 0))
     assert_close(model(padded, mask)[0][:, -wanted.shape[1]:], wanted)
+    assert model(padded, 0 * mask)[0].isfinite().all()  # padding only
     model.save_pretrained(tmp_path / "copy")
     assert_close(auto.from_pretrained(tmp_path / "copy", **TRUST)(text)[0], wanted)
 
