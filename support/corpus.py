@@ -15,13 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from filelock import FileLock
 from tqdm import tqdm
 
 from maelm import CLS, NUM_SPECIAL, SEP
 from support.cli import UserError, root_cause
 from support.documents import Source, documents, in_validation, ngrams, sources, stripped, text_hash
-from support.files import read_json, short_hash, write_json
+from support.files import lock_folder, read_json, short_hash, write_json
 from support.tokenizer import Tokenizer
 
 LAYOUT = 4  # version of the files of a prepared corpus: one of another version is not found
@@ -171,8 +170,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
     complete = folder / "meta.json"
     if not complete.is_file():  # otherwise nothing is written: the disk may be read-only
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder / ".lock", fallback_to_soft=False):
+            with lock_folder(folder, wait=True):
                 if not complete.is_file():
                     prepare(settings, read, text, tokenizer, folder)
         except (MemoryError, OSError) as error:

@@ -176,7 +176,7 @@ def test_a_corpus_is_its_content_and_how_it_was_prepared(tmp_path, monkeypatch):
     assert contents(given) == contents(first)
     others = [given, prepared(text, tmp_path, uncased=False)]
     (tmp_path / "hashes.json").write_text("{")  # damaged: files are read again
-    monkeypatch.setattr(corpus, "FileLock", None)  # what is there is only read
+    monkeypatch.setattr(corpus, "lock_folder", None)  # what is there is only read
     os.utime(text, ns=(0, 0))
     assert prepared(text.rename(tmp_path / "moved.txt"), tmp_path) == first
     monkeypatch.undo()
