@@ -4,6 +4,7 @@ A prepared corpus is a folder in --cache, named by a hash of the text and of how
 `val.bin` hold tokens, uint16 or uint32, with `[SEP]` after each document; `meta.json` is written last. The text is read
 twice, the first time for the tokenizer.
 """
+import hashlib
 import os
 import time
 from collections import Counter
@@ -19,19 +20,33 @@ from tqdm import tqdm
 
 from maelm import CLS, NUM_SPECIAL, SEP
 from support.cli import UserError, root_cause
-from support.documents import Source, documents, in_validation, ngrams, sources, stripped, text_hash
+from support.documents import Source, documents, sources, stripped, text_hash
 from support.files import lock_folder, read_json, short_hash, write_json
 from support.tokenizer import Tokenizer
 
 LAYOUT = 4  # version of the files of a prepared corpus: one of another version is not found
 SPLITS = ("train", "val")
+VAL_SHARE = 0.01  # of the documents, held out for validation
+NGRAM = 13  # words in a row that make two documents near-duplicates
 SAMPLE = 200 * 10 ** 6  # bytes of text that the tokenizer learns from, at most
 BATCH = 1 << 22  # characters that are tokenized at a time
 LARGEST = 1 << 20  # vocabulary, more than any in use; far beyond it `tokenizers` ends the program
 ENOUGH = 4096  # validation tokens that a corpus with few documents has, or a tenth of it
 
 
-# ---- 1. Documents as tokens ---------------------------------------------------------------------------------
+# ---- 1. The validation split, and near-duplicates -----------------------------------------------------------
+def in_validation(text: str, share: float) -> bool:
+    """Whether a document belongs to the validation split: those with the lowest hashes do."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) / 2 ** 32 < share
+
+
+def ngrams(text: str) -> set[str]:
+    """All NGRAM words in a row, in lower case and split at white space."""
+    words = text.lower().split()
+    return {" ".join(words[i:i + NGRAM]) for i in range(len(words) - NGRAM + 1)}
+
+
+# ---- 2. Documents as tokens ---------------------------------------------------------------------------------
 def sample(texts: Iterator[str], val_share: float) -> list[bytes]:
     """Training documents for the tokenizer, at most SAMPLE bytes: all of them, or every second, every fourth ..."""
     kept, size, step = [], 0, 1
@@ -71,7 +86,7 @@ def in_threads(function: Callable[[str], tuple], texts: Iterator[str]) -> Iterat
         yield from pool.map(function, batch)
 
 
-# ---- 2. A prepared corpus -----------------------------------------------------------------------------------
+# ---- 3. A prepared corpus -----------------------------------------------------------------------------------
 def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer | None, folder: Path):
     """Write the corpus of sources, whose hash is `text`, to a folder. Raises UserError if they hold no text."""
     data, val_share, start = settings["data"], settings["val_share"], time.perf_counter()
@@ -180,7 +195,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
     return folder
 
 
-# ---- 3. From a prepared corpus to the rows of a step -------------------------------------------------------
+# ---- 4. From a prepared corpus to the rows of a step -------------------------------------------------------
 class Rows:
     """All rows of a split ("train", "val"): `[CLS]` and the next seq_len - 1 tokens of a prepared corpus, which stay
     on the disk until they are read. Raises UserError if the corpus is damaged, or too small for a row."""

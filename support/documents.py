@@ -22,18 +22,16 @@ from tqdm import tqdm
 
 from support.cli import UserError
 from support.files import read_json, short_hash, write_json
-from support.records import Row, hub_records, json_rows, lines_of, parquet_rows, split_long, split_name
+from support.tables import Row, hub_records, json_rows, lines_of, parquet_rows, split_long, split_name
 
 CACHE = "~/.cache/maelm"  # the folder for what can be made again, unless --cache names another
 PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib", "pyarrow",
             "fsspec", "jinja2", "mpmath", "tiktoken", "tokenizers", "tqdm")  # requirements.txt installs them
 TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
 DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give a docstring to C code
-VAL_SHARE = 0.01  # of the documents, held out for validation
 GROUPED = 10_000  # characters; a document of lines without a blank line ends there
 LONGEST = 1 << 22  # characters; a longer line or document, longer than any book, is cut
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
-NGRAM = 13  # words in a row that make two documents near-duplicates
 
 
 # ---- 1. The documentation on this machine ------------------------------------------------------------------
@@ -218,15 +216,3 @@ def stripped(read: list[Source]) -> Iterator[str]:
 def documents(read: list[Source]) -> Iterator[str]:
     """The documents of sources that are not empty."""
     return filter(None, stripped(read))
-
-
-# ---- 3. Validation and near-duplicates -----------------------------------------------------------------------
-def in_validation(text: str, share: float) -> bool:
-    """Whether a document belongs to the validation split: those with the lowest hashes do."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) / 2 ** 32 < share
-
-
-def ngrams(text: str) -> set[str]:
-    """All NGRAM words in a row, in lower case and split at white space."""
-    words = text.lower().split()
-    return {" ".join(words[i:i + NGRAM]) for i in range(len(words) - NGRAM + 1)}

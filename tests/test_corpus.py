@@ -132,20 +132,20 @@ def test_documentation_is_read_without_importing_and_kept(tmp_path, monkeypatch)
 
 def test_docs_leave_out_near_duplicates_of_validation(tmp_path, monkeypatch):
     texts = [" ".join(20 * [f"word{i}"]) for i in range(400)]
-    copies = [f"Copied: {text.upper()} and more" for text in texts if documents.in_validation(text, 0.1)]
+    copies = [f"Copied: {text.upper()} and more" for text in texts if corpus.in_validation(text, 0.1)]
     monkeypatch.setattr(documents, "read_docs", lambda cache: [("python", text) for text in texts + copies])
     monkeypatch.setattr(documents, "docs_files", lambda: [])
-    assert len([text for text in copies if not documents.in_validation(text, 0.1)]) > 20
+    assert len([text for text in copies if not corpus.in_validation(text, 0.1)]) > 20
     folder = prepared("docs", tmp_path)
     whole = Tokenizer.load(folder).decode(np.fromfile(folder / "train.bin", np.uint16))
-    assert whole == "".join(f"{text}[SEP]" for text in texts if not documents.in_validation(text, 0.1))
+    assert whole == "".join(f"{text}[SEP]" for text in texts if not corpus.in_validation(text, 0.1))
 
 
 # ---- A prepared corpus, and the rows of a step ----------------------------------------------------------------------
 def test_rows_of_any_length_are_cls_and_documents_joined_by_sep(text, folder):
     expected = {"train": "", "val": ""}
     for document in documents_of(text):
-        split = "val" if documents.in_validation(document, 0.1) else "train"
+        split = "val" if corpus.in_validation(document, 0.1) else "train"
         expected[split] += f"{document.lower()}[SEP]"
     assert expected["val"].count("[SEP]") > 20
     for split, whole in expected.items():
