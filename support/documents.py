@@ -152,10 +152,14 @@ def text_hash(read: list[Source]) -> str:
 
 
 def files_in(name: str) -> tuple[Path, ...]:
-    """The text file that a path names, or all in a folder that are not hidden. Raises UserError if there are none."""
+    """The text file that a path names, or all in a folder that are not hidden. Raises UserError if there are none, or
+    PermissionError."""
     path = Path(name).expanduser()
-    inside = glob.glob("**", root_dir=path, recursive=True)  # leaves out hidden files
-    files = [path / part for part in sorted(inside)] or [path]
+    files = [path]
+    if path.is_dir():
+        os.listdir(path)  # raises PermissionError, which glob does not
+        inside = glob.glob("**", root_dir=path, recursive=True)  # leaves out hidden files
+        files = [path / part for part in sorted(inside)]
     found = [file for file in files if file.is_file() and split_name(file)[1] in FORMATS]
     if not found or not name:
         raise UserError(f"--data {name}: no such file or folder, or none with {', '.join(FORMATS)}, also compressed as "
@@ -207,12 +211,7 @@ def texts_of(source: Source) -> Iterator[str]:
             yield from column_of(rows, source.column)
 
 
-def stripped(read: list[Source]) -> Iterator[str]:
-    """The documents of sources, empty ones included, without white space around them, cut after LONGEST characters."""
-    for source in read:
-        yield from map(str.strip, split_long(texts_of(source), LONGEST))
-
-
 def documents(read: list[Source]) -> Iterator[str]:
-    """The documents of sources that are not empty."""
-    return filter(None, stripped(read))
+    """The documents of sources that are not empty, without white space around them, cut after LONGEST characters."""
+    for source in read:
+        yield from filter(None, map(str.strip, split_long(texts_of(source), LONGEST)))
