@@ -22,8 +22,7 @@ from tqdm import tqdm
 from maelm import draw_masks
 from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of,
                          require, require_positive)
-from support.corpus import seed_of
-from support.documents import VAL_SHARE
+from support.corpus import VAL_SHARE, seed_of
 from support.files import figure, lock_folder, write_json
 from support.subjects import Subject, subject_of_hub, subject_of_run
 from support.worker import make_worker

@@ -26,9 +26,9 @@ from torch import nn
 from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
 from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of, noted_signals,
                          require, require_positive, root_cause)
-from support.corpus import (SPLITS, Rows, describe, evenly, prepared_corpus, rows_of_step, seed_of,
+from support.corpus import (SPLITS, VAL_SHARE, Rows, describe, evenly, prepared_corpus, rows_of_step, seed_of,
                             unigram_entropy)
-from support.documents import CACHE, VAL_SHARE
+from support.documents import CACHE
 from support.files import changes, lock_folder, refuse_changes, write_json
 from support.fill_mask import examples
 from support.log import Progress, draw_loss, start_wandb

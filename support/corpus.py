@@ -4,10 +4,11 @@ A prepared corpus is a folder in --cache, named by a hash of the text and of how
 `val.bin` hold tokens, uint16 or uint32, with `[SEP]` after each document; `meta.json` is written last. The text is read
 twice, the first time for the tokenizer.
 """
+import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -15,28 +16,39 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from filelock import FileLock
 from tqdm import tqdm
 
 from maelm import CLS, NUM_SPECIAL, SEP
 from support.cli import UserError, root_cause
-from support.documents import Source, documents, in_validation, ngrams, sources, stripped, text_hash
-from support.files import read_json, short_hash, write_json
+from support.documents import Source, documents, sources, text_hash
+from support.files import lock_folder, read_json, short_hash, write_json
 from support.tokenizer import Tokenizer
 
 LAYOUT = 4  # version of the files of a prepared corpus: one of another version is not found
 SPLITS = ("train", "val")
-SAMPLE = 200 * 10 ** 6  # bytes of text that the tokenizer learns from, at most
+VAL_SHARE = 0.01  # of the documents, held out for validation
+NGRAM = 13  # words in a row that make two documents near-duplicates
+SAMPLE = 200 * 10 ** 6  # characters of text that the tokenizer learns from, at most
 BATCH = 1 << 22  # characters that are tokenized at a time
-LARGEST = 1 << 20  # vocabulary, more than any in use; far beyond it `tokenizers` ends the program
 ENOUGH = 4096  # validation tokens that a corpus with few documents has, or a tenth of it
 
 
-# ---- 1. Documents as tokens ---------------------------------------------------------------------------------
-def sample(texts: Iterator[str], val_share: float) -> list[bytes]:
-    """Training documents for the tokenizer, at most SAMPLE bytes: all of them, or every second, every fourth ..."""
+# ---- 1. The validation split, and near-duplicates -----------------------------------------------------------
+def in_validation(text: str, share: float) -> bool:
+    """Whether a document belongs to the validation split: those with the lowest hashes do."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) / 2 ** 32 < share
+
+
+def ngrams(text: str) -> set[str]:
+    """All NGRAM words in a row, in lower case and split at white space."""
+    words = text.lower().split()
+    return {" ".join(words[i:i + NGRAM]) for i in range(len(words) - NGRAM + 1)}
+
+
+# ---- 2. Documents as tokens ---------------------------------------------------------------------------------
+def sample(training: Iterator[str]) -> list[str]:
+    """Documents for the tokenizer, at most SAMPLE characters: all of them, or every second, every fourth ..."""
     kept, size, step = [], 0, 1
-    training = (text.encode() for text in texts if not in_validation(text, val_share))
     for number, text in enumerate(training):
         if number % step == 0:
             kept.append(text)
@@ -49,14 +61,12 @@ def sample(texts: Iterator[str], val_share: float) -> list[bytes]:
 
 
 def encode(text: str, tokenizer: Tokenizer, val_share: float, known: set[str]) -> tuple:
-    """The kind of a document, its tokens (length,) uint32 with `[SEP]`, and its number of characters. The kind is its
-    split, or the reason why it is dropped: it is empty, or a training document with an ngram that is `known`."""
-    if not text:
-        return "empty", None, 0
+    """The kind of a document, and its tokens (length,) uint32 with `[SEP]`. The kind is its split, or the reason why
+    it is dropped: it is a training document with an ngram that is `known`."""
     split = "val" if in_validation(text, val_share) else "train"
     if split == "train" and known and not known.isdisjoint(ngrams(text)):
-        return "near-duplicates", None, 0
-    return split, np.append(tokenizer.encode(text), np.uint32(SEP)), len(text)
+        return "near-duplicates", None
+    return split, np.append(tokenizer.encode(text), np.uint32(SEP))
 
 
 def in_threads(function: Callable[[str], tuple], texts: Iterator[str]) -> Iterator[tuple]:
@@ -72,50 +82,57 @@ def in_threads(function: Callable[[str], tuple], texts: Iterator[str]) -> Iterat
         yield from pool.map(function, batch)
 
 
-# ---- 2. A prepared corpus -----------------------------------------------------------------------------------
+def write_tokens(folder: Path, encoded: Iterable[tuple], dtype: np.dtype) -> Counter:
+    """Write each split's documents, as `encode` returns them, to a file. Returns the number of documents by kind."""
+    found = Counter()
+    with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
+        files = {"train": train, "val": val}
+        for kind, tokens in encoded:
+            found[kind] += 1
+            if kind in files:
+                files[kind].write(tokens.astype(dtype).tobytes())
+    return found
+
+
+def settle_validation(folder: Path, dtype: np.dtype, val_share: float) -> dict[str, int]:
+    """The number of tokens of each split. Of few documents, far too many or too few can be in the validation split:
+    then the last tokens become validation."""
+    paths = [folder / f"{split}.bin" for split in SPLITS]
+    train, val = [path.stat().st_size // dtype.itemsize for path in paths]
+    total = train + val
+    wanted = max(round(val_share * total), min(ENOUGH, total // 10))
+    if not wanted / 2 <= val <= 2 * wanted:
+        whole = np.concatenate([np.fromfile(path, dtype) for path in paths])
+        for path, part in zip(paths, np.split(whole, [total - wanted])):
+            part.tofile(path)
+        val = wanted
+    return {"train": total - val, "val": val}
+
+
+# ---- 3. A prepared corpus -----------------------------------------------------------------------------------
 def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer | None, folder: Path):
     """Write the corpus of sources, whose hash is `text`, to a folder. Raises UserError if they hold no text."""
     data, val_share, start = settings["data"], settings["val_share"], time.perf_counter()
     print(f"preparing {data}, in {folder}")
     bar = partial(tqdm, unit=" documents", unit_scale=True, leave=False, disable=None)
-    if tokenizer is None:
-        with suppress(UserError):  # the one that an interrupted preparation learned
-            tokenizer = Tokenizer.load(folder)
-    if tokenizer is None:
-        pieces = sample(bar(documents(read), "reading"), val_share)
-        tokenizer = Tokenizer.train(map(bytes.decode, pieces), settings["vocab_size"], settings["uncased"])
+    if (folder / "tokenizer.json").is_file():  # an interrupted preparation left it
+        tokenizer = Tokenizer.load(folder)
+    elif tokenizer is None:
+        training = (each for each in bar(documents(read), "reading") if not in_validation(each, val_share))
+        tokenizer = Tokenizer.train(sample(training), settings["vocab_size"], settings["uncased"])
     tokenizer.save(folder)
+
     known = set()
     if any(source.name == "docs" for source in read):  # the documentation repeats many texts
-        known = known.union(*[ngrams(text) for text in documents(read) if in_validation(text, val_share)])
-
+        known.update(*[ngrams(each) for each in documents(read) if in_validation(each, val_share)])
     dtype = np.dtype("uint16" if settings["vocab_size"] <= 1 << 16 else "uint32")
-    tokens, found, characters = dict.fromkeys(SPLITS, 0), Counter(), 0
-    paths = {split: folder / f"{split}.bin" for split in SPLITS}
-    with open(paths["train"], "wb") as train, open(paths["val"], "wb") as val:
-        files = {"train": train, "val": val}
-        encoded = in_threads(lambda text: encode(text, tokenizer, val_share, known), stripped(read))
-        for kind, stream, length in bar(encoded, "tokenizing"):
-            found[kind] += 1
-            if kind in files:
-                files[kind].write(stream.astype(dtype).tobytes())
-                tokens[kind] += len(stream)
-                characters += length
-    total = sum(tokens.values())
-    if total == 0:
+    encoded = in_threads(lambda each: encode(each, tokenizer, val_share, known), documents(read))
+    found = write_tokens(folder, bar(encoded, "tokenizing"), dtype)
+    if not found:
         raise UserError(f"--data {data}: there is no text in it")
-    wanted = max(round(val_share * total), min(ENOUGH, total // 10))
-    if not wanted / 2 <= tokens["val"] <= 2 * wanted:  # few documents: the last tokens become validation
-        whole = np.concatenate([np.fromfile(path, dtype) for path in paths.values()])
-        whole[:total - wanted].tofile(paths["train"])
-        whole[total - wanted:].tofile(paths["val"])
-        tokens = {"train": total - wanted, "val": wanted}
-    for path in paths.values():
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())  # or a power cut could leave meta.json without them
     write_json(folder / "meta.json", {
-        "data": data, "text": text, "dtype": dtype.name, "tokens": tokens, "documents": found, "characters": characters,
-        "tokenizer": short_hash((folder / "tokenizer.json").read_bytes())})
+        "data": data, "text": text, "dtype": dtype.name, "tokens": settle_validation(folder, dtype, val_share),
+        "documents": found, "tokenizer": short_hash((folder / "tokenizer.json").read_bytes())})
     print(f"prepared in {time.perf_counter() - start:,.1f} s")
 
 
@@ -125,8 +142,7 @@ def describe(folder: Path) -> str:
     train, val = [meta["tokens"][split] for split in SPLITS]
     found = Counter(meta["documents"])
     return (f"{folder}: {found['train'] + found['val']:,} documents, {train:,} training tokens, {val:,} validation "
-            f"tokens, {meta['characters'] / (train + val):.2f} characters per token; "
-            f"dropped: {found['empty']:,} empty, {found['near-duplicates']:,} near-duplicates")
+            f"tokens; dropped: {found['near-duplicates']:,} near-duplicates")
 
 
 def read_meta(folder: Path) -> dict:
@@ -145,9 +161,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
     there, with the given tokenizer or one that it learns. The corpus of a run (`corpus`) is used even if its text has
     changed since. Raises UserError if the corpus is damaged, or if the text cannot be read."""
     cache, data, of_run = Path(settings["cache"]).expanduser(), settings["data"], settings.get("corpus")
-    column, vocab_size = settings.get("column", "text"), settings["vocab_size"]
-    if vocab_size > LARGEST:
-        raise UserError(f"vocab_size={vocab_size}: use at most {LARGEST:,}")
+    column = settings.get("column", "text")
     speaks = os.environ.get("RANK", "0") == "0"  # the first of torchrun's processes
     if of_run and (cache / of_run / "meta.json").is_file():
         folder, problem = cache / of_run, ""
@@ -164,15 +178,14 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
     read = sources(data, column, settings["cache"])
     text = text_hash(read)
     given = None if tokenizer is None else tokenizer.model.to_str()
-    how = LAYOUT, text, vocab_size, settings["uncased"], settings["val_share"], given
+    how = LAYOUT, text, settings["vocab_size"], settings["uncased"], settings["val_share"], given
     folder = cache / short_hash(repr(how))
     if of_run and speaks:
         print(f"{cache / of_run}: no longer there; today's text of --data {data} takes its place")
     complete = folder / "meta.json"
     if not complete.is_file():  # otherwise nothing is written: the disk may be read-only
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder / ".lock", fallback_to_soft=False):
+            with lock_folder(folder, wait=True):
                 if not complete.is_file():
                     prepare(settings, read, text, tokenizer, folder)
         except (MemoryError, OSError) as error:
@@ -182,7 +195,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
     return folder
 
 
-# ---- 3. From a prepared corpus to the rows of a step -------------------------------------------------------
+# ---- 4. From a prepared corpus to the rows of a step -------------------------------------------------------
 class Rows:
     """All rows of a split ("train", "val"): `[CLS]` and the next seq_len - 1 tokens of a prepared corpus, which stay
     on the disk until they are read. Raises UserError if the corpus is damaged, or too small for a row."""

@@ -22,18 +22,16 @@ from tqdm import tqdm
 
 from support.cli import UserError
 from support.files import read_json, short_hash, write_json
-from support.records import Row, hub_records, json_rows, lines_of, parquet_rows, split_long, split_name
+from support.tables import Row, hub_records, json_rows, lines_of, parquet_rows, split_long, split_name
 
 CACHE = "~/.cache/maelm"  # the folder for what can be made again, unless --cache names another
 PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib", "pyarrow",
             "fsspec", "jinja2", "mpmath", "tiktoken", "tokenizers", "tqdm")  # requirements.txt installs them
 TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
 DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give a docstring to C code
-VAL_SHARE = 0.01  # of the documents, held out for validation
 GROUPED = 10_000  # characters; a document of lines without a blank line ends there
 LONGEST = 1 << 22  # characters; a longer line or document, longer than any book, is cut
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
-NGRAM = 13  # words in a row that make two documents near-duplicates
 
 
 # ---- 1. The documentation on this machine ------------------------------------------------------------------
@@ -154,10 +152,14 @@ def text_hash(read: list[Source]) -> str:
 
 
 def files_in(name: str) -> tuple[Path, ...]:
-    """The text file that a path names, or all in a folder that are not hidden. Raises UserError if there are none."""
+    """The text file that a path names, or all in a folder that are not hidden. Raises UserError if there are none, or
+    PermissionError."""
     path = Path(name).expanduser()
-    inside = glob.glob("**", root_dir=path, recursive=True)  # leaves out hidden files
-    files = [path / part for part in sorted(inside)] or [path]
+    files = [path]
+    if path.is_dir():
+        os.listdir(path)  # raises PermissionError, which glob does not
+        inside = glob.glob("**", root_dir=path, recursive=True)  # leaves out hidden files
+        files = [path / part for part in sorted(inside)]
     found = [file for file in files if file.is_file() and split_name(file)[1] in FORMATS]
     if not found or not name:
         raise UserError(f"--data {name}: no such file or folder, or none with {', '.join(FORMATS)}, also compressed as "
@@ -209,24 +211,7 @@ def texts_of(source: Source) -> Iterator[str]:
             yield from column_of(rows, source.column)
 
 
-def stripped(read: list[Source]) -> Iterator[str]:
-    """The documents of sources, empty ones included, without white space around them, cut after LONGEST characters."""
-    for source in read:
-        yield from map(str.strip, split_long(texts_of(source), LONGEST))
-
-
 def documents(read: list[Source]) -> Iterator[str]:
-    """The documents of sources that are not empty."""
-    return filter(None, stripped(read))
-
-
-# ---- 3. Validation and near-duplicates -----------------------------------------------------------------------
-def in_validation(text: str, share: float) -> bool:
-    """Whether a document belongs to the validation split: those with the lowest hashes do."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) / 2 ** 32 < share
-
-
-def ngrams(text: str) -> set[str]:
-    """All NGRAM words in a row, in lower case and split at white space."""
-    words = text.lower().split()
-    return {" ".join(words[i:i + NGRAM]) for i in range(len(words) - NGRAM + 1)}
+    """The documents of sources that are not empty, without white space around them, cut after LONGEST characters."""
+    for source in read:
+        yield from filter(None, map(str.strip, split_long(texts_of(source), LONGEST)))

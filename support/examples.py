@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from support.cli import UserError
-from support.documents import in_validation, read_docs
-from support.records import TABLES, Row, csv_rows, hub_records, lines_of, parse_json, read_rows, split_name
+from support.corpus import in_validation
+from support.documents import read_docs
+from support.tables import TABLES, Row, csv_rows, hub_records, lines_of, parse_json, read_rows, split_name
 from support.tasks import GLUE, SPLITS, TASKS, Example, Question
 
 

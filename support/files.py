@@ -79,21 +79,22 @@ def check_fields(path: Path, values: dict, *kinds: type):
 
 # ---- Folders that are written to ----------------------------------------------------------------------------
 @contextmanager
-def lock_folder(folder: Path, sign: str = "", *wanted: str) -> Iterator[None]:
-    """Make a folder and lock it. Raises UserError if another process uses the folder, or if refuse_other_files raises
-    it for this `sign`."""
-    lock = FileLock(folder / ".lock", timeout=0, fallback_to_soft=False)  # the system frees it when the process ends
+def lock_folder(folder: Path, sign: str = "", *wanted: str, wait: bool = False) -> Iterator[None]:
+    """Make a folder and lock it. Raises UserError if another process uses the folder, unless told to wait for it, or
+    if refuse_other_files raises it for this `sign`."""
+    if sign:
+        refuse_other_files(folder, sign, *wanted)
     try:
-        if sign:
-            refuse_other_files(folder, sign, *wanted)
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be a folder ({error.strerror}); choose another --out or --cache") from error
+    # The system frees the lock when the process ends.
+    lock = FileLock(folder / ".lock", timeout=-1 if wait else 0, fallback_to_soft=False)
+    try:
         lock.acquire()
     except Timeout:
         raise UserError(f"{folder}: another process is at work there; wait for it, or choose another --out") from None
-    except OSError as error:
-        if not folder.is_dir():
-            raise UserError(f"{folder}: cannot be a folder ({error.strerror}); choose another --out") from error
-        # Some disks, such as some NFS mounts, have no locks.
+    except OSError as error:  # some disks, such as some NFS mounts, have no locks
         print(f"{folder}: cannot be locked ({error.strerror}); start no second process there", file=sys.stderr)
     try:
         for stale in folder.glob(".*.[0-9]*.tmp"):  # left by a process that was killed while writing

@@ -10,7 +10,7 @@ import tokenizers
 from maelm import NUM_SPECIAL
 from support.cli import UserError
 from support.files import write_texts
-from support.records import split_long
+from support.tables import split_long
 
 SPECIALS = ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]  # ids 0 to 3, as in maelm.py
 PIECES = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"  # no merge crosses the border of a piece

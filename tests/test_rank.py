@@ -10,7 +10,7 @@ import rank
 from conftest import generator
 from course import copying, theory
 from support import subjects
-from support.documents import in_validation
+from support.corpus import in_validation
 from support.files import read_json
 from support.models import checkpoints, load_encoder
 from tests.common import contents, fails, little_documents, short_run, write_corpus

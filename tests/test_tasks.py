@@ -13,7 +13,7 @@ import sklearn.metrics
 
 from support import examples, metrics, tasks
 from support.cli import UserError
-from support.documents import in_validation
+from support.corpus import in_validation
 from support.tasks import Example, Labels, labels_of
 from tests.common import SUBJECTS, sentence
 

@@ -1,4 +1,4 @@
-"""One reader of files: lines of text, rows of tables, JSON and Parquet, and data sets of the Hub.
+"""One reader of files: lines of text, rows of tables (CSV, JSON, Parquet), and data sets of the Hub.
 
 Paths are never patterns. Text is UTF-8, with or without a byte order mark, and may be compressed. The suffix
 names the format, in upper or lower case: labels.CSV.gz is a table with commas.
