@@ -61,12 +61,14 @@ def sample(training: Iterator[str]) -> list[str]:
 
 
 def encode(text: str, tokenizer: Tokenizer, val_share: float, known: set[str]) -> tuple:
-    """The kind of a document, and its tokens (length,) uint32 with `[SEP]`. The kind is its split, or the reason why
-    it is dropped: it is a training document with an ngram that is `known`."""
+    """The kind of a document, its tokens (length,) uint32 with `[SEP]`, and its number of characters. The kind is its
+    split, or the reason why it is dropped: it is empty, or a training document with an ngram that is `known`."""
+    if not text:
+        return "empty", None, 0
     split = "val" if in_validation(text, val_share) else "train"
     if split == "train" and known and not known.isdisjoint(ngrams(text)):
-        return "near-duplicates", None
-    return split, np.append(tokenizer.encode(text), np.uint32(SEP))
+        return "near-duplicates", None, 0
+    return split, np.append(tokenizer.encode(text), np.uint32(SEP)), len(text)
 
 
 def in_threads(function: Callable[[str], tuple], texts: Iterator[str]) -> Iterator[tuple]:
@@ -82,16 +84,21 @@ def in_threads(function: Callable[[str], tuple], texts: Iterator[str]) -> Iterat
         yield from pool.map(function, batch)
 
 
-def write_tokens(folder: Path, encoded: Iterable[tuple], dtype: np.dtype) -> Counter:
-    """Write each split's documents, as `encode` returns them, to a file. Returns the number of documents by kind."""
-    found = Counter()
+def write_tokens(folder: Path, encoded: Iterable[tuple], dtype: np.dtype) -> tuple[Counter, int]:
+    """Write each split's documents, as `encode` returns them, to a file. Returns the number of documents by kind, and
+    of characters."""
+    found, characters = Counter(), 0
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         files = {"train": train, "val": val}
-        for kind, tokens in encoded:
+        for kind, tokens, length in encoded:
             found[kind] += 1
+            characters += length
             if kind in files:
                 files[kind].write(tokens.astype(dtype).tobytes())
-    return found
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut could leave meta.json without them
+    return found, characters
 
 
 def settle_validation(folder: Path, dtype: np.dtype, val_share: float) -> dict[str, int]:
@@ -127,12 +134,13 @@ def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer 
         known.update(*[ngrams(each) for each in documents(read) if in_validation(each, val_share)])
     dtype = np.dtype("uint16" if settings["vocab_size"] <= 1 << 16 else "uint32")
     encoded = in_threads(lambda each: encode(each, tokenizer, val_share, known), documents(read))
-    found = write_tokens(folder, bar(encoded, "tokenizing"), dtype)
-    if not found:
+    found, characters = write_tokens(folder, bar(encoded, "tokenizing"), dtype)
+    if characters == 0:
         raise UserError(f"--data {data}: there is no text in it")
     write_json(folder / "meta.json", {
         "data": data, "text": text, "dtype": dtype.name, "tokens": settle_validation(folder, dtype, val_share),
-        "documents": found, "tokenizer": short_hash((folder / "tokenizer.json").read_bytes())})
+        "documents": found, "characters": characters,
+        "tokenizer": short_hash((folder / "tokenizer.json").read_bytes())})
     print(f"prepared in {time.perf_counter() - start:,.1f} s")
 
 
@@ -142,7 +150,8 @@ def describe(folder: Path) -> str:
     train, val = [meta["tokens"][split] for split in SPLITS]
     found = Counter(meta["documents"])
     return (f"{folder}: {found['train'] + found['val']:,} documents, {train:,} training tokens, {val:,} validation "
-            f"tokens; dropped: {found['near-duplicates']:,} near-duplicates")
+            f"tokens, {meta['characters'] / (train + val):.2f} characters per token; "
+            f"dropped: {found['empty']:,} empty, {found['near-duplicates']:,} near-duplicates")
 
 
 def read_meta(folder: Path) -> dict:

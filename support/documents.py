@@ -212,6 +212,6 @@ def texts_of(source: Source) -> Iterator[str]:
 
 
 def documents(read: list[Source]) -> Iterator[str]:
-    """The documents of sources that are not empty, without white space around them, cut after LONGEST characters."""
+    """The documents of sources, also empty ones, without white space around them, cut after LONGEST characters."""
     for source in read:
-        yield from filter(None, map(str.strip, split_long(texts_of(source), LONGEST)))
+        yield from map(str.strip, split_long(texts_of(source), LONGEST))

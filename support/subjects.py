@@ -87,8 +87,8 @@ def text_rows(source: str, encode: Callable, frame: tuple, n: int, config) -> np
     sequence, between documents and after a sequence. Raises UserError if there is less text than one sequence."""
     before, between, after = frame
     room = n - len(before) - len(after)
-    texts = (text for text in documents(sources(source, config.column)) if in_validation(text, config.val_share))
-    ids = []
+    read, ids = filter(None, documents(sources(source, config.column))), []
+    texts = (text for text in read if in_validation(text, config.val_share))
     for text in tqdm(texts, "tokenizing", unit="text", leave=False, disable=None):
         ids += [*encode(text), *between]
         if len(ids) >= config.tokens:

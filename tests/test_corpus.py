@@ -37,7 +37,7 @@ def folder(text):
 
 def documents_of(data):
     """All documents of --data."""
-    return list(documents.documents(documents.sources(str(data))))
+    return list(filter(None, documents.documents(documents.sources(str(data)))))
 
 
 # ---- Documents ------------------------------------------------------------------------------------------------------
@@ -238,12 +238,12 @@ def test_prepare_tells_what_it_made_and_dropped(tmp_path, capsys):
     train.main(flags)
     first, second, line = capsys.readouterr().out.splitlines()
     assert "preparing" in first and "prepared in" in second
-    assert re.search(r"100 documents, [\d,]+ training tokens, [\d,]+ val.*dropped: 0 near-duplicates", line)
+    assert re.search(r"100 documents, [\d,]+ training tokens, [\d,]+ val.*3 empty, 0 near-duplicates", line)
     train.main(flags)
     assert capsys.readouterr().out == line + "\n"
 
 
-BLOCK = ("val", np.arange(4))  # is written before the error
+BLOCK = ("val", np.arange(4), 9)  # is written before the error
 
 
 @pytest.mark.parametrize("function, results, seen", [
