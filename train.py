@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from signal import SIGTERM
 from typing import NamedTuple
 
 import torch
@@ -29,12 +30,12 @@ from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out
 from support.corpus import (SPLITS, VAL_SHARE, Rows, describe, evenly, prepared_corpus, rows_of_step, seed_of,
                             unigram_entropy)
 from support.documents import CACHE
-from support.files import changes, lock_folder, refuse_changes, write_json
+from support.files import changes, lock_folder, refuse_changes, short_hash, write_json
 from support.fill_mask import examples
 from support.log import Progress, draw_loss, start_wandb
 from support.models import check, checkpoints, load_checkpoint, make_model, save_checkpoint, set_damaged_aside
 from support.optim import make_optimizers
-from support.settings import ENCODER, Start, earlier_settings, inputs_of, load_start, refuse_many_masks
+from support.settings import Inputs, Start, load_start, refuse_many_masks, settings_to_resume
 from support.tokenizer import Tokenizer
 from support.worker import Worker, compile_model, make_worker
 
@@ -159,8 +160,7 @@ class Command(NamedTuple):
     """A command line."""
     settings: Settings
     out: Path
-    start: Start | None  # of --init
-    tokenizer: Tokenizer | None  # of --init or --tokenizer; otherwise the corpus has its own
+    start: Start
     flags: Namespace
 
 
@@ -190,23 +190,27 @@ def make_command(flags: Namespace) -> Command:
     given = {}
     for kind in KINDS:
         given |= fields_of(kind, vars(flags))
+    preset = PRESETS[flags.preset or "toy"]
     folder = f"{flags.preset or 'toy'}-{flags.ablation or 'mae-lm'}".removesuffix("-mae-lm")
-    chosen, start, tokenizer, fixed = PRESETS[flags.preset or "toy"], None, None, ()
     if given.get("init"):
         start = load_start(given["init"], PRESETS.get(flags.preset), flags.ablation, *KINDS)
         folder = f"{start.folder.resolve().name}-{flags.ablation or 'more'}"
-        tokenizer, chosen, fixed = start.tokenizer, start.settings, (*ENCODER, "uncased", "tokenizer")
     elif given.get("tokenizer"):
-        tokenizer, fixed = Tokenizer.read(given["tokenizer"]), ("uncased",)
-        chosen = chosen | {"vocab_size": len(tokenizer), "uncased": tokenizer.uncased}
-    settings = make_settings(chosen | ABLATIONS[flags.ablation or "mae-lm"], given)
-    for name in fixed:
+        tokenizer = Tokenizer.read(given["tokenizer"])
+        of_tokenizer = {"vocab_size": len(tokenizer), "uncased": tokenizer.uncased}
+        start = Start(preset | of_tokenizer, tokenizer, fixed=("uncased",))
+    else:
+        start = Start(preset)
+    settings = make_settings(start.settings | ABLATIONS[flags.ablation or "mae-lm"], given)
+    for name in start.fixed:
         here = settings.fields()[name]
-        if here != chosen[name]:
-            raise ValueError(f"{name}={here!r}: the run of --init, or the given tokenizer, has {chosen[name]!r}")
-    if tokenizer is not None and settings.config.vocab_size < len(tokenizer):
-        raise ValueError(f"vocab_size={settings.config.vocab_size}: the given tokenizer has {len(tokenizer)} tokens")
-    return Command(settings, flags.out or Path("out") / folder, start, tokenizer, flags)
+        if here != start.settings[name]:
+            raise ValueError(f"{name}={here!r}: the run of --init, or the given tokenizer, has "
+                             f"{start.settings[name]!r}")
+    if start.tokenizer is not None and settings.config.vocab_size < len(start.tokenizer):
+        raise ValueError(f"vocab_size={settings.config.vocab_size}: the given tokenizer has {len(start.tokenizer)} "
+                         "tokens")
+    return Command(settings, flags.out or Path("out") / folder, start, flags)
 
 
 # ---- 2. A run and its folder --------------------------------------------------------------------------------
@@ -227,37 +231,39 @@ class Run:
 
 def open_run(command: Command, worker: Worker) -> Run:
     """Start a run, or resume the run in --out. Raises UserError if --out holds another run."""
-    settings, start, out = command.settings, command.start, command.out
+    settings, out, start, flags = command
     config, recipe, options = settings
-    earlier = earlier_settings(out, settings, command.flags.change_recipe)
+    resumed = settings_to_resume(out, settings, start.weights, flags.change_recipe)
     wandb = start_wandb(options.wandb if worker.is_main else "", out, settings.fields())
 
-    # An existing run keeps its corpus and tokenizer, even if the text has changed.
-    tokenizer = Tokenizer.load(out) if earlier else command.tokenizer
-    corpus = prepared_corpus(settings.fields() | {"corpus": earlier.get("corpus", "")}, tokenizer)
-    inputs = inputs_of(corpus, options.init, start, earlier)
+    # A run that resumes keeps its corpus and tokenizer, even if the text has changed.
+    tokenizer = Tokenizer.load(out) if resumed else start.tokenizer
+    corpus = prepared_corpus(resumed | settings.fields(), tokenizer)
+    inputs = Inputs(corpus.name, short_hash((corpus / "tokenizer.json").read_bytes()),
+                    resumed["init_weights"] if resumed else start.weights)
+    if resumed:
+        refuse_changes(out, changes(resumed, asdict(inputs)))
+    record = asdict(inputs) | settings.fields()
     rows = {split: Rows(corpus, split, config.seq_len) for split in SPLITS}
     refuse_many_masks(config, list(rows.values()))
     torch.manual_seed(recipe.seed)
     model = make_model(config, recipe.position_init).to(worker.device)
-    changed = changes(earlier, settings.fields()) if earlier else {}
+    changed = changes(resumed, settings.fields()) if resumed else {}
     run = Run(out, settings, worker, rows, model, make_optimizers(model, recipe, worker.dtype), changed, wandb)
 
     if worker.is_main:
-        if earlier:
-            refuse_changes(out, changes(earlier, inputs))
-        write_json(out / "config.json", inputs | settings.fields())
+        write_json(out / "config.json", record)
         shutil.copyfile(corpus / "tokenizer.json", out / "tokenizer.json")
         set_damaged_aside(out)
     worker.init_process_group()
     worker.all_reduce(0)  # waits until the first process has checked --out
     if found := checkpoints(out):
         run.step, run.seconds = load_checkpoint(found[-1], model, run.optimizers)
-    elif start is not None:
+    elif start.model is not None:
         here, there = model.state_dict(), start.model.state_dict()
         model.load_state_dict({name: x for name, x in there.items() if name in here and x.shape == here[name].shape},
                               strict=False)  # a decoder of another shape keeps its random weights
-    worker.agree(settings.fields() | inputs | {"step": run.step})
+    worker.agree(record | {"step": run.step})
     return run
 
 
@@ -358,8 +364,9 @@ def loop(run: Run, progress: Progress) -> int:
                     draw_loss(run.out)
                 progress.since = time.perf_counter()  # evaluating and saving are not training
     worker.all_reduce(0)  # waits until the first process has saved
-    signals.append(15)  # if the signal reached another process
-    return signals[0] if stopped else 0
+    if not stopped:
+        return 0
+    return signals[0] if signals else SIGTERM  # without signals here, another process got one
 
 
 def pretrain(run: Run) -> int:
@@ -396,7 +403,7 @@ def main(argv=None):
         worker = make_worker(settings.recipe.precision, settings.options.device, settings.config.encoder_dim < 256)
         worker.micro_batch(settings.recipe.batch_size, settings.options.micro_batch_size)  # checks the batch size early
         if command.flags.prepare:
-            print(describe(prepared_corpus(settings.fields(), command.tokenizer)))
+            print(describe(prepared_corpus(settings.fields(), command.start.tokenizer)))
             return
         locked = lock_folder(out, "config.json", "max_steps") if worker.is_main else nullcontext()
         try:

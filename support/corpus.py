@@ -190,7 +190,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
     how = LAYOUT, text, settings["vocab_size"], settings["uncased"], settings["val_share"], given
     folder = cache / short_hash(repr(how))
     if of_run and speaks:
-        print(f"{cache / of_run}: no longer there; today's text of --data {data} takes its place")
+        print(f"{cache / of_run}: no longer there; it is made again from --data {data}")
     complete = folder / "meta.json"
     if not complete.is_file():  # otherwise nothing is written: the disk may be read-only
         try:

@@ -20,19 +20,20 @@ NOT_PASSED_ON = ("init", "tokenizer", "stop_at", "device", "compile", "cache", "
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run, which config.json records beside the settings."""
+    """Fields of config.json beside the settings: what a run read."""
     corpus: str = ""  # the name of its folder in the cache
     vocabulary: str = ""  # a hash of tokenizer.json
     init_weights: str | None = None  # a hash of the checkpoint that --init loaded
 
 
 class Start(NamedTuple):
-    """The run that --init names."""
-    folder: Path
-    model: MAELM
-    tokenizer: Tokenizer
-    weights: str  # a hash of the checkpoint
-    settings: dict  # in place of a preset
+    """Where a run starts: a preset, or the run that --init names."""
+    settings: dict  # below an ablation and flags
+    tokenizer: Tokenizer | None = None  # of --init or --tokenizer; otherwise the corpus has its own
+    fixed: tuple[str, ...] = ()  # settings that flags cannot change
+    folder: Path | None = None  # of --init
+    model: MAELM | None = None  # of --init
+    weights: str | None = None  # a hash of the checkpoint of --init
 
 
 def load_start(init: str, preset: dict | None, ablation: str | None, *kinds: type) -> Start:
@@ -59,38 +60,34 @@ def load_start(init: str, preset: dict | None, ablation: str | None, *kinds: typ
         values |= {name: getattr(Config, name) for name in row_decides}
         # A new decoder is as deep as in the presets.
         values["decoder_layers"] = model.config.decoder_layers or max(1, min(4, model.config.encoder_layers // 3))
-    return Start(file.parent, model, tokenizer, short_hash(file.read_bytes()), values)
+    fixed = (*ENCODER, "uncased", "tokenizer")
+    return Start(values, tokenizer, fixed, file.parent, model, short_hash(file.read_bytes()))
 
 
-def earlier_settings(out: Path, settings, change_recipe: bool) -> dict:
+def settings_to_resume(out: Path, settings, weights: str | None, change_recipe: bool) -> dict:
     """config.json of the run in a folder; {} if it has no checkpoint, so that it can start anew. Raises UserError if
-    settings have changed other than RunOptions and, with --change-recipe, most of Recipe."""
+    settings have changed other than RunOptions and, with --change-recipe, most of Recipe, or if --init now names other
+    `weights` than those with which that run began."""
     found = checkpoints(out)
     if not found:
         return {}
-    earlier, kinds = read_json(out / "config.json"), (*map(type, settings), Inputs)
-    check_fields(out / "config.json", earlier, *kinds)
+    there, kinds = read_json(out / "config.json"), (*map(type, settings), Inputs)
+    check_fields(out / "config.json", there, *kinds)
     for kind in kinds:
-        earlier = asdict(kind()) | earlier  # a missing field has its default
-    changed = changes(earlier, asdict(settings.config) | asdict(settings.recipe))
+        there = asdict(kind()) | there  # a missing field has its default
+    changed = changes(there, asdict(settings.config) | asdict(settings.recipe))
+    if settings.options.init != there["init"]:  # the same folder may have been trained further since
+        changed |= changes(there, {"init_weights": weights})
     in_recipe = asdict(settings.recipe).keys() - {*TEXT, "optimizer", "position_init"}
     advice = "choose another --out"
-    if "max_steps" in changed and int(found[-1].stem.removeprefix("step_")) == earlier["max_steps"]:
+    if "max_steps" in changed and int(found[-1].stem.removeprefix("step_")) == there["max_steps"]:
         advice = f"the run is finished: to train it for longer, start another --out from it with --init {out}"
     elif changed.keys() <= in_recipe:
         if change_recipe:
-            return earlier
+            return there
         advice += ", or continue this run with --change-recipe"
     refuse_changes(out, changed, advice)
-    return earlier
-
-
-def inputs_of(corpus: Path, init: str, start: Start | None, earlier: dict) -> dict:
-    """The fields of Inputs for a prepared corpus and --init. `earlier` is config.json of a continued run."""
-    weights = None if start is None else start.weights
-    if earlier.get("init") == init:
-        weights = earlier["init_weights"]  # that run may have been trained further since
-    return asdict(Inputs(corpus.name, short_hash((corpus / "tokenizer.json").read_bytes()), weights))
+    return there
 
 
 def refuse_many_masks(config: Config, splits: list[Rows]):
