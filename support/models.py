@@ -51,7 +51,7 @@ def check(config: Config) -> Config:
     mlm = c.decoder_layers == 0 and c.mask_in_encoder == 1 and c.decoder == "bi"
     whole = c.decoder_dim == 0 or (c.decoder_dim > 0 and c.decoder_dim % width == 0 and not mlm)
     for field, holds, advice in (
-            ("vocab_size", c.vocab_size >= 261, "261 or more"),
+            ("vocab_size", 261 <= c.vocab_size <= 1 << 20, "261 to 1,048,576"),  # far more end `tokenizers`
             ("seq_len", c.seq_len >= 2, "2 or more"),
             ("encoder_layers", c.encoder_layers >= 1, "1 or more"),
             ("encoder_dim", d >= 1, "1 or more"),

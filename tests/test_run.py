@@ -275,7 +275,7 @@ def test_another_run_is_refused_with_what_differs(flags, message, text, copy, tm
     ("--ablation bert", "invalid choice: 'bert' .*mae-lm.*dec-1024"),
     ("--max-steps many", "--max-steps: invalid int value: 'many'"),
     ("--batch-size 0", "batch_size=0: use a positive number"),
-    ("--vocab-size 1000000000", "vocab_size=1000000000: use at most 1,048,576"),
+    ("--vocab-size 1000000000", "vocab_size=1000000000: use 261 to 1,048,576"),
     ("--micro-batch-size 3", "batch_size=8 is not a multiple of micro_batch_size=3 times 1"),
     ("--mask-rate 0.99", "mask_rate=0.99 masks 24 of 24 tokens in a sequence: use 1 to"),
     ("--fill-mask text", "python -m support.fill_mask RUN TEXT"),
