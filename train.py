@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
+from support.checkpoints import checkpoints, load_checkpoint, save_checkpoint, set_damaged_aside
 from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of, noted_signals,
                          require, require_positive, root_cause)
 from support.corpus import (SPLITS, VAL_SHARE, Rows, describe, evenly, prepared_corpus, rows_of_step, seed_of,
@@ -33,9 +34,9 @@ from support.documents import CACHE
 from support.files import changes, lock_folder, refuse_changes, short_hash, write_json
 from support.fill_mask import examples
 from support.log import Progress, draw_loss, start_wandb
-from support.models import check, checkpoints, load_checkpoint, make_model, save_checkpoint, set_damaged_aside
+from support.models import check, make_model
 from support.optim import make_optimizers
-from support.settings import Inputs, Start, load_start, refuse_many_masks, settings_to_resume
+from support.start import Inputs, Start, load_start, refuse_many_masks, settings_to_resume
 from support.tokenizer import Tokenizer
 from support.worker import Worker, compile_model, make_worker
 

@@ -16,10 +16,10 @@ import torch
 
 from bench.speed import HERE, commit, cpu_name
 from rank import CENTERINGS, CURVES, LINES
+from support.checkpoints import run_settings
 from support.cli import Parser, UserError, clear_errors
 from support.files import figure, read_json, write_json, write_texts
 from support.log import read_log
-from support.models import run_settings
 from support.results import rank_after
 
 RECORD = HERE / "results"

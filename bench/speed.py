@@ -19,7 +19,8 @@ from torch.utils.benchmark import Timer
 from maelm import ABLATIONS, NUM_SPECIAL, Config, Corruption, corrupt
 from support.cli import Parser, clear_errors
 from support.files import write_json
-from support.models import flops, make_model, peak_of
+from support.log import flops, peak_of
+from support.models import make_model
 from support.optim import make_optimizers
 from support.worker import Worker, compile_model, make_worker
 from train import PRESETS, make_config, make_settings, train_step

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from maelm import MAELM, NUM_SPECIAL, SEP, Attention, apply_masks, attention, draw_masks
 from rank import RankConfig
+from support.checkpoints import load_model
 from support.cli import Parser, clear_errors
 from support.corpus import evenly
-from support.models import load_model
 from support.subjects import subject_of_run
 
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from maelm import Encoder
 from rank import RankConfig, effective_rank, masks_for
+from support.checkpoints import load_encoder
 from support.cli import Parser, clear_errors
 from support.corpus import seed_of
-from support.models import load_encoder
 from support.subjects import subject_of_run
 
 

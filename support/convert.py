@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from maelm import CLS, MAELM, PAD, SEP, Config
+from support.checkpoints import checkpoint_of, read_tensors, save_checkpoint
 from support.cli import Parser, UserError, clear_errors
 from support.files import refuse_other_files, write_json
 from support.hub import from_hub, model_from_hub, transformers_library
-from support.models import check, checkpoint_of, read_tensors, save_checkpoint
+from support.models import check
 from support.tokenizer import Tokenizer
 
 # ---- 1. Export ----------------------------------------------------------------------------------------------

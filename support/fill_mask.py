@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from maelm import CLS, MAELM, MASK, SEP, apply_masks
+from support.checkpoints import load_model
 from support.cli import Parser, UserError, clear_errors, printable
 from support.corpus import Rows, evenly
-from support.models import load_model
 from support.tokenizer import Tokenizer
 
 SHOWN = 6  # examples at the end of a run

@@ -1,4 +1,5 @@
-"""The reports of a run: log.jsonl, loss.png, lines in the terminal, Weights & Biases."""
+"""The reports of a run: log.jsonl, loss.png, lines in the terminal, speed and MFU, Weights & Biases."""
+import functools
 import json
 import math
 import platform
@@ -14,10 +15,13 @@ from pathlib import Path
 import numpy
 import tokenizers
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from maelm import Config, Corruption
 from support.cli import UserError
 from support.files import figure, json_lines, short_hash, write_texts
-from support.models import use_of_gpu
+from support.models import make_model
+from support.worker import Worker
 
 
 def read_log(out: Path) -> list[dict]:
@@ -119,6 +123,40 @@ class Progress:
         return (f"step {step}: the loss is not finite; this step is the first bad one, with loss {loss:.4g} and "
                 f"gradient norm {norm:.4g}; continue from the last checkpoint with --change-recipe and a lower "
                 "--learning-rate, a lower --clip-norm or another --seed")
+
+
+# ---- FLOPs, and the share of a GPU's peak (MFU) ------------------------------------------------------------------
+@functools.cache
+def flops(config: Config) -> int:
+    """FLOPs of all matrix products of a training step on one sequence; a multiply-add counts as 2."""
+    n = config.seq_len
+    m = config.num_masked(n)
+    r = n - m + round(config.mask_in_encoder * m)  # tokens that the encoder sees
+    # Shapes without memory. The counter misses a GPU's attention kernel; here it counts the formula.
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        tokens, masked, kept = [torch.zeros(1, length, dtype=torch.int64) for length in (n, m, r)]
+        make_model(config)(tokens, Corruption(tokens, masked, kept)).backward()
+    return counter.get_total_flops()
+
+
+PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "4090": 165e12}
+
+
+def peak_of(device: str, dtype: torch.dtype) -> float | None:
+    """FLOP/s of a GPU in dense bf16, by its name; None for other GPUs, or another dtype."""
+    peaks = [peak for name, peak in PEAKS.items() if name in device and dtype == torch.bfloat16]
+    return peaks[0] if peaks else None
+
+
+def use_of_gpu(config: Config, worker: Worker, speed: float) -> dict[str, float]:
+    """Peak memory in GB, and the share of peak FLOP/s at a speed in tokens per second; {} without a GPU."""
+    if worker.device.type != "cuda":
+        return {}
+    found = {"memory_gb": torch.cuda.max_memory_allocated() / 1e9}
+    peak = peak_of(torch.cuda.get_device_name(), worker.dtype)
+    if peak is not None:
+        found["mfu"] = speed / config.seq_len * flops(config) / (peak * worker.world_size)
+    return found
 
 
 # ---- Weights & Biases ---------------------------------------------------------------------------------------

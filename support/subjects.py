@@ -10,11 +10,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP
+from support.checkpoints import load_encoder
 from support.cli import UserError
 from support.corpus import Rows, evenly, in_validation, prepared_corpus
 from support.documents import documents, sources
 from support.hub import from_hub, model_from_hub
-from support.models import load_encoder
 
 
 class Subject(NamedTuple):

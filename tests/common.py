@@ -7,8 +7,8 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from conftest import TINY
+from support.checkpoints import checkpoints
 from support.log import read_log
-from support.models import checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,9 +14,9 @@ import finetune
 from conftest import TINY
 from maelm import CLS, SEP, Config
 from support import convert, examples, results, tasks
+from support.checkpoints import load_encoder
 from support.files import read_json, write_json
 from support.heads import Classification, Encoded, Spans, answer_tokens, spans_of
-from support.models import load_encoder
 from support.tasks import Example, Labels, Question
 from support.tokenizer import Tokenizer
 from support.worker import Worker

@@ -13,9 +13,9 @@ from conftest import generator, model_and_batch
 from finetune import Tuned
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP, apply_masks
 from support import convert
+from support.checkpoints import load_model, save_checkpoint, write_tensors
 from support.files import write_json
 from support.heads import ClassifierHead
-from support.models import load_model, save_checkpoint, write_tensors
 from support.tokenizer import SPECIALS, Tokenizer
 from tests.common import contents, fails, little_documents
 from tests.test_tokenizer import ODD

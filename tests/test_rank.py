@@ -10,9 +10,9 @@ import rank
 from conftest import generator
 from course import copying, theory
 from support import subjects
+from support.checkpoints import checkpoints, load_encoder
 from support.corpus import in_validation
 from support.files import read_json
-from support.models import checkpoints, load_encoder
 from tests.common import contents, fails, little_documents, short_run, write_corpus
 from tests.test_homework import TAUS
 from tests.test_hub import write_hub_model

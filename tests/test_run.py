@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import train
-from support import models, worker
+from support import checkpoints, worker
 from support.cli import UserError
 from support.files import lock_folder, read_json, write_json
 from support.log import read_log
@@ -30,7 +30,7 @@ def copy(finished, tmp_path):
 
 def checkpoint_names(out):
     """The names of a run's checkpoints."""
-    return [path.name for path in models.checkpoints(out)]
+    return [path.name for path in checkpoints.checkpoints(out)]
 
 
 # ---- Runs that end early --------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class FullDisk(io.FileIO):
 def test_a_full_disk_destroys_nothing(text, finished, tmp_path, monkeypatch, capsys):
     out = short_run(text, tmp_path / "run", "--stop-at", 3)
     before = contents(out)
-    monkeypatch.setattr(models, "open", FullDisk, raising=False)
+    monkeypatch.setattr(checkpoints, "open", FullDisk, raising=False)
     assert "No space left on device: '" in fails(lambda: short_run(text, out), capsys)
     monkeypatch.undo()
     assert contents(out)["step_0000003.pt"] == before["step_0000003.pt"]
@@ -125,11 +125,11 @@ def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path, monkeypatch, cap
 
 
 def test_weights_that_are_not_finite_are_not_saved(copy):
-    model, _ = models.load_model(copy)
+    model, _ = checkpoints.load_model(copy)
     before = contents(copy)
     model.head.bias.data[7] = math.inf
     with pytest.raises(UserError, match="step 7: head.bias is not finite"):
-        models.save_checkpoint(copy, 7, model, [], 0.0, keep=1)
+        checkpoints.save_checkpoint(copy, 7, model, [], 0.0, keep=1)
     assert contents(copy) == before
 
 
@@ -145,7 +145,7 @@ def test_want_of_memory_names_the_flag(text, tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_without_a_checkpoint_can_begin_anew(text, copy):
-    for path in models.checkpoints(copy):
+    for path in checkpoints.checkpoints(copy):
         path.unlink()
     short_run(text, copy, "--learning-rate", "1e-3")
     assert read_json(copy / "config.json")["learning_rate"] == 1e-3
@@ -161,7 +161,7 @@ def test_a_run_goes_on_before_a_damaged_checkpoint(text, finished, copy, capsys)
     for damaged in (content[:-1000], flipped):
         newest.write_bytes(damaged)
         with pytest.raises(UserError, match="step_0000006.pt: damaged, or not written"):
-            models.load_model(copy)
+            checkpoints.load_model(copy)
         assert same(short_run(text, copy), finished)
         assert "is damaged, and is now step_0000006.pt.damaged" in capsys.readouterr().err
         assert (copy / "step_0000006.pt.damaged").read_bytes() == damaged
@@ -176,7 +176,7 @@ def test_what_cannot_be_read_is_not_called_damaged(copy, monkeypatch):
     for error in (PermissionError(), MemoryError(), RuntimeError("can't allocate memory")):
         monkeypatch.setattr(torch, "load", Mock(side_effect=error))
         with pytest.raises(type(error)):
-            models.load_model(copy)
+            checkpoints.load_model(copy)
 
 
 def test_a_recipe_changes_by_one_flag_only(text, finished, tmp_path, capsys):
@@ -212,7 +212,7 @@ def test_a_checkpoint_that_is_not_of_this_model_is_refused(part, change, message
     state = last_checkpoint(copy)
     torch.save(state | {part: state[part] | change}, copy / "step_0000006.pt")
     with pytest.raises(UserError, match=f"step_0000006.pt: {message}"):
-        models.load_model(copy)
+        checkpoints.load_model(copy)
 
 
 class Code:
@@ -225,7 +225,7 @@ def test_a_checkpoint_runs_no_code(copy, capsys):
     for name in ("step_0000006.pt", "encoder.pt"):
         torch.save({"model": Code(), "config": {}}, copy / name)
         with pytest.raises(UserError, match=f"{name}: damaged, or not written by this project"):
-            models.load_encoder(copy / name)
+            checkpoints.load_encoder(copy / name)
     assert "code was run" not in capsys.readouterr().out
 
 

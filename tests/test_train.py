@@ -1,4 +1,4 @@
-"""Claims about pre-training: train.py, support/optim.py, support/fill_mask.py, support/models.py."""
+"""Claims about pre-training: train.py, support/optim.py, support/fill_mask.py, support/log.py."""
 import re
 import shutil
 import sys
@@ -14,12 +14,12 @@ import torch
 import train
 from conftest import tiny
 from maelm import CLS, MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head
-from support import fill_mask, models, optim
+from support import fill_mask, log, optim
+from support.checkpoints import load_model
 from support.cli import printable
 from support.corpus import evenly, rows_of_step, unigram_entropy
 from support.files import read_json, write_json
 from support.log import read_log
-from support.models import load_model
 from support.worker import Worker
 from tests.common import contents, fails, last_checkpoint, same, short_run, validation_losses
 
@@ -219,7 +219,7 @@ def test_matrices_of_layers_go_to_muon():
 # ---- Costs, presets, flags ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ablation, flops", [("mae-lm", 338_826_571_776), ("mlm", 289_493_876_736)])
 def test_a_step_of_base_has_as_many_flops(ablation, flops):
-    assert models.flops(train.make_config("base", ablation)) == flops
+    assert log.flops(train.make_config("base", ablation)) == flops
 
 
 def test_help_shows_the_values_of_the_preset(capsys):

@@ -1,13 +1,13 @@
-"""The run of --init, which replaces a preset, and the settings of a continued run."""
+"""Where a run starts: the run of --init in place of a preset, or an earlier start of the same run."""
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from maelm import ABLATIONS, MAELM, Config
+from support.checkpoints import checkpoint_of, checkpoints, load_model
 from support.cli import UserError
 from support.corpus import Rows
 from support.files import changes, check_fields, read_json, refuse_changes, short_hash
-from support.models import checkpoint_of, checkpoints, load_model
 from support.tokenizer import Tokenizer
 
 IMPORTED = dict(batch_size=256, max_steps=10_000, learning_rate=1e-4, warmup_steps=600, eval_interval=500,

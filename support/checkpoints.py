@@ -1,0 +1,141 @@
+"""Checkpoints, written atomically and read without running code, and the models in them."""
+import pickle
+import struct
+import sys
+import zipfile
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from maelm import MAELM, Config, Encoder
+from support.cli import UserError
+from support.files import atomic, check_fields, read_json
+from support.models import make_model
+from support.tokenizer import Tokenizer
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Checkpoints of a run, oldest first. Only files with such names are loaded or deleted."""
+    return sorted(out.glob(f"step_{7 * '[0-9]'}.pt"))
+
+
+def write_tensors(path: Path, state: dict):
+    """Write tensors and numbers atomically, without other objects, so that reading them runs no code."""
+    with atomic(path) as temporary, open(temporary, "wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            raise (error.__context__ or error) from None  # PyTorch's writer hides the disk's error behind its own
+
+
+class Damaged(UserError):
+    """A file is incomplete, or was not written by this project."""
+
+
+def read_tensors(path: Path, *wanted: str) -> dict:
+    """The content of a .pt file, on the CPU, with its configuration as a Config; it runs no code. Raises Damaged, or
+    UserError if a file lacks a field or has a newer version. Errors of disk and memory pass through."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    state = None
+    try:
+        if zipfile.ZipFile(path).testzip() is None:  # compares the checksums, which torch.load does not
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, RuntimeError,
+            pickle.UnpicklingError) as error:
+        if "can't allocate memory" in str(error):
+            raise
+    if not isinstance(state, dict):
+        raise Damaged(f"{path}: damaged, or not written by this project; delete it: then the checkpoint before it is "
+                      "used, or its run is done again")
+    if not state.keys() >= {"config", *wanted}:
+        raise UserError(f"{path}: lacks config, {', '.join(wanted)}: not a file of the kind that is needed here")
+    check_fields(path, state["config"], Config)
+    return state | {"config": Config(**state["config"])}  # a missing field has its default
+
+
+def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, seconds: float, keep: int):
+    """Write step_STEP.pt, after `seconds` of training, then remove all but the newest `keep` checkpoints, or none if
+    `keep` is 0. Raises UserError if a weight is not finite."""
+    for name, weight in model.state_dict().items():
+        if not weight.isfinite().all():
+            raise UserError(f"step {step}: {name} is not finite; continue from the last checkpoint with "
+                            "--change-recipe and a lower --learning-rate")
+    write_tensors(out / f"step_{step:07d}.pt", {
+        "step": step, "seconds": seconds, "config": asdict(model.config), "model": model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers]})
+    if keep > 0:
+        for old in checkpoints(out)[:-keep]:
+            old.unlink()
+
+
+def set_damaged_aside(out: Path):
+    """Rename damaged checkpoints newer than the newest intact one. Raises Damaged if none is intact."""
+    for path in reversed(checkpoints(out)):
+        try:
+            read_tensors(path)
+            return
+        except Damaged:
+            if path == checkpoints(out)[0]:
+                raise
+            aside = path.replace(path.with_name(f"{path.name}.damaged"))
+            print(f"warning: {path} is damaged, and is now {aside.name}; the run continues from an earlier checkpoint",
+                  file=sys.stderr)
+
+
+def load_checkpoint(path: Path, model: MAELM, optimizers: list) -> tuple[int, float]:
+    """Load a file of save_checkpoint into model and optimizers. Returns its step and the seconds of training."""
+    state = read_tensors(path, "step", "seconds", "model", "optimizers")
+    load_weights(model, state["model"], path)
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+        for group in optimizer.param_groups:  # they also hold the recipe, which --change-recipe may change
+            group |= {name: optimizer.defaults[name] for name in group.keys() & optimizer.defaults.keys()}
+    return state["step"], state["seconds"]
+
+
+def load_weights(module: nn.Module, weights: dict, path: Path):
+    """Load the weights of a file. Raises UserError if they do not fit."""
+    try:
+        module.load_state_dict(weights)
+    except (RuntimeError, AttributeError) as error:
+        raise UserError(f"{path}: its weights have other names or shapes than in this version of maelm; use the "
+                        "version that wrote it, or train again") from error
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint that a path names, the newest of a run folder, or finetune.py's encoder.pt, which load_encoder
+    reads. Raises UserError if there is none."""
+    found = [path] if path.suffix == ".pt" else [*checkpoints(path), *path.glob("encoder.pt")]
+    if not found:
+        raise UserError(f"{path}: not a run folder with checkpoints; train.py makes one; support.convert imports hf:")
+    return found[-1]
+
+
+def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
+    """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. Raises UserError if missing."""
+    file = checkpoint_of(path)
+    state = read_tensors(file, "model", "step")  # finetune.py's encoder.pt has no step, and no decoder
+    model = make_model(state["config"])
+    load_weights(model, state["model"], file)
+    return model.eval(), Tokenizer.load(file.parent)
+
+
+def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config, dict]:
+    """The encoder of a run folder, a checkpoint, or a folder of finetune.py (encoder.pt), in evaluation mode; its
+    tokenizer; its Config; the settings of its run. Raises UserError if there is none."""
+    file = checkpoint_of(path)
+    state = read_tensors(file, "model")
+    encoder = Encoder(state["config"])
+    names = [name.removeprefix("encoder.") for name in state["model"] if name.startswith("encoder.")]
+    load_weights(encoder, {name: state["model"][f"encoder.{name}"] for name in names}, file)
+    return encoder.to(device).eval(), Tokenizer.load(file.parent), state["config"], run_settings(file.parent)
+
+
+def run_settings(folder: Path) -> dict:
+    """The content of config.json in a run folder, or {} if there is none."""
+    path = folder / "config.json"
+    return read_json(path, "init") if path.is_file() else {}
