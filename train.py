@@ -7,8 +7,7 @@
     torchrun --standalone --nproc_per_node 8 train.py --preset base --data hf:wikimedia/wikipedia:20231101.en
 
 Every field of Config, Recipe and RunOptions is a flag; -h shows the values of --preset. The same command continues an
-unfinished run. The sequences of a step do not depend on the number of processes; masks and dropout may
-depend on it.
+unfinished run.
 """
 import shutil
 import sys
@@ -206,8 +205,7 @@ def make_command(flags: Namespace) -> Command:
     for name in start.fixed:
         here = settings.fields()[name]
         if here != start.settings[name]:
-            raise ValueError(f"{name}={here!r}: the run of --init, or the given tokenizer, has "
-                             f"{start.settings[name]!r}")
+            raise ValueError(f"{name}={here!r}: the run of --init, or --tokenizer, has {start.settings[name]!r}")
     if start.tokenizer is not None and settings.config.vocab_size < len(start.tokenizer):
         raise ValueError(f"vocab_size={settings.config.vocab_size}: the given tokenizer has {len(start.tokenizer)} "
                          "tokens")
@@ -375,8 +373,7 @@ def pretrain(run: Run) -> int:
     worker, out, options = run.worker, run.out, run.settings.options
     if run.step >= run.settings.last_step:
         if worker.is_main:
-            print(f"{out} is finished at step {run.step}: nothing to do; to train it for longer, start another --out "
-                  f"from it with --init {out}")
+            print(f"{out} is finished at step {run.step}; to train it for longer, start another run with --init {out}")
         return 0
     large = worker.device.type == "cuda" and run.settings.config.encoder_dim >= 256  # compiling others takes too long
     if options.compile == "on" or (options.compile == "auto" and large):

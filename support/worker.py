@@ -30,8 +30,8 @@ class Worker(NamedTuple):
 
     def micro_batch(self, batch_size: int, most: int) -> int:
         """Sequences per device and forward pass, at most `most`. Raises UserError if they do not divide the batch."""
-        size = min(most, batch_size // self.world_size)
-        if size == 0 or batch_size % (size * self.world_size):
+        size = max(1, min(most, batch_size // self.world_size))
+        if batch_size % (size * self.world_size):
             raise UserError(f"batch_size={batch_size} is not a multiple of micro_batch_size={size} times "
                             f"{self.world_size} processes; change --batch-size or --micro-batch-size")
         return size
@@ -131,9 +131,10 @@ def make_worker(precision: str, device: str = "auto", small: bool = False) -> Wo
     given = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")]
     rank, world_size = 0, 1
     if any(given[:2]):
-        if not all(given) or not all(map(str.isdecimal, given[:4])) or int(given[0]) >= int(given[1]):
-            raise UserError(f"RANK={given[0]!r} and WORLD_SIZE={given[1]!r}, without torchrun's other variables or not "
-                            "whole numbers: start with torchrun, or unset both")
+        numbers = all(given) and all(map(str.isdecimal, given[:4]))
+        if not numbers or int(given[0]) >= int(given[1]) or int(given[3]) >= 65536:
+            raise UserError(f"RANK={given[0]!r}, WORLD_SIZE={given[1]!r}, MASTER_PORT={given[3]!r}: torchrun's "
+                            "variables are incomplete or invalid; start with torchrun, or unset these")
         rank, world_size = int(given[0]), int(given[1])
     found = best_device(device, small)
     if found.type == "cuda":
