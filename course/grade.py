@@ -43,14 +43,15 @@ STEPS = {"corrupt": ("draw_masks", "apply_masks")}  # functions that also belong
 SHORTCUTS = {"RelativeBias.forward": ("lookup",)}  # functions that only our solution of a task calls
 TOGETHER = "together"  # claims about all of a student's functions at once
 FILES = ("maelm.py", "rank.py", "train.py", "support/metrics.py")
-TESTS = ("test_maelm.py", "tests/test_homework.py")
-COPIED = ("*.py", "support/*.py", "tests/test_homework.py")
+TESTS = ("test_maelm.py", "tests/test_homework.py")  # which students get
+CLAIMS = (*TESTS, "tests/test_random_inputs.py")
+COPIED = ("*.py", "support/*.py", *CLAIMS)
 PYTEST_INI = "[pytest]\naddopts = --import-mode=importlib --tb=short\npythonpath = .\n"
 BY_HAND = set("""os sys subprocess ctypes gc inspect importlib builtins threading multiprocessing signal atexit io
     pathlib shutil socket pickle types traceback mmap mock unittest pytest _pytest conftest test_maelm transformers
     testing assert_close library setattr getattr delattr vars globals locals exec eval compile open breakpoint
     attrgetter methodcaller load fromfile memmap from_file genfromtxt loadtxt gi_frame cr_frame tb_frame f_back
-    _exit _getframe _C glob tempfile linecache codecs fileinput""".split())
+    _exit _getframe _C glob tempfile linecache codecs fileinput runpy solutions""".split())
 
 
 # ---- 1. Reading code ----------------------------------------------------------------------------------------
@@ -83,9 +84,9 @@ def functions_of(task: str) -> tuple[str, ...]:
     return (task, *STEPS.get(task, ()))
 
 
-def claims_of(task: str) -> dict[str, bool]:
+def claims_of(task: str, files: tuple[str, ...] = CLAIMS) -> dict[str, bool]:
     """The tests of a task, and whether each is a gate, without which the task has no points."""
-    text = "\n".join((HERE / file).read_text("utf-8") for file in TESTS)
+    text = "\n".join((HERE / file).read_text("utf-8") for file in files)
     found = re.findall(rf'^@task\("{task}"(, gate=True)?\)\ndef (\w+)', text, re.MULTILINE)
     return {name: bool(gate) for gate, name in found}
 
@@ -188,12 +189,15 @@ def grade(task: str, texts: dict[str, str], seconds: float) -> Result:
             target.parent.mkdir(exist_ok=True)
             shutil.copy(path, target)
         (folder / "pytest.ini").write_text(PYTEST_INI)
+        (folder / "solutions").mkdir()
+        for file in FILES:
+            shutil.copy(HERE / file, folder / "solutions")
         for file in files:
             (folder / file).write_text(completed(texts[file], file, own), "utf-8")
-        test = TESTS[0] if files == {"maelm.py"} and task != TOGETHER else TESTS[1]
         # Without conftest.py as a plugin, so that a file that cannot be imported is in the report.
         command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        command += [f"{test}::{claim}" for claim in claims_of(task)]
+        for file in CLAIMS:
+            command += [f"{file}::{claim}" for claim in claims_of(task, (file,))]
         try:
             subprocess.run(command, cwd=folder, timeout=seconds, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                            stderr=subprocess.DEVNULL)
