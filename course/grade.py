@@ -189,9 +189,9 @@ def grade(task: str, texts: dict[str, str], seconds: float) -> Result:
             target.parent.mkdir(exist_ok=True)
             shutil.copy(path, target)
         (folder / "pytest.ini").write_text(PYTEST_INI)
-        (folder / "solutions").mkdir()
+        (folder / "solutions/support").mkdir(parents=True)
         for file in FILES:
-            shutil.copy(HERE / file, folder / "solutions")
+            shutil.copy(HERE / file, folder / "solutions" / file)
         for file in files:
             (folder / file).write_text(completed(texts[file], file, own), "utf-8")
         # Without conftest.py as a plugin, so that a file that cannot be imported is in the report.
