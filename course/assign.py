@@ -6,6 +6,7 @@
 
 A task is a function that students write; each of its tests is a point. It is no sandbox: use a container.
 """
+import ast
 import re
 import textwrap
 from pathlib import Path
@@ -32,10 +33,9 @@ def blank(text: str, name: str) -> str:
 def unsolved(text: str, task: str) -> str:
     """`text` without the solution of a task."""
     for name in functions_of(task):
-        node, lines = find(text, name), text.split("\n")
-        indent = lines[node.lineno - 1][:node.col_offset]
-        lines[node.lineno - 1:node.end_lineno] = textwrap.indent(blank(text, name), indent).split("\n")
-        text = "\n".join(lines)
+        node = find(text, name)
+        ours = ast.get_source_segment(text, node, padded=True)
+        text = text.replace(ours, textwrap.indent(blank(text, name), " " * node.col_offset))
     for name in SHORTCUTS.get(task, ()):
         text = text.replace(f"{source(text, name)}\n\n\n", "")
     return text

@@ -74,8 +74,7 @@ def find(text: str, name: str) -> ast.FunctionDef | None:
 
 def source(text: str, name: str) -> str:
     """The lines of a function, not indented."""
-    node = find(text, name)
-    return textwrap.dedent("\n".join(text.split("\n")[node.lineno - 1:node.end_lineno]))
+    return textwrap.dedent(ast.get_source_segment(text, find(text, name), padded=True))
 
 
 def functions_of(task: str) -> tuple[str, ...]:
