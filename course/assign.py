@@ -6,6 +6,7 @@
 
 A task is a function that students write; each of its tests is a point. It is no sandbox: use a container.
 """
+import ast
 import re
 import textwrap
 from pathlib import Path
@@ -26,16 +27,15 @@ def blank(text: str, name: str) -> str:
     head = "\n".join(function.split("\n")[:docstring.end_lineno]).removesuffix('"""')
     rules = (HERE / "course/tasks.md").read_text("utf-8").partition(f"## {name}\n")[2].partition("\n## ")[0].strip()
     rules = textwrap.indent(f"\n\n{rules}", "    ") if rules else ""
-    return head.removesuffix(rules) + rules + '"""\n    raise NotImplementedError'
+    return head + rules + '"""\n    raise NotImplementedError'
 
 
 def unsolved(text: str, task: str) -> str:
     """`text` without the solution of a task."""
     for name in functions_of(task):
-        node, lines = find(text, name), text.split("\n")
-        indent = lines[node.lineno - 1][:node.col_offset]
-        lines[node.lineno - 1:node.end_lineno] = textwrap.indent(blank(text, name), indent).split("\n")
-        text = "\n".join(lines)
+        node = find(text, name)
+        ours = ast.get_source_segment(text, node, padded=True)
+        text = text.replace(ours, textwrap.indent(blank(text, name), " " * node.col_offset))
     for name in SHORTCUTS.get(task, ()):
         text = text.replace(f"{source(text, name)}\n\n\n", "")
     return text
@@ -79,28 +79,31 @@ def hand_out(folder: Path):
 
 
 # ---- 2. The command -----------------------------------------------------------------------------------------
-def students_in(path: Path) -> list[Path]:
-    """The submissions of a class, folders or zips side by side in a folder; or else the path itself."""
-    if not path.is_dir() or any((path / file).exists() for file in FILES):
-        return [path]
-    inner = [entry for entry in sorted(path.iterdir()) if entry.is_dir() or entry.suffix == ".zip"]
-    return [entry for entry in inner if read_submission(entry)] or [path]
+def submissions_in(path: Path) -> dict[str, dict[str, str]]:
+    """The texts of a submission by its name, or of each folder or zip in a folder; or UserError."""
+    is_one = path.is_file() or any((path / file).exists() for file in FILES)
+    inner = [] if is_one or not path.exists() else sorted(path.iterdir())
+    found = {entry.name: read_submission(entry) for entry in inner if entry.is_dir() or entry.suffix == ".zip"}
+    found = {name: texts for name, texts in found.items() if texts} or {path.name: read_submission(path)}
+    if not all(found.values()):
+        raise UserError(f"{path}: has none of the files {', '.join(FILES)}")
+    return found
 
 
 def grade_students(options) -> bool:
     """Grade one submission, with a line per task, or a class, with a line per student. Returns whether all have full
     marks. All are read before any of their code runs."""
-    submissions = {path: read_submission(path) for path in students_in(options.grade)}
-    if not all(submissions.values()) or options.json and len(submissions) > 1:
-        raise UserError(f"{options.grade}: has none of the files {', '.join(FILES)}, or several students for --json")
+    submissions = submissions_in(options.grade)
+    if options.json and len(submissions) > 1:
+        raise UserError("--json: name one submission, not a class")
     perfect = True
-    for path, texts in submissions.items():
+    for name, texts in submissions.items():
         results, marks = grade_all(texts, options.only, options.time_limit), marks_of(texts)
         score, most = sum(result.points for result in results), sum(result.most for result in results)
         perfect = perfect and score == most
         if len(submissions) > 1:
             points = [f"{result.task} {result.points}" for result in results]
-            print(f"{path.name}: {score}/{most}; {', '.join([*points, *marks])}")
+            print(f"{name}: {score}/{most}; {', '.join([*points, *marks])}")
             continue
         for result in results:
             print(f"{result.task} {result.points}/{result.most} {result.status}")

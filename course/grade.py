@@ -6,7 +6,6 @@ come from pytest's report, which is written outside of that copy. It is no sandb
 import ast
 import functools
 import io
-import itertools
 import json
 import os
 import re
@@ -43,14 +42,15 @@ STEPS = {"corrupt": ("draw_masks", "apply_masks")}  # functions that also belong
 SHORTCUTS = {"RelativeBias.forward": ("lookup",)}  # functions that only our solution of a task calls
 TOGETHER = "together"  # claims about all of a student's functions at once
 FILES = ("maelm.py", "rank.py", "train.py", "support/metrics.py")
-TESTS = ("test_maelm.py", "tests/test_homework.py")
-COPIED = ("*.py", "support/*.py", "tests/test_homework.py")
+TESTS = ("test_maelm.py", "tests/test_homework.py")  # which students get
+CLAIMS = (*TESTS, "tests/test_random_inputs.py")
+COPIED = ("*.py", "support/*.py", *CLAIMS)
 PYTEST_INI = "[pytest]\naddopts = --import-mode=importlib --tb=short\npythonpath = .\n"
 BY_HAND = set("""os sys subprocess ctypes gc inspect importlib builtins threading multiprocessing signal atexit io
     pathlib shutil socket pickle types traceback mmap mock unittest pytest _pytest conftest test_maelm transformers
     testing assert_close library setattr getattr delattr vars globals locals exec eval compile open breakpoint
     attrgetter methodcaller load fromfile memmap from_file genfromtxt loadtxt gi_frame cr_frame tb_frame f_back
-    _exit _getframe _C glob tempfile linecache codecs fileinput""".split())
+    _exit _getframe _C glob tempfile linecache codecs fileinput runpy solutions""".split())
 
 
 # ---- 1. Reading code ----------------------------------------------------------------------------------------
@@ -74,8 +74,7 @@ def find(text: str, name: str) -> ast.FunctionDef | None:
 
 def source(text: str, name: str) -> str:
     """The lines of a function, not indented."""
-    node = find(text, name)
-    return textwrap.dedent("\n".join(text.split("\n")[node.lineno - 1:node.end_lineno]))
+    return textwrap.dedent(ast.get_source_segment(text, find(text, name), padded=True))
 
 
 def functions_of(task: str) -> tuple[str, ...]:
@@ -83,9 +82,9 @@ def functions_of(task: str) -> tuple[str, ...]:
     return (task, *STEPS.get(task, ()))
 
 
-def claims_of(task: str) -> dict[str, bool]:
+def claims_of(task: str, files: tuple[str, ...] = CLAIMS) -> dict[str, bool]:
     """The tests of a task, and whether each is a gate, without which the task has no points."""
-    text = "\n".join((HERE / file).read_text("utf-8") for file in TESTS)
+    text = "\n".join((HERE / file).read_text("utf-8") for file in files)
     found = re.findall(rf'^@task\("{task}"(, gate=True)?\)\ndef (\w+)', text, re.MULTILINE)
     return {name: bool(gate) for gate, name in found}
 
@@ -96,17 +95,17 @@ def is_written(text: str, name: str) -> bool:
     node = find(text, name)
     if node is None:  # by a def inside an if, a lambda, or not at all
         return owner in text and last in text
-    assigned = re.search(rf"^\s*({re.escape(name)}|{last}) = ", text, re.MULTILINE)
-    return bool(assigned) or "NotImplementedError" not in ast.unparse(node.body[-1])
+    is_blank = "NotImplementedError" in ast.unparse(node.body[-1])
+    return not is_blank or bool(re.search(rf"^\s*({re.escape(name)}|{last}) = ", text, re.MULTILINE))
 
 
 def suspicious(text: str) -> Counter:
     """Names by which a file could reach the interpreter or the tests, and how often each occurs."""
-    found, nodes = Counter(), list(ast.walk(parsed(text)))
+    nodes = list(ast.walk(parsed(text)))
     code = io.StringIO(ast.unparse(parsed(text)))  # without comments
-    for token in tokenize.generate_tokens(code.readline):
-        name = token.string if token.type == tokenize.NAME else ""
-        found[name] += name in BY_HAND or name.startswith("__") and name not in ("__init__", "__name__")
+    names = [token.string for token in tokenize.generate_tokens(code.readline) if token.type == tokenize.NAME]
+    dunders = {name for name in names if name.startswith("__")} - {"__init__", "__name__"}
+    found = Counter(name for name in names if name in BY_HAND | dunders)
     allowed = {"self", *[node.name for node in nodes if isinstance(node, ast.ClassDef)]}
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):  # such as torch.equal = ...
@@ -127,11 +126,10 @@ def read_submission(path: Path) -> dict[str, str]:
         raise UserError(f"{path}: there is no such file or folder; name a maelm.py, a folder or a zip")
     if path.is_file():
         return {"maelm.py": path.read_text("utf-8-sig", "replace")}
-    texts = {}
-    for found in sorted(path.rglob("*.py"), key=lambda found: len(found.parts)):  # of copies, the uppermost counts
-        for file in FILES:
-            if found.name == Path(file).name and "__MACOSX" not in found.parts:
-                texts.setdefault(file, found.read_text("utf-8-sig", "replace"))
+    texts, names = {}, {Path(file).name: file for file in FILES}
+    for found in sorted(path.rglob("*.py"), key=lambda found: -len(found.parts)):  # of copies, the uppermost counts
+        if found.name in names and "__MACOSX" not in found.parts:
+            texts[names[found.name]] = found.read_text("utf-8-sig", "replace")
     return texts
 
 
@@ -172,31 +170,30 @@ class Result(NamedTuple):
 
 def grade(task: str, texts: dict[str, str], seconds: float) -> Result:
     """Grade a task of a submission, or `together`: all that the student has attempted."""
-    most, own = len(claims_of(task)), []
-    for name, file in TASKS.items():
-        written = any(is_written(texts.get(file, ""), function) for function in functions_of(name))
-        if written and task in (name, TOGETHER):
-            own.append(name)
+    most, names = len(claims_of(task)), TASKS if task == TOGETHER else [task]
+    own = [name for name in names if any(is_written(texts.get(TASKS[name], ""), part) for part in functions_of(name))]
     files = {TASKS[name] for name in own}
     if not files or task == TOGETHER and "maelm.py" not in files:
         return Result(task, 0, most, "not attempted")
 
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as elsewhere:
         folder, report = Path(name), Path(elsewhere) / "report.xml"
-        for path in itertools.chain(*map(HERE.glob, COPIED)):
-            target = folder / path.relative_to(HERE)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copy(path, target)
+        for pattern in COPIED:
+            for path in HERE.glob(pattern):
+                for place in (folder, folder / "solutions"):
+                    target = place / path.relative_to(HERE)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(path, target)
         (folder / "pytest.ini").write_text(PYTEST_INI)
         for file in files:
             (folder / file).write_text(completed(texts[file], file, own), "utf-8")
-        test = TESTS[0] if files == {"maelm.py"} and task != TOGETHER else TESTS[1]
         # Without conftest.py as a plugin, so that a file that cannot be imported is in the report.
         command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        command += [f"{test}::{claim}" for claim in claims_of(task)]
+        for file in CLAIMS:
+            command += [f"{file}::{claim}" for claim in claims_of(task, (file,))]
+        nothing = subprocess.DEVNULL
         try:
-            subprocess.run(command, cwd=folder, timeout=seconds, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                           stderr=subprocess.DEVNULL)
+            subprocess.run(command, cwd=folder, timeout=seconds, stdin=nothing, stdout=nothing, stderr=nothing)
             cases = list(ElementTree.parse(report).iter("testcase"))
         except subprocess.TimeoutExpired:
             return Result(task, 0, most, f"takes over {seconds:g} s")
@@ -241,10 +238,7 @@ def grade_all(texts: dict[str, str], only: list[str], seconds: float) -> list[Re
 
 def gradescope(results: list[Result], marks: list[str]) -> str:
     """results.json, as Gradescope documents it; students do not see the marks."""
-    tests = []
-    for result in results:
-        output = f"{result.status}\n{result.details}"
-        tests.append({"name": result.task, "score": result.points, "max_score": result.most, "output": output})
-    for mark in marks:
-        tests.append({"name": mark, "score": 0, "max_score": 0, "output": "", "visibility": "hidden"})
+    tests = [{"name": task, "score": points, "max_score": most, "output": f"{status}\n{details}"}
+             for task, points, most, status, details in results]
+    tests += [{"name": mark, "score": 0, "max_score": 0, "visibility": "hidden"} for mark in marks]
     return json.dumps({"tests": tests}, indent=1)

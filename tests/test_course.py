@@ -9,7 +9,7 @@ import zipfile
 import pytest
 
 from course.assign import blank, main, unsolved
-from course.grade import FILES, HERE, TASKS, TESTS, claims_of, completed, find, functions_of, marks_of, source
+from course.grade import CLAIMS, FILES, HERE, TASKS, TESTS, claims_of, completed, find, functions_of, marks_of, source
 from tests.common import fails
 
 OURS = {file: (HERE / file).read_text("utf-8") for file in FILES}
@@ -58,7 +58,7 @@ def test_the_handout_is_short_and_has_every_test_and_no_line_of_a_solution(tmp_p
     assert "def lookup" not in texts["maelm.py"]
     collected = subprocess.run([sys.executable, "-m", "pytest", "-q", "--collect-only"], cwd=tmp_path / "homework",
                                capture_output=True, text=True).stdout
-    tests = [test for name in (*TASKS, "together") for test in claims_of(name)]
+    tests = [test for name in (*TASKS, "together") for test in claims_of(name, TESTS)]
     assert f"{len(tests)} tests collected" in collected and all(f"::{test}\n" in collected for test in tests)
     assert "name a new folder" in fails(lambda: main(["--handout", str(tmp_path)]), capsys)
 
@@ -78,7 +78,7 @@ def test_the_teachers_table_has_every_task_with_its_points():
 
 
 def test_every_assert_of_a_task_has_a_sentence():
-    for file in TESTS:
+    for file in CLAIMS:
         for block in (HERE / file).read_text().split("\n\n\n"):
             if block.startswith("@task("):
                 assert re.findall(r'^ +assert (?!.*, f?".*"$).*(?<!# App. C)$', block, re.MULTILINE) == []
@@ -103,12 +103,12 @@ def test_what_goes_wrong_in_a_task_costs_that_task_only(tmp_path, capsys):
     texts["maelm.py"] = wrong.replace("d_h ** -0.5", "d_h ** -0.5 + unknown") + "\nimport os, torch\n"
     texts["rank.py"] += "\nprint('<testcase name=\"test_x\"/>' * 100)\n"
     expected = [
-        "learning_rate_factor 0/2 cannot be imported: ModuleNotFoundError: No module named 'missing'",
-        "tau_rank 3/3 full marks",
-        "matthews 0/3 cannot be imported: SyntaxError: invalid syntax",
-        "effective_rank 0/4 not attempted",
-        "attention 0/3 no points without test_attention_and_its_gradients_are_the_formulas; failed: test_attention",
-        "corrupt 0/9 no points without test_every_sequence_has_exactly_m_masks; failed: test_every",
+        "learning_rate_factor 0/3 cannot be imported: ModuleNotFoundError: No module named 'missing'",
+        "tau_rank 4/4 full marks",
+        "matthews 0/4 cannot be imported: SyntaxError: invalid syntax",
+        "effective_rank 0/5 not attempted",
+        "attention 0/4 no points without test_attention_and_its_gradients_are_the_formulas; failed: test_attention",
+        "corrupt 0/10 no points without test_every_sequence_has_exactly_m_masks; failed: test_every",
     ]
     only = [line.partition(" ")[0] for line in expected]
     folder, results = hand_in(tmp_path / "student", texts), tmp_path / "results.json"
@@ -116,10 +116,10 @@ def test_what_goes_wrong_in_a_task_costs_that_task_only(tmp_path, capsys):
     assert all(any(line.startswith(start) for line in found) for start in expected), found
     assert any(re.match(r" +maelm.py:\d+ in attention: logits = .* unknown", line) for line in found)
     assert "read by hand: maelm.py names os" in found
-    assert found[-1] == "total 3/24"
+    assert found[-1] == "total 4/30"
     tests = json.loads(results.read_text())["tests"]
-    assert [test["score"] for test in tests] == [0, 3, 0, 0, 0, 0, 0]
-    assert [test["max_score"] for test in tests] == [2, 3, 3, 4, 3, 9, 0]
+    assert [test["score"] for test in tests] == [0, 4, 0, 0, 0, 0, 0]
+    assert [test["max_score"] for test in tests] == [3, 4, 4, 5, 4, 10, 0]
     assert tests[-1]["visibility"] == "hidden"
 
 
@@ -133,7 +133,7 @@ def test_honest_work_counts_in_any_form(tmp_path, capsys):
         archive.writestr("__MACOSX/maelm.py", "no Python")
     shutil.copy(HERE / "rank.py", tmp_path / "class" / "ben")
     found = grades(capsys, tmp_path / "class", "--only", "attention")
-    assert found == ["anna.zip: 3/3; attention 3", "ben: 0/3; attention 0"]
+    assert found == ["anna.zip: 4/4; attention 4", "ben: 0/4; attention 0"]
     assert "there is no such file" in fails(lambda: main(["--grade", str(tmp_path / "mistyped")]), capsys)
     (tmp_path / "empty").mkdir()
     assert "has none of the files" in fails(lambda: main(["--grade", str(tmp_path / "empty")]), capsys)
