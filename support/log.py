@@ -8,8 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy
@@ -54,13 +53,13 @@ class Progress:
 
     def tell_wandb(self, method: str, *arguments):
         """Call a method of the Weights & Biases run. Its first error is printed as a warning and disables it."""
+        if self.wandb is None:
+            return
         try:
-            if self.wandb is not None:
-                with errors_of_wandb():
-                    getattr(self.wandb, method)(*arguments)
-        except UserError as error:
+            getattr(self.wandb, method)(*arguments)
+        except Exception as error:  # wandb's errors have no common base
             self.wandb = None
-            print(f"warning: {error}; the run continues without it", file=sys.stderr)
+            print(f"warning: --wandb: {error!r}; the run continues without it", file=sys.stderr)
 
     def start(self, entropy: float):
         """Print the sizes of model and text; log commit, versions, machines, and the settings changed since the last
@@ -94,12 +93,15 @@ class Progress:
     def log_steps(self):
         """Log the means of the steps since the last line, and the speed. Raises UserError if they are not finite."""
         (config, recipe, _), run, count = self.run.settings, self.run, len(self.recent)
+        losses, norms = [torch.stack(values).tolist() for values in zip(*self.recent, strict=True)]
+        for step, loss, norm in zip(range(run.step - count + 1, run.step + 1), losses, norms, strict=True):
+            if not math.isfinite(loss + norm):
+                raise UserError(f"step {step}: the loss is not finite; this step is the first bad one, with loss "
+                                f"{loss:.4g} and gradient norm {norm:.4g}; continue from the last checkpoint with "
+                                "--change-recipe and a lower --learning-rate, a lower --clip-norm or another --seed")
         # The mean over steps and processes: each process has an equal share of every batch.
-        total, = run.worker.all_reduce(float(sum(loss for loss, _ in self.recent)))
-        norm = float(sum(norm for _, norm in self.recent)) / count
-        loss = total / run.worker.world_size / count
-        if not math.isfinite(loss + norm):
-            raise UserError(self.first_bad_step())
+        total, = run.worker.all_reduce(sum(losses))
+        loss, norm = total / run.worker.world_size / count, sum(norms) / count
         lap = time.perf_counter() - self.since  # the GPU has finished, since the loss is known
         run.seconds += lap
         sequences = run.step * recipe.batch_size
@@ -112,17 +114,6 @@ class Progress:
         self.write(f"step {run.step:>6,}/{run.settings.last_step:,}  loss {loss:.3f}  {speed:,.0f} tokens/s  "
                    f"{left:.1f} min left", **line, **use_of_gpu(config, run.worker, speed))
         self.recent = []
-
-    def first_bad_step(self) -> str:
-        """A description of the first of the recent steps whose loss or gradient is not finite."""
-        step = self.run.step - len(self.recent)
-        for loss, norm in self.recent:
-            step += 1
-            if not math.isfinite(loss + norm):
-                break
-        return (f"step {step}: the loss is not finite; this step is the first bad one, with loss {loss:.4g} and "
-                f"gradient norm {norm:.4g}; continue from the last checkpoint with --change-recipe and a lower "
-                "--learning-rate, a lower --clip-norm or another --seed")
 
 
 # ---- FLOPs, and the share of a GPU's peak (MFU) ------------------------------------------------------------------
@@ -160,25 +151,18 @@ def use_of_gpu(config: Config, worker: Worker, speed: float) -> dict[str, float]
 
 
 # ---- Weights & Biases ---------------------------------------------------------------------------------------
-@contextmanager
-def errors_of_wandb() -> Iterator[None]:
-    """Turn any error into a UserError, because wandb's errors have no common base."""
-    try:
-        yield
-    except Exception as error:
-        raise UserError(f"--wandb: {error!r}; try `pip install wandb` and `wandb login`, or omit it") from error
-
-
 def start_wandb(project: str, out: Path, settings: dict):
     """The Weights & Biases run of a run folder, or None without a project. Raises UserError if it fails."""
     if not project:
         return None
-    with errors_of_wandb():
+    try:
         import wandb
         known = short_hash(str(out.resolve()))
         run = wandb.init(project=project, id=known, resume="allow", name=str(out), dir=str(out), config=settings)
         run.define_metric("*", step_metric="step")  # a continued run may log a step again
-        return run
+    except Exception as error:  # wandb's errors have no common base
+        raise UserError(f"--wandb: {error!r}; try `pip install wandb` and `wandb login`, or omit it") from error
+    return run
 
 
 # ---- The figure ---------------------------------------------------------------------------------------------

@@ -128,14 +128,15 @@ def has_bf16(device: torch.device) -> bool:
 def make_worker(precision: str, device: str = "auto", small: bool = False) -> Worker:
     """This process's device, dtype and rank. Raises UserError if the device is missing or torchrun's variables are
     incomplete."""
-    given = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")]
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"
+    given = [os.environ.get(name, "") for name in names]
     rank, world_size = 0, 1
-    if any(given[:2]):
-        numbers = all(given) and all(map(str.isdecimal, given[:4]))
-        if not numbers or int(given[0]) >= int(given[1]) or int(given[3]) >= 65536:
-            raise UserError(f"RANK={given[0]!r}, WORLD_SIZE={given[1]!r}, MASTER_PORT={given[3]!r}: torchrun's "
-                            "variables are incomplete or invalid; start with torchrun, or unset these")
-        rank, world_size = int(given[0]), int(given[1])
+    if given[0] or given[1]:
+        numbers = [int(value) for value in given[:4] if value.isdecimal()]
+        if len(numbers) < 4 or given[4] == "" or numbers[0] >= numbers[1] or numbers[3] > 65535:
+            listed = ", ".join(f"{name}={value!r}" for name, value in zip(names, given, strict=True))
+            raise UserError(f"{listed}: not variables of torchrun; start with torchrun, or unset them")
+        rank, world_size = numbers[:2]
     found = best_device(device, small)
     if found.type == "cuda":
         torch.cuda.set_device(found)
