@@ -235,9 +235,8 @@ def open_run(command: Command, worker: Worker) -> Run:
     resumed = settings_to_resume(out, settings, start.weights, flags.change_recipe)
     wandb = start_wandb(options.wandb if worker.is_main else "", out, settings.fields())
 
-    # A run that resumes keeps its corpus and tokenizer, even if the text has changed.
-    tokenizer = Tokenizer.load(out) if resumed else start.tokenizer
-    corpus = prepared_corpus(resumed | settings.fields(), tokenizer)
+    # A run that resumes keeps its corpus, with its tokenizer, even if the text has changed.
+    corpus = prepared_corpus(resumed | settings.fields(), start.tokenizer)
     inputs = Inputs(corpus.name, short_hash((corpus / "tokenizer.json").read_bytes()),
                     resumed["init_weights"] if resumed else start.weights)
     if resumed:

@@ -1,9 +1,9 @@
-"""Claims about pre-training: train.py, support/optim.py, support/fill_mask.py, support/log.py."""
-import re
+"""Claims about pre-training: train.py, support/optim.py, support/start.py, support/fill_mask.py."""
 import shutil
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -45,9 +45,8 @@ def test_a_run_folder_holds_what_the_readme_says(finished):
     assert start["torch"] == torch.__version__ and (start["processes"], start["micro_batch"]) == (1, 4)
     steps = [line for line in log if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
-    for line in steps:
-        assert line.keys() == {"step", "loss", "grad_norm", "lr", "muon_lr", "tokens", "epoch", "tokens_per_second",
-                               "seconds"}
+    assert steps[-1].keys() == {"step", "loss", "grad_norm", "lr", "muon_lr", "tokens", "epoch", "tokens_per_second",
+                                "seconds"}
     assert steps[-1]["tokens"] == 6 * 8 * 24 and steps[-1]["grad_norm"] > 0
 
 
@@ -129,8 +128,7 @@ def test_init_gives_an_mlm_a_new_decoder(text, tmp_path):
     out = short_run(text, tmp_path / "run", *flags, "--learning-rate", 1e-30, "--muon-learning-rate", 1e-30)
     before, after = load_model(mlm)[0], load_model(out)[0]
     assert after.config.decoder_layers == 1 and after.config.mask_in_encoder == 0
-    for name, weight in before.encoder.state_dict().items():
-        torch.testing.assert_close(after.encoder.state_dict()[name], weight)
+    torch.testing.assert_close(after.encoder.state_dict(), before.encoder.state_dict())
 
 
 def recipe_of(*flags):
@@ -167,15 +165,13 @@ def test_the_run_of_init_may_go_on(text, finished, tmp_path, capsys):
     assert "init_weights=" in fails(lambda: short_run(text, tmp_path / "run", "--init", finished), capsys)
 
 
-@pytest.mark.parametrize("content, message", [
-    (None, "missing"), ('{"max_steps": "many"}', "max_steps='many' has a wrong type"), ("[]", "damaged"),
-    ('{"bert_trick": 1}', "does not know the field 'bert_trick'")])
-def test_settings_of_init_are_checked(content, message, finished, tmp_path, capsys):
+def test_settings_of_init_are_checked(finished, tmp_path, capsys):
     path = shutil.copytree(finished, tmp_path / "run") / "config.json"
+    path.write_text('{"bert_trick": 1}')
+    command = partial(train.main, ["--init", str(path.parent)])
+    assert f"{path}: this version of maelm does not know the field 'bert_trick'" in fails(command, capsys)
     path.unlink()
-    if content is not None:
-        path.write_text(content)
-    assert re.search(f"{path}: .*{message}", fails(lambda: train.main(["--init", str(path.parent)]), capsys))
+    assert f"{path}: missing" in fails(command, capsys)
 
 
 def test_saving_is_not_training(text, tmp_path, monkeypatch):
@@ -223,11 +219,9 @@ def test_a_step_of_base_has_as_many_flops(ablation, flops):
 
 
 def test_help_shows_the_values_of_the_preset(capsys):
-    comment = "--mask-in-encoder FLOAT delta in Figure 4: fraction of the masked positions that the encoder sees [0.0]"
-    for flags, values in ([], ("[1900]", "[2048]", comment)), (["--preset=base++"], ("[2000000]", "[64000]")):
-        pytest.raises(SystemExit, train.main, [*flags, "-h"])
-        printed = " ".join(capsys.readouterr().out.split())
-        assert all(value in printed for value in values)
+    pytest.raises(SystemExit, train.main, ["--preset=base++", "-h"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "[2000000]" in printed and "--mask-in-encoder FLOAT delta in Figure 4: fraction of the masked" in printed
 
 
 def test_a_step_follows_schedule_and_clipping():
@@ -286,8 +280,7 @@ TABLE_4 = {  # base, base++, large++
 
 def test_presets_hold_table_4():
     for column, preset in enumerate(("base", "base++", "large++")):
-        command = train.parse(["--preset", preset])
-        fields = command.settings.fields()
+        fields = train.make_settings(train.PRESETS[preset], {}).fields()
         assert {name: fields[name] for name in TABLE_4} == {name: row[column] for name, row in TABLE_4.items()}
 
 
@@ -314,5 +307,3 @@ def test_flags_override_ablations_and_ablations_presets():
     config, recipe, _ = command.settings
     assert config == Config(vocab_size=64000, rel_pos_buckets=64, mask_in_encoder=1.0, encoder_layers=6)
     assert (recipe.learning_rate, recipe.seed, recipe.batch_size) == (2e-4, 3, 2048)
-    command = train.parse(["--ablation", "enc-mask-dec-resets", "--no-decoder-reset"])
-    assert command.settings.config == train.make_config("toy", "enc-mask")
