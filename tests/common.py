@@ -20,11 +20,8 @@ OBJECTS = "a tree", "some bread"
 
 def sentence(i):
     """The i-th sentence of a language of few words in few patterns."""
-    subject = SUBJECTS[i % 4]
-    verb = VERBS[i // 4 % 4]
-    thing = OBJECTS[i // 16 % 2]
     when = "today" if i % 3 else "at last"
-    return f"{subject} {verb} {thing} {when}, number {i}."
+    return f"{SUBJECTS[i % 4]} {VERBS[i // 4 % 4]} {OBJECTS[i // 16 % 2]} {when}, number {i}."
 
 
 def little_documents(count=400):
@@ -73,14 +70,9 @@ def same(out, other):
     return numbers[0] == numbers[1]
 
 
-def losses(out):
-    """Step and training loss of each line of a run's log."""
-    return [(line["step"], line["loss"]) for line in read_log(out) if "loss" in line]
-
-
-def validation_losses(out):
-    """Step and validation loss of each evaluation in a run's log."""
-    return [(line["step"], line["val_loss"]) for line in read_log(out) if "val_loss" in line]
+def losses(out, name="loss"):
+    """Step and training loss, or "val_loss", of each line of a run's log that has it."""
+    return [(line["step"], line[name]) for line in read_log(out) if name in line]
 
 
 def contents(folder):

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tests.common import ROOT, arguments, checkpoints, last_checkpoint, losses, short_run, validation_losses
+from tests.common import ROOT, arguments, checkpoints, last_checkpoint, losses, short_run
 
 PROGRAM = """
 import os
@@ -46,7 +46,7 @@ def test_two_processes_equal_one_that_accumulates(text, tmp_path):
 
     short_run(text, out, *flags)  # one process continues
     assert [step for step, _ in losses(out)] == [1, 2, 3, 4, 5, 6]
-    (_, first), (_, expected) = validation_losses(out)[0], validation_losses(whole)[0]
+    (_, first), (_, expected) = losses(out, "val_loss")[0], losses(whole, "val_loss")[0]
     assert first == pytest.approx(expected, abs=1e-6)
     assert losses(out) == [(step, pytest.approx(loss, abs=1e-6)) for step, loss in losses(whole)]
     found, expected = [last_checkpoint(folder) for folder in (out, whole)]

@@ -21,7 +21,7 @@ from support.corpus import evenly, rows_of_step, unigram_entropy
 from support.files import read_json, write_json
 from support.log import read_log
 from support.worker import Worker
-from tests.common import contents, fails, last_checkpoint, same, short_run, validation_losses
+from tests.common import contents, fails, last_checkpoint, losses, same, short_run
 
 CPU = torch.device("cpu")
 TINY = tiny()
@@ -40,7 +40,7 @@ def test_a_run_folder_holds_what_the_readme_says(finished):
     assert contents(finished).keys() == files
     log = read_log(finished)
     assert log[0]["step"] == 0 and log[0]["unigram_entropy"] > 1
-    assert [step for step, _ in validation_losses(finished)] == [0, 3, 6]
+    assert [step for step, _ in losses(finished, "val_loss")] == [0, 3, 6]
     start, = [line["start"] for line in log if "start" in line]
     assert start["torch"] == torch.__version__ and (start["processes"], start["micro_batch"]) == (1, 4)
     steps = [line for line in log if "loss" in line]
@@ -118,7 +118,7 @@ def test_evaluation_rows_are_spread_over_the_validation_part(total, wanted):
 # ---- Starting from weights ------------------------------------------------------------------------------------------
 def test_init_copies_the_weights(text, finished, tmp_path):
     out = short_run(text, tmp_path / "run", "--init", finished, "--seed", 5, "--stop-at", 1)
-    assert validation_losses(out)[0][1] == validation_losses(finished)[-1][1]
+    assert losses(out, "val_loss")[0][1] == losses(finished, "val_loss")[-1][1]
     assert contents(out)["tokenizer.json"] == contents(finished)["tokenizer.json"]
 
 
