@@ -27,8 +27,8 @@ from tqdm import tqdm
 
 from rank import CENTERINGS, Moments, tau_rank
 from support import results
-from support.checkpoints import load_encoder, load_weights, read_tensors, write_tensors
 from support.cli import Parser, add_flags, clear_errors, explain_out_of_memory, fields_of, require, require_positive
+from support.checkpoints import load_encoder, load_weights, read_tensors, write_tensors
 from support.corpus import VAL_SHARE, rows_of_step, seed_of
 from support.examples import find_files, read_file, read_task, submission
 from support.files import lock_folder, open_folder, read_json, short_hash, write_json, write_texts
@@ -97,15 +97,17 @@ def make_kind(task: str, pretrained: Pretrained, tune: TuneConfig, labels: Label
     return kind(pretrained.tokenizer, pretrained.config, tune, labels)
 
 
-def batches(encoded: Encoded, seed: int, steps: int, batch_size: int):
-    """Yields the indices (batch_size,) of the inputs of each step. Every epoch is a permutation of all inputs. Inputs
-    of similar length share a batch: those of sixteen steps are sorted, cut into batches, and the batches shuffled."""
-    length = np.array([len(ids) for ids in encoded.ids])
-    for first in range(0, steps, 16):
-        count = min(16, steps - first)
-        drawn = rows_of_step(seed, first // 16, 16 * batch_size, len(length))[:count * batch_size]
-        by_length = drawn[np.argsort(length[drawn], kind="stable")]
-        yield from np.random.default_rng(seed_of(seed, first)).permutation(by_length.reshape(count, batch_size))
+def batches(encoded: Encoded, seed: int, steps: int, batch_size: int) -> Iterator[np.ndarray]:
+    """Yield the indices of each step's inputs, (batch_size,) int64. Every epoch is a new permutation of all inputs.
+    The inputs of sixteen steps are grouped by length, since inputs of equal length need no padding."""
+    lengths = np.array([len(ids) for ids in encoded.ids])
+    for start in range(0, steps, 16):
+        count = min(16, steps - start)
+        drawn = rows_of_step(seed, start // 16, 16 * batch_size, len(lengths))[:count * batch_size]
+        by_length = drawn[np.argsort(lengths[drawn], kind="stable")]
+        groups = by_length.reshape(count, batch_size)
+        # Shuffle these steps, so that the inputs do not become longer from step to step.
+        yield from np.random.default_rng(seed_of(seed, start)).permutation(groups)
 
 
 def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterator[int]:
@@ -155,8 +157,9 @@ def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch
 
 
 def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
-    """Do one run and return its best evaluation. For seed 1, keep that model and its predictions."""
-    start, kind, splits, device = time.perf_counter(), setup.kind, setup.splits, setup.worker.device
+    """Fine-tune, and return value, metrics, ranks and step of the best checkpoint on the dev split. Keep that
+    checkpoint if the seed is 1."""
+    kind, splits, device = setup.kind, setup.splits, setup.worker.device
     encoder = setup.pretrained.new_encoder(seed)
     torch.manual_seed(seed_of(seed))  # for the head
     model = Tuned(encoder, kind.head()).to(device)
@@ -164,20 +167,18 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     for step in fine_tune(model, setup, tune, seed):
         found, files = evaluate(model, kind, splits["dev"], tune.batch_size, device)
         if found["ranks"] is None:
-            best = found  # a diverged run has no value, even if it had one before
-            break
+            return found  # diverged: no value, even if an earlier checkpoint had one
         if "dev_mm" in splits:
             mismatched, _ = evaluate(model, kind, splits["dev_mm"], tune.batch_size, device)
             found["metrics"]["accuracy_mm"] = mismatched["value"]
-        if best is None or results.height(found["value"]) > results.height(best["value"]):  # ties: the first
+        if best is None or results.height(found["value"]) > results.height(best["value"]):  # the first of equal values
             best = found | {"step": step}
             if seed == 1:
-                save_tuned(setup, model, files)
-    setting = {name: getattr(tune, name) for name in SWEPT}
-    return best | {"setting": setting, "seed": seed, "seconds": round(time.perf_counter() - start, 2)}
+                keep(setup, model, files)
+    return best
 
 
-def save_tuned(setup: Setup, model: Tuned, predictions: dict[str, str]):
+def keep(setup: Setup, model: Tuned, predictions: dict[str, str]):
     """Write encoder.pt, which holds everything that --predict needs, and the predictions for the dev split."""
     labels = setup.kind.labels
     write_tensors(setup.out / "encoder.pt", {
@@ -190,22 +191,25 @@ def save_tuned(setup: Setup, model: Tuned, predictions: dict[str, str]):
 def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
     """Do the missing `runs` and return all of them. torchrun's processes share the work by rank."""
     mine = runs[setup.worker.rank::setup.worker.world_size]
-    missing = [run for run in mine if results.read_run(setup.out, *run) is None]
+    missing = [run for run in mine if not results.path_of_run(setup.out, *run).is_file()]
     for number, (tune, seed) in enumerate(missing, start=1):
-        run = run_once(setup, tune, seed)
-        write_json(results.path_of_run(setup.out, tune, seed), run)
-        setting = "  ".join(f"{name} {value:g}" for name, value in run["setting"].items())
-        left = (len(missing) - number) * run["seconds"] / 3600
-        print(f"{setup.task}  {setting}  seed {seed}  {setup.kind.labels.metrics[0]} "
-              f"{results.format_number(run['value'])}  {run['seconds']:.0f} s  {left:.1f} h left")
-    for run in runs:  # the other processes do theirs
-        results.wait_for(results.path_of_run(setup.out, *run))
-    return [results.read_run(setup.out, *run) for run in runs]
+        start = time.perf_counter()
+        found = run_once(setup, tune, seed)
+        seconds = round(time.perf_counter() - start, 2)
+        setting = {name: getattr(tune, name) for name in SWEPT}
+        write_json(results.path_of_run(setup.out, tune, seed),
+                   found | {"setting": setting, "seed": seed, "seconds": seconds})
+        listed = "  ".join(f"{name} {value:g}" for name, value in setting.items())
+        hours = (len(missing) - number) * seconds / 3600
+        print(f"{setup.task}  {listed}  seed {seed}  {setup.kind.labels.metrics[0]} "
+              f"{results.format_number(found['value'])}  {seconds:.0f} s  {hours:.1f} h left")
+    return [results.read_run(setup.out, *run) for run in runs]  # waits for the other processes
 
 
 def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     """Read encoder and data, encode, and claim the folder. Raises UserError if its settings or data differ."""
-    tune = options.tasks[task]
+    # A field's default < the task's default < the flag.
+    tune = TuneConfig(**DEFAULTS[TASKS[task].group] | fields_of(TuneConfig, vars(options)))
     pretrained = Pretrained(options.init, tune.dropout)
     tune = replace(tune, learning_rate=tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2)
     examples = read_task(task, options.data, pretrained.settings.get("val_share", VAL_SHARE))
@@ -223,7 +227,7 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
         print(f"{out}: {len(splits['train'].ids):,} training inputs")
         for split, encoded in splits.items():
             print(f"  {split}: {encoded.remark}")
-    results.wait_for(out / "config.json")  # the first process has accepted the folder
+    results.wait_for(out / "config.json")
     return Setup(task, pretrained, kind, splits, tune, worker, out)
 
 
@@ -233,8 +237,8 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     setup = make_setup(task, options, worker)
     tune, kind, sweep, dim = setup.tune, setup.kind, [], setup.pretrained.config.encoder_dim
     if options.sweep:
-        given = {name: getattr(tune, name) for name in SWEPT if hasattr(options, name)}  # as flags
-        points = grid(TASKS[task].group, dim, given)
+        given = {name: getattr(tune, name) for name in fields_of(TuneConfig, vars(options))}
+        points = grid(TASKS[task].group, dim, given)  # flags replace values of the grid
         # Seed 0, so that the choice does not use the seeds of the result.
         sweep = finish_runs(setup, [(replace(tune, **point), 0) for point in points])
         sweep.sort(key=lambda run: results.height(run["value"]), reverse=True)
@@ -255,58 +259,63 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
 def predict_file(options: argparse.Namespace, device: torch.device):
     """Write the predictions of the model in --init for a file. Raises UserError if --out holds other predictions."""
     folder, source = Path(options.init), options.predict.expanduser().resolve()
-    state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale")
+    state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale", "pairs")
     task = state["task"]
-    labels = Labels(TASKS[task].metrics, tuple(state["labels"]), state["scale"], state.get("pairs"))
-    tune = TuneConfig(**fields_of(TuneConfig, read_json(folder / "config.json")))
-    pretrained = Pretrained(str(folder), 0.0)
+    labels = Labels(TASKS[task].metrics, tuple(state["labels"]), state["scale"], state["pairs"])
+    tune = TuneConfig(**fields_of(TuneConfig, read_json(folder / "config.json") | vars(options)))
+    pretrained = Pretrained(options.init, 0.0)
     kind = make_kind(task, pretrained, tune, labels)
     model = Tuned(pretrained.new_encoder(0), kind.head()).to(device)
     load_weights(model, state["model"], folder / "encoder.pt")
     encoded = kind.encode(read_file(task, source, labelled=False))
-    open_folder(options.out, {"predict": str(source), "model": short_hash((folder / "encoder.pt").read_bytes())})
-    _, files = evaluate(model, kind, encoded, getattr(options, "batch_size", tune.batch_size), device)
-    if task in GLUE:
-        files[submission(task, source)] = files.pop("predictions.tsv")
-    write_texts(options.out, files)
+    with lock_folder(options.out):
+        open_folder(options.out, {"predict": str(source), "model": short_hash((folder / "encoder.pt").read_bytes())})
+        _, files = evaluate(model, kind, encoded, tune.batch_size, device)
+        if task in GLUE:
+            files[submission(task, source)] = files.pop("predictions.tsv")
+        write_texts(options.out, files)
     print(f"{options.out}: {', '.join(files)}\n  {encoded.remark}")
 
 
 # ---- 5. Command line ----------------------------------------------------------------------------------------
 def parse(argv) -> argparse.Namespace:
-    """Read the command line; `tasks` holds the TuneConfig of each task, default < default of the task < flag."""
+    """Read the command line. A flag of TuneConfig that is not given is absent."""
     parser = Parser("finetune.py", __doc__)
     add = parser.add_argument
     add("--init", default="out/toy", help="run folder, checkpoint, or random:FOLDER [%(default)s]")
-    add("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight and their average [%(default)s]")
-    add("--data", help="folder with the files of the original releases [GLUE and SQuAD: the Hub]")
-    add("--out", type=Path, help="folder for the runs and result.json [out/TASK-INIT]")
-    add("--seeds", type=int, default=5, help="number of runs; the result is their median [%(default)s]")
+    add("--out", type=Path, help="folder for all results [out/TASK-INIT, or INIT/predict-FILE]")
     add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
-    add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
-    add("--predict", type=Path, metavar="FILE", help="predict, with the fine-tuned model and settings in --init: lines "
-        "(.txt), a table with text[,text2] (.csv, .tsv, .jsonl, .parquet), or a test file of GLUE or SQuAD")
-    task = parser.parse_known_args(argv)[0].task
-    add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
+    add("--predict", type=Path, metavar="FILE", help="predict, with the fine-tuned model in --init: lines (.txt), a "
+        "table with text[,text2] (.csv, .tsv, .jsonl, .parquet), or a test file of GLUE or SQuAD")
+    if parser.parse_known_args(argv)[0].predict:
+        parser.prog += " --predict"  # this mode has no other flags: the model has its own settings
+        add("--batch-size", type=int, default=argparse.SUPPRESS, help="inputs per batch [as in fine-tuning]")
+    else:
+        add("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight and their average [%(default)s]")
+        add("--data", help="folder with the files of the original releases [GLUE and SQuAD: the Hub]")
+        add("--seeds", type=int, default=5, help="number of runs; the result is their median [%(default)s]")
+        add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
+        task = parser.parse_known_args(argv)[0].task
+        add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
     options = parser.parse_args(argv)
-    given = fields_of(TuneConfig, vars(options))
-    names = GLUE if task == "glue" else [task]
     try:
-        options.tasks = {name: TuneConfig(**DEFAULTS[TASKS[name].group] | given) for name in names}
+        TuneConfig(**fields_of(TuneConfig, vars(options)))
     except ValueError as error:
         parser.error(str(error))
+    options.out = options.out or default_out(options)
+    if options.predict:
+        return options
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: use a positive number")
-    if not options.predict and (task == "docs" and options.data or task == "custom" and not options.data):
+    if task == "docs" and options.data or task == "custom" and not options.data:
         parser.error(f"--task {task} --data {options.data}: custom needs a folder with train and dev, docs takes none")
-    options.out = options.out or default_out(options)
     return options
 
 
 def default_out(options: argparse.Namespace) -> Path:
-    """The output folder for a command without --out."""
+    """The folder for results without --out: INIT/predict-FILE, or out/TASK-INIT."""
     if options.predict:
-        return Path(options.init) / f"predict-{split_name(options.predict)[0]}"
+        return Path(options.init, f"predict-{split_name(options.predict)[0]}")
     path = Path(options.init.removeprefix("random:")).resolve()
     name = f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.name
     if options.init.startswith("random:"):
@@ -319,14 +328,13 @@ def main(argv=None):
     with clear_errors("finetune.py"), explain_out_of_memory("--batch-size"):
         worker = make_worker(getattr(options, "precision", "auto"), options.device)
         torch.set_float32_matmul_precision("highest")  # TF32 is too coarse for effective ranks
-        for task in options.tasks if options.data else ():  # find missing files before the first run
+        if options.predict:
+            return predict_file(options, worker.device) if worker.is_main else None
+        tasks = GLUE if options.task == "glue" else [options.task]
+        for task in tasks if options.data else ():  # find missing files before the first run
             find_files(task, options.data)
         with lock_folder(options.out) if worker.is_main else nullcontext():
-            if options.predict:
-                if worker.is_main:
-                    predict_file(options, worker.device)
-                return
-            found = [run_task(task, options, worker) for task in options.tasks]
+            found = [run_task(task, options, worker) for task in tasks]
             if options.task == "glue" and worker.is_main:
                 results.table1(found, options.out)
 

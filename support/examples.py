@@ -94,8 +94,9 @@ def submission(name: str, path: Path) -> str:
 
 
 # ---- 3. Rows as examples ------------------------------------------------------------------------------------
-def cell_of(column: str, record: dict, place: str) -> str:
-    """The text of a record in a column. Raises UserError if there is none."""
+def cell_of(record: dict, place: str, *columns: str) -> str:
+    """The text of a record in the first of these columns that it has. Raises UserError if there is none."""
+    column = next((name for name in columns if name in record), columns[0])
     if not isinstance(record.get(column), str):
         has = ", ".join(f"`{name}`" for name in record) if column not in record else repr(record[column])
         raise UserError(f"{place}: needs a text in column `{column}`; has {has:.200}. A table starts with a header; a "
@@ -107,16 +108,15 @@ def examples_of(name: str, rows: Iterable[Row], where: object, labelled: bool = 
     """Rows of task `name` -> examples. Column names are those of the task's files, of the Hub, or text[,text2].
     Raises UserError if a row lacks a text or, if `labelled`, the label."""
     task, found = TASKS[name], []
+    *columns, label = task.columns
+    firsts = [*columns[:1], *task.other_columns[:1], "text"]
+    seconds = [*columns[1:], *task.other_columns[1:], "text2"]
     for number, (place, record) in enumerate(rows):
         record = {column.strip().lower(): cell for column, cell in record.items()}
-        *columns, label = task.columns
-        for others in (task.hub_columns, ("text", "text2")):
-            if others and others[0] in record:
-                columns = others
-        text, text2 = cell_of(columns[0], record, place), None
-        if len(columns) > 1 and record.get(columns[1]) is not None:
-            text2 = cell_of(columns[1], record, place)
-        value = cell_of(label, record, place).strip() if labelled else None
+        text, text2 = cell_of(record, place, *firsts), None
+        if any(record.get(column) is not None for column in seconds):
+            text2 = cell_of(record, place, *seconds)
+        value = cell_of(record, place, label).strip() if labelled else None
         if labelled and not (value and text.strip()):  # two of QQP's questions are empty, both second ones
             raise UserError(f"{place}: the text or the label in column `{label}` is empty")
         index = str(record.get("index", record.get("idx", record.get("id", number))))

@@ -21,17 +21,18 @@ def path_of_run(out: Path, tune, seed: int) -> Path:
 
 
 def wait_for(path: Path):
-    """Wait for a file that another of torchrun's processes writes; torchrun ends all of them if one fails."""
+    """Wait until another of torchrun's processes has written a file; torchrun ends this process if that one fails. It
+    may take hours, longer than torch.distributed waits for a process."""
     while not path.is_file():
         time.sleep(0.2)
 
 
-def read_run(out: Path, tune, seed: int) -> dict | None:
-    """A finished run, or None. Raises UserError if its file is damaged or from another version."""
+def read_run(out: Path, tune, seed: int) -> dict:
+    """A run, once its file is there. Raises UserError if the file is damaged or from another version."""
     path = path_of_run(out, tune, seed)
-    if path.is_file():
-        return read_json(path, "value", "metrics", "ranks", "setting", "seed", "seconds",
-                         advice="or from an older version; delete it to repeat the run")
+    wait_for(path)
+    return read_json(path, "value", "metrics", "ranks", "setting", "seed", "seconds",
+                     advice="or from an older version; delete it to repeat the run")
 
 
 def height(value: float | None) -> float:

@@ -16,7 +16,7 @@ class Task(NamedTuple):
     files: tuple[str, ...] = ("train", "dev")  # of each split; on the Hub dev is called validation
     header: tuple[str, ...] = ()  # column names of a TSV without a header
     columns: tuple[str, ...] = ()  # text, text2 if any, label: in the files, in lower case
-    hub_columns: tuple[str, ...] = ()  # text and text2 on the Hub or in other files, if different
+    other_columns: tuple[str, ...] = ()  # text and text2 on the Hub or, for custom, in tables like those of GLUE
 
 
 SPLITS = ("train", "dev", "dev_mm")  # dev_mm: MNLI's mismatched dev split
@@ -26,7 +26,7 @@ PAIR = ("sentence1", "sentence2", "label")
 TASKS = {
     "mnli": Task("large", labels=("entailment", "neutral", "contradiction"), folder="MNLI",
                  files=("train", "dev_matched", "dev_mismatched"),
-                 columns=("sentence1", "sentence2", "gold_label"), hub_columns=("premise", "hypothesis")),
+                 columns=("sentence1", "sentence2", "gold_label"), other_columns=("premise", "hypothesis")),
     "qqp": Task("large", ("accuracy", "f1"), YES_NO, "QQP", columns=("question1", "question2", "is_duplicate")),
     "qnli": Task("large", labels=ENTAILMENT, folder="QNLI", columns=("question", "sentence", "label")),
     "sst2": Task("large", labels=YES_NO, folder="SST-2", columns=("sentence", "label")),
@@ -34,12 +34,12 @@ TASKS = {
                  header=("source", "label", "star", "sentence")),
     "rte": Task("small", labels=ENTAILMENT, folder="RTE", columns=PAIR),
     "mrpc": Task("small", ("accuracy", "f1"), YES_NO, "MRPC", columns=("#1 string", "#2 string", "quality"),
-                 hub_columns=PAIR[:2]),
+                 other_columns=PAIR[:2]),
     "stsb": Task("small", ("spearman",), folder="STS-B", columns=("sentence1", "sentence2", "score")),
     "squad2": Task("squad", ("f1",), folder="SQuAD"),
     "docs": Task("docs", columns=("text", "label"), labels=(
         "torch", "sympy", "python", "pandas", "matplotlib", "numpy", "networkx", "huggingface_hub")),
-    "custom": Task("small", ("accuracy", "f1"), columns=("text", "text2", "label"), hub_columns=PAIR[:2]),
+    "custom": Task("small", ("accuracy", "f1"), columns=("text", "text2", "label"), other_columns=PAIR[:2]),
 }
 GLUE = tuple(TASKS)[:8]  # Table 1, left to right
 
@@ -96,7 +96,7 @@ class Labels(NamedTuple):
     metrics: tuple[str, ...]  # as in Task
     names: tuple[str, ...] = ()
     scale: float = 1.0  # the model predicts the number divided by this
-    pairs: bool | None = None  # whether examples have a second text; None in a model of an older version
+    pairs: bool | None = None  # whether examples have a second text; None: either
 
     def target(self, example: Example) -> int | float:
         """The label as the model's output: the index of its name, or a number; 0 if it is unknown. Raises

@@ -1,4 +1,5 @@
 """Claims about finetune.py and support/heads.py: inputs, runs, sweeps, predictions."""
+import itertools
 import json
 import random
 import re
@@ -200,6 +201,9 @@ def test_a_model_predicts_as_it_was_trained(pairs, tmp_path, capsys):
     (tmp_path / "single.csv").write_text("text\na\n")
     command = ["--init", str(pairs), "--predict", str(tmp_path / "single.csv")]
     assert "single.csv, line 2: lacks a second text" in fails(lambda: finetune.main(command), capsys)
+    for flag in ("--seq-len", "--task", "--seeds"):
+        assert f"--predict: unknown flag {flag}" in fails(lambda: finetune.main([*command, flag, "0"]), capsys)
+    assert "batch_size=0" in fails(lambda: finetune.main([*command, "--batch-size", "0"]), capsys)
 
 
 def test_submissions_have_the_names_of_glue():
@@ -209,16 +213,16 @@ def test_submissions_have_the_names_of_glue():
 
 
 def fake_runs(monkeypatch, value):
-    """Let runs find value(setup, tune, seed) and take no time; returns the list of seeds that will be run."""
+    """Let runs find value(setup, tune, seed) and seem to take half an hour; returns the list of seeds that will be
+    run."""
     seeds = []
 
     def run_once(setup, tune, seed):
         seeds.append(seed)
-        setting = {name: getattr(tune, name) for name in tasks.SWEPT}
-        found = {"value": value(setup, tune, seed), "setting": setting, "seed": seed, "seconds": 1800.0}
-        return DIVERGED | found
+        return DIVERGED | {"value": value(setup, tune, seed)}
 
     monkeypatch.setattr(finetune, "run_once", run_once)
+    monkeypatch.setattr(finetune.time, "perf_counter", itertools.count(step=1800).__next__)
     return seeds
 
 
