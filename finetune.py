@@ -6,9 +6,9 @@
     python finetune.py --init out/rte-base --predict test.tsv   # predict labels of new texts
 
 --task custom reads the files train and dev (.csv, .tsv, .jsonl, .parquet, also compressed) in --data, with the columns
-text[,text2],label. Labels are used as written: 01 is not 1. Labels with decimals are treated as numbers. F1 takes the
-second of two labels as positive. The best of at most 20 checkpoints per run is chosen on dev, so scores are slightly
-optimistic.
+text[,text2],label, or sentence1,sentence2,label as in GLUE. Labels are used as written: 01 is not 1. Labels with
+decimals are treated as numbers. F1 takes the second of two labels as positive. The best of at most 20 checkpoints per
+run is chosen on dev, so scores are slightly optimistic.
 The same command completes missing runs; torchrun's processes share them.
 """
 import argparse
@@ -326,7 +326,7 @@ def default_out(options: argparse.Namespace) -> Path:
 def main(argv=None):
     options = parse(argv)
     with clear_errors("finetune.py"), explain_out_of_memory("--batch-size"):
-        worker = make_worker(getattr(options, "precision", "auto"), options.device)
+        worker = make_worker(getattr(options, "precision", "auto"), options.device)  # the flag may be absent
         torch.set_float32_matmul_precision("highest")  # TF32 is too coarse for effective ranks
         if options.predict:
             return predict_file(options, worker.device) if worker.is_main else None

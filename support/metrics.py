@@ -62,18 +62,16 @@ def normalize(answer: str) -> str:
 
 def token_f1(predicted: str, true: str) -> float:
     """F1 of the words of two answers, in [0, 1]; if an answer is empty, 1 if both are, else 0."""
-    p = normalize(predicted).split()
-    t = normalize(true).split()
+    p = Counter(normalize(predicted).split())
+    t = Counter(normalize(true).split())
     if not p or not t:
         return float(p == t)
-    common = Counter(p) & Counter(t)  # shared words, with their counts
-    return 2 * common.total() / (len(p) + len(t))
+    return 2 * (p & t).total() / (p.total() + t.total())
 
 
 def squad_metrics(questions: list, predictions: dict[str, str], odds: dict[str, float]) -> dict[str, float]:
-    """The numbers that the official evaluation prints, shares in percent. Per question id,
-    `predictions` holds the answer ("" for none) and `odds` is higher if an answer is less likely. The best thresholds
-    remove answers with higher odds, and add none."""
+    """The numbers that the official evaluation prints, in percent, from each id's answer ("" for none) and odds of no
+    answer. The best thresholds remove answers with higher odds, and add none."""
     scores = {"exact": [], "f1": []}
     for q in questions:
         true = [text for _, text in q.answers if normalize(text)] or [""]  # acceptable answers

@@ -103,8 +103,8 @@ class Labels(NamedTuple):
         UserError if the label or the number of texts does not fit the task."""
         label, is_pair = example.label, example.text2 is not None
         if self.pairs not in (None, is_pair):
-            has, fix = ("has", "remove") if is_pair else ("lacks", "add")
-            raise UserError(f"{example.place}: {has} a second text (text2), unlike the training examples; {fix} it")
+            has = "has" if is_pair else "lacks"
+            raise UserError(f"{example.place}: {has} a second text (text2), unlike the training examples")
         if label is None:
             return 0
         if label in self.names:
