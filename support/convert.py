@@ -15,7 +15,7 @@ import tokenizers
 import torch
 from torch import nn
 
-from maelm import CLS, MAELM, PAD, SEP, Config
+from maelm import MAELM, PAD, Config
 from support.checkpoints import checkpoint_of, read_tensors, save_checkpoint
 from support.cli import Parser, UserError, clear_errors
 from support.files import refuse_other_files, write_json
@@ -66,9 +66,7 @@ def hub_config(config: Config, head: str, labels: list[str]) -> dict:
 
 def save_tokenizer(tokenizer: Tokenizer, seq_len: int, out: Path):
     """Write a tokenizer of transformers: [CLS] and [SEP] around a text; [MASK] takes the space before it along."""
-    model = tokenizer.model
-    model.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)])
+    model = tokenizer.framed()
     model.add_special_tokens([tokenizers.AddedToken("[MASK]", lstrip=True, special=True)])
     model.save(str(out / "tokenizer.json"))
     write_json(out / "tokenizer_config.json", {

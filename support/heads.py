@@ -5,7 +5,6 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import tokenizers
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -52,9 +51,7 @@ class Classification:
     def __init__(self, tokenizer: Tokenizer, config: Config, tune, labels: Labels):
         self.config, self.labels = config, labels
         self.n = min(tune.seq_len, config.seq_len)
-        self.model = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer.model.to_str())).model  # a copy
-        self.model.post_processor = tokenizers.processors.TemplateProcessing(
-            "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)])
+        self.model = tokenizer.framed()
         self.model.enable_truncation(self.n)  # cut the longer text first
 
     def encode(self, examples: list[Example]) -> Encoded:

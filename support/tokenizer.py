@@ -7,7 +7,7 @@ from pathlib import Path
 import tiktoken
 import tokenizers
 
-from maelm import NUM_SPECIAL
+from maelm import CLS, NUM_SPECIAL, SEP
 from support.cli import UserError
 from support.files import write_texts
 from support.tables import split_long
@@ -111,6 +111,13 @@ class Tokenizer:
     def save(self, folder: Path):
         """Write `folder`/tokenizer.json, atomically."""
         write_texts(folder, {"tokenizer.json": self.model.to_str()})
+
+    def framed(self) -> tokenizers.Tokenizer:
+        """A copy of the model that adds [CLS] and [SEP] to one or two texts, for fine-tuning and exports."""
+        model = Tokenizer(tokenizers.Tokenizer.from_str(self.model.to_str())).model
+        model.post_processor = tokenizers.processors.TemplateProcessing(
+            "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)])
+        return model
 
     def __len__(self) -> int:
         return self.tiktoken.n_vocab
