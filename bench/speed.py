@@ -10,7 +10,6 @@ count. RoBERTa has no relative positions, and its head reads all positions.
 import platform
 import re
 import statistics
-import subprocess
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from torch.utils.benchmark import Timer
 from maelm import ABLATIONS, NUM_SPECIAL, Config, Corruption, corrupt
 from support.cli import Parser, clear_errors
 from support.files import write_json
-from support.log import flops, peak_of
+from support.log import commit, flops, peak_of
 from support.models import make_model
 from support.optim import make_optimizers
 from support.worker import Worker, compile_model, make_worker
@@ -27,15 +26,6 @@ from train import PRESETS, make_config, make_settings, train_step
 
 HERE = Path(__file__).resolve().parent
 ROWS = {"cpu": {"toy": 64, "small": 16, "base": 2}, "cuda": {"toy": 64, "small": 256, "base": 64}}  # at a time
-
-
-def commit() -> str:
-    """The short hash of the commit, with -dirty if files have changed since; "unknown" without git."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def cpu_name() -> str:

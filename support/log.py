@@ -32,6 +32,13 @@ def read_log(out: Path) -> list[dict]:
     return found
 
 
+def commit() -> str | None:
+    """The commit of this code, with -dirty if files have changed since; None without git."""
+    git = f"git -C {shlex.quote(str(Path(__file__).parent))}"
+    failed, found = subprocess.getstatusoutput(f"{git} describe --always --dirty --abbrev=40 --exclude=*")
+    return None if failed else found
+
+
 class Progress:
     """Reports of a train.Run in the terminal, log.jsonl and Weights & Biases, by the first process only."""
     def __init__(self, run):
@@ -68,8 +75,6 @@ class Progress:
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         there = len(run.rows["train"]) * config.seq_len / 1e6
         wanted = recipe.batch_size * run.settings.last_step * config.seq_len / 1e6
-        git = f"git -C {shlex.quote(str(Path(__file__).parent))}"
-        failed, commit = subprocess.getstatusoutput(f"{git} describe --always --dirty --abbrev=40 --exclude=*")
         self.write(
             f"{run.out}: {parameters:,} parameters, encoder {config.encoder_layers} x {config.encoder_dim}, "
             f"decoder {config.decoder_layers} x {config.decoder_width}\n"
@@ -78,7 +83,7 @@ class Progress:
             f"{'continuing at' if run.step else 'from'} step {run.step}\n"
             f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context",
             step=run.step, unigram_entropy=entropy, start={
-                "commit": None if failed else commit, "python": platform.python_version(),
+                "commit": commit(), "python": platform.python_version(),
                 "torch": torch.__version__, "numpy": numpy.__version__, "tokenizers": tokenizers.__version__,
                 "hosts": sorted(set(worker.gather(socket.gethostname()))), "processes": worker.world_size,
                 "micro_batch": worker.micro_batch(recipe.batch_size, options.micro_batch_size),
