@@ -2,14 +2,14 @@
 
     python finetune.py --init out/toy --task docs               # classify documentation by its library
     python finetune.py --init out/base --task rte --sweep       # Table 5's grid, then the median of five seeds
-    python finetune.py --init out/base --task glue --data DIR   # all eight tasks and their average, from local files
+    python finetune.py --init out/base --task glue --data DIR   # all eight tasks from local files, and their average
     python finetune.py --init out/rte-base --predict test.tsv   # predict labels of new texts
 
 --task custom reads the files train and dev (.csv, .tsv, .jsonl, .parquet, also compressed) in --data, with the columns
 text[,text2],label, or sentence1,sentence2,label as in GLUE. Labels are used as written: 01 is not 1. Labels with
-decimals are treated as numbers. F1 takes the second of two labels as positive. The best of at most 20 checkpoints per
+decimals are treated as numbers. F1 treats the second of two labels as positive. The best of at most 20 checkpoints per
 run is chosen on dev, so scores are slightly optimistic.
-The same command completes missing runs; torchrun's processes share them.
+Repeat the same command to complete missing runs; the processes of torchrun share them.
 """
 import argparse
 import math
@@ -44,14 +44,14 @@ from train import learning_rate_factor
 @dataclass(frozen=True)
 class TuneConfig:
     """Settings of fine-tuning; each task has its own defaults. Raises ValueError if a field is invalid."""
-    epochs: float = 3.0
-    learning_rate: float = 0.0  # peak, 0 or more; 0 = 3e-5 * (768 / d)^2, within Table 5 for base and large
+    epochs: float = 3.0  # number of passes over the training split
+    learning_rate: float = 0.0  # peak learning rate, 0 or more; 0 means 3e-5 * (768 / d)^2
     batch_size: int = 32  # examples per optimizer step and per evaluation batch
-    warmup_share: float = 0.06  # share of steps for linear warm-up, 0 or more, below 1; then linear decay to 0
-    seq_len: int = 512  # longest input in tokens, 8 or more, or the encoder's own limit
+    warmup_share: float = 0.06  # fraction of the steps with linear warm-up, 0 or more, below 1; then linear decay to 0
+    seq_len: int = 512  # longest input in tokens, 8 or more; the encoder's own limit also applies
     dropout: float = 0.1  # dropout in encoder and head, 0 or more, below 1
     weight_decay: float = 0.01  # weight decay of all parameters, 0 or more
-    precision: str = "auto"  # auto | fp32 | bf16: training only; evaluation is in fp32
+    precision: str = "auto"  # auto | fp32 | bf16: for training; evaluation always uses fp32
     max_query: int = 64  # SQuAD: longest question in tokens, at most half of seq_len
     doc_stride: int = 128  # SQuAD: tokens between the starts of windows, at most half a window
     max_answer: int = 30  # SQuAD: longest answer in tokens
@@ -71,7 +71,7 @@ class Pretrained:
         self.weights = None if name.startswith("random:") else encoder.state_dict()
 
     def new_encoder(self, seed: int) -> nn.Module:
-        """A copy of the encoder, with dropout. The seed determines random weights."""
+        """A copy of the encoder, with dropout. If its weights are random, the seed determines them."""
         torch.manual_seed(seed)
         encoder = make_model(self.config, self.settings.get("position_init", "normal")).encoder
         if self.weights is not None:
@@ -81,12 +81,12 @@ class Pretrained:
 
 # ---- 2. One run: section 4.1, Tables 5 and 6 ----------------------------------------------------------------
 class Setup(NamedTuple):
-    """What all runs of a task have in common. A run is a TuneConfig and a seed."""
+    """The things that all runs of a task share. A run is a TuneConfig and a seed."""
     task: str
     pretrained: Pretrained
     kind: Classification | Spans
     splits: dict[str, Encoded]
-    tune: TuneConfig  # of the runs without a sweep
+    tune: TuneConfig  # for runs without a sweep
     worker: Worker
     out: Path
 
@@ -99,19 +99,19 @@ def make_kind(task: str, pretrained: Pretrained, tune: TuneConfig, labels: Label
 
 def batches(encoded: Encoded, seed: int, steps: int, batch_size: int) -> Iterator[np.ndarray]:
     """Yield the indices of each step's inputs, (batch_size,) int64. Every epoch is a new permutation of all inputs.
-    The inputs of sixteen steps are grouped by length, since inputs of equal length need no padding."""
+    The inputs for sixteen steps are sorted by length before they are cut into batches, which saves padding."""
     lengths = np.array([len(ids) for ids in encoded.ids])
     for start in range(0, steps, 16):
         count = min(16, steps - start)
         drawn = rows_of_step(seed, start // 16, 16 * batch_size, len(lengths))[:count * batch_size]
         by_length = drawn[np.argsort(lengths[drawn], kind="stable")]
         groups = by_length.reshape(count, batch_size)
-        # Shuffle these steps, so that the inputs do not become longer from step to step.
+        # Shuffle the batches, so that inputs do not grow longer from step to step.
         yield from np.random.default_rng(seed_of(seed, start)).permutation(groups)
 
 
 def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterator[int]:
-    """Fine-tune in place, without clipping. Yields the number of steps so far whenever an evaluation is due."""
+    """Fine-tune a model in place, without gradient clipping. Yields the step whenever an evaluation is due."""
     encoded = setup.splits["train"]
     steps = math.ceil(tune.epochs * len(encoded.ids) / tune.batch_size)
     count = min(20, math.ceil(2 * tune.epochs))  # every half epoch
@@ -121,7 +121,7 @@ def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterat
     drawn = tqdm(batches(encoded, seed, steps, tune.batch_size), f"{setup.task} seed {seed}", steps, leave=False,
                  disable=None)
     for step, numbers in enumerate(drawn):
-        model.train()  # an evaluation switches dropout off
+        model.train()  # evaluation switched dropout off
         torch.manual_seed(seed_of(seed, step, 1))  # for dropout
         tokens, padding, targets = collate(encoded, numbers, setup.worker.device)
         with setup.worker.autocast():
@@ -138,8 +138,8 @@ def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterat
 
 @torch.no_grad()
 def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch_size: int, device: torch.device):
-    """The value, metrics and Table 3's ranks of H^L on a split, and files of predictions. All are empty if the model
-    has diverged, that is, if a hidden state or an output is not finite."""
+    """Evaluate on a split -> the main metric ("value"), all metrics and the ranks of H^L (Table 3); and the files of
+    predictions. All are empty if the model has diverged, that is, if a hidden state or an output is not finite."""
     model.eval()
     order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
     moments, outputs = Moments(), []
@@ -147,8 +147,8 @@ def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch
         tokens, padding, targets = collate(encoded, order[start:start + batch_size], device)
         logits, h = model(tokens, padding)
         outputs.append(kind.decode(logits, targets, padding).cpu())
-        moments.add(h[~padding])  # without padding
-    outputs = torch.cat(outputs)[np.argsort(order)]  # in the order of the examples again
+        moments.add(h[~padding])
+    outputs = torch.cat(outputs)[np.argsort(order)]  # back in the order of the examples
     if outputs.isnan().any() or not moments.gram.isfinite().all():
         return {"value": None, "metrics": {}, "ranks": None}, {}
     metrics, files = kind.score(outputs.numpy(), encoded)
@@ -157,8 +157,8 @@ def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch
 
 
 def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
-    """Fine-tune, and return value, metrics, ranks and step of the best checkpoint on the dev split. Keep that
-    checkpoint if the seed is 1."""
+    """Fine-tune, and return the value, metrics, ranks and step of the best checkpoint on the dev split. If the seed is
+    1, that checkpoint is also saved."""
     kind, splits, device = setup.kind, setup.splits, setup.worker.device
     encoder = setup.pretrained.new_encoder(seed)
     torch.manual_seed(seed_of(seed))  # for the head
@@ -167,7 +167,7 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     for step in fine_tune(model, setup, tune, seed):
         found, files = evaluate(model, kind, splits["dev"], tune.batch_size, device)
         if found["ranks"] is None:
-            return found  # diverged: no value, even if an earlier checkpoint had one
+            return found  # diverged: the run has no value, even if an earlier checkpoint had one
         if "dev_mm" in splits:
             mismatched, _ = evaluate(model, kind, splits["dev_mm"], tune.batch_size, device)
             found["metrics"]["accuracy_mm"] = mismatched["value"]
@@ -189,7 +189,7 @@ def keep(setup: Setup, model: Tuned, predictions: dict[str, str]):
 
 # ---- 3. All runs of a task ----------------------------------------------------------------------------------
 def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
-    """Do the missing `runs` and return all of them. torchrun's processes share the work by rank."""
+    """Do those `runs` that are missing, and return all. The processes of torchrun share the work by rank."""
     mine = runs[setup.worker.rank::setup.worker.world_size]
     missing = [run for run in mine if not results.path_of_run(setup.out, *run).is_file()]
     for number, (tune, seed) in enumerate(missing, start=1):
@@ -207,8 +207,9 @@ def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
 
 
 def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
-    """Read encoder and data, encode, and claim the folder. Raises UserError if its settings or data differ."""
-    # A field's default < the task's default < the flag.
+    """Read the encoder and the data, encode the data, and claim the folder. Raises UserError if the folder belongs to
+    other settings or data."""
+    # A flag overrides the default of the task, which overrides the default of the field.
     tune = TuneConfig(**DEFAULTS[TASKS[task].group] | fields_of(TuneConfig, vars(options)))
     pretrained = Pretrained(options.init, tune.dropout)
     tune = replace(tune, learning_rate=tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2)
@@ -219,7 +220,7 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     out = options.out / task if options.task == "glue" else options.out
     if worker.is_main:
         weights = [tensor.numpy().tobytes() for tensor in pretrained.new_encoder(0).state_dict().values()]
-        contents = [[example[:4] for example in found] for found in examples.values()]  # without `place`
+        contents = [[example[:4] for example in found] for found in examples.values()]  # without the field `place`
         open_folder(out, may_change=["init"], settings={
             "init": options.init, "task": task, "weights": short_hash(b"".join(weights)),
             "examples": short_hash(repr(contents)), "sweep": options.sweep, **asdict(tune)})
@@ -238,7 +239,7 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     tune, kind, sweep, dim = setup.tune, setup.kind, [], setup.pretrained.config.encoder_dim
     if options.sweep:
         given = {name: getattr(tune, name) for name in fields_of(TuneConfig, vars(options))}
-        points = grid(TASKS[task].group, dim, given)  # flags replace values of the grid
+        points = grid(TASKS[task].group, dim, given)  # a given flag replaces the grid's values
         # Seed 0, so that the choice does not use the seeds of the result.
         sweep = finish_runs(setup, [(replace(tune, **point), 0) for point in points])
         sweep.sort(key=lambda run: results.height(run["value"]), reverse=True)
@@ -257,7 +258,7 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
 
 # ---- 4. Predictions for new texts ---------------------------------------------------------------------------
 def predict_file(options: argparse.Namespace, device: torch.device):
-    """Write the predictions of the model in --init for a file. Raises UserError if --out holds other predictions."""
+    """Write the predictions of the model in --init for a file. Raises UserError if --out holds other files."""
     folder, source = Path(options.init), options.predict.expanduser().resolve()
     state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale", "pairs")
     task = state["task"]
@@ -279,7 +280,7 @@ def predict_file(options: argparse.Namespace, device: torch.device):
 
 # ---- 5. Command line ----------------------------------------------------------------------------------------
 def parse(argv) -> argparse.Namespace:
-    """Read the command line. A flag of TuneConfig that is not given is absent."""
+    """Read the command line. Flags of TuneConfig that are not given are absent from the result."""
     parser = Parser("finetune.py", __doc__)
     add = parser.add_argument
     add("--init", default="out/toy", help="run folder, checkpoint, or random:FOLDER [%(default)s]")
@@ -288,13 +289,13 @@ def parse(argv) -> argparse.Namespace:
     add("--predict", type=Path, metavar="FILE", help="predict, with the fine-tuned model in --init: lines (.txt), a "
         "table with text[,text2] (.csv, .tsv, .jsonl, .parquet), or a test file of GLUE or SQuAD")
     if parser.parse_known_args(argv)[0].predict:
-        parser.prog += " --predict"  # this mode has no other flags: the model has its own settings
+        parser.prog += " --predict"  # no other flags, because the model has its own settings
         add("--batch-size", type=int, default=argparse.SUPPRESS, help="inputs per batch [as in fine-tuning]")
     else:
-        add("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight and their average [%(default)s]")
+        add("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight, and their average [%(default)s]")
         add("--data", help="folder with the files of the original releases [GLUE and SQuAD: the Hub]")
         add("--seeds", type=int, default=5, help="number of runs; the result is their median [%(default)s]")
-        add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
+        add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags fix its values")
         task = parser.parse_known_args(argv)[0].task
         add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
     options = parser.parse_args(argv)
@@ -313,7 +314,7 @@ def parse(argv) -> argparse.Namespace:
 
 
 def default_out(options: argparse.Namespace) -> Path:
-    """The folder for results without --out: INIT/predict-FILE, or out/TASK-INIT."""
+    """The folder for results if --out is not given: INIT/predict-FILE or out/TASK-INIT."""
     if options.predict:
         return Path(options.init, f"predict-{split_name(options.predict)[0]}")
     path = Path(options.init.removeprefix("random:")).resolve()

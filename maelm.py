@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # 0 to 3, and their number; bytes and merges follow
+CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # ids 0 to 3, and their number; bytes and merges follow
 
 
 # ---- 1. Configuration: section 4.1 -------------------------------------------------------------------------
@@ -38,23 +38,23 @@ class Config:
     seq_len: int = 512  # n, tokens per sequence
     encoder_layers: int = 12  # L, layers of the encoder
     encoder_dim: int = 768  # d, dimensions
-    encoder_heads: int = 12  # each of size d / heads, in the decoder as well
+    encoder_heads: int = 12  # of size d / heads; the decoder's have the same size
     decoder_layers: int = 4  # 0 for a standard MLM, with mask_in_encoder=1
     dropout: float = 0.1  # in the encoder; the decoder has none (App. C)
     rel_pos_buckets: int = 32  # groups of distances between tokens; 0 for no relative positions
-    rel_pos_max_distance: int = 128  # all distances from here on share a group
+    rel_pos_max_distance: int = 128  # larger distances share one group
     mask_rate: float = 0.15  # fraction of the tokens to mask
     # For small presets (bench/results/presets.md):
     norm: str = "post"  # post | pre: LayerNorm after or before the sub-layers
-    init_std: float = 0.02  # of the initial weights
+    init_std: float = 0.02  # standard deviation of the initial weights
     decoder_relative: bool = False  # whether the decoder also has relative positions
     # For Table 2 (see ABLATIONS) and Figure 4:
     mask_in_encoder: float = 0.0  # delta in Figure 4: fraction of the masked positions that the encoder sees
-    encoder_fill: str = "mask"  # mask | random: the token at these positions
-    decoder_reset: bool = False  # whether the decoder sees e_[MASK] there anyway
-    aligned_positions: bool = True  # whether the encoder's tokens keep their positions; else 0 to r - 1
+    encoder_fill: str = "mask"  # mask | random: the token that it sees there
+    decoder_reset: bool = False  # whether the decoder sees e_[MASK] there instead of the encoder's output
+    aligned_positions: bool = True  # whether tokens keep their positions in the encoder; otherwise 0 to r - 1
     decoder_dim: int = 0  # 0 for encoder_dim
-    decoder: str = "bi"  # bi | bi+cross | uni+cross | cross; all but bi: support/cross_attention.py
+    decoder: str = "bi"  # bi | bi+cross | uni+cross | cross; see support/cross_attention.py
 
     def num_masked(self, n):  # m for n tokens
         return round(self.mask_rate * n)

@@ -4,14 +4,14 @@
     python rank.py hf:roberta-base --data PATH --tokens 5000000
 
 The effective rank of H (N, d) is the smallest number of singular values whose squares make up a fraction tau of the
-total. Three curves over the layers 0 (embeddings) to L, of the same text (Figure 1; the second one at L is Table 3):
+total. It is measured at layers 0 (embeddings) to L, in three ways (Figure 1; Table 3 is the second one at L):
 
-    with_mask     all tokens, 15 % of them replaced by [MASK] as in MLM: H^l of section 2.2
-    without_mask  all tokens of the unmasked text, as downstream tasks have it: H~^l of section 2.2
-    mask_only     of the masked text, the representations at [MASK] only: H_M^l, Figure 1(b)
+    with_mask     all tokens of the text with 15 % [MASK], as an MLM reads it: H^l in section 2.2
+    without_mask  all tokens of the unmasked text, as a downstream task reads it: H~^l in section 2.2
+    mask_only     only the vectors at [MASK] in the masked text: H_M^l, Figure 1(b)
 
-The paper's formula takes the singular values of H itself ("uncentered"); its text speaks of variance ("centered": the
-mean row is subtracted first). What is measured, a run or a model from the Hub with its text, is in support/subjects.py.
+The paper's formula uses the singular values of H itself ("uncentered"), but its text speaks of variance ("centered":
+the mean vector is subtracted first). support/subjects.py loads the models and their texts.
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,9 +53,9 @@ def effective_rank(h, tau: float = 0.9) -> int:
 
 
 class Moments:
-    """Count, sum and Gram matrix of the rows of H (N, d) in float64, batch by batch; H is never held."""
+    """Accumulates the count, sum and Gram matrix of the rows of H (N, d) in float64; H itself is never kept."""
     def __init__(self):
-        self.count, self.total, self.gram = 0, 0.0, 0.0  # an int, and later (d,) and (d, d)
+        self.count, self.total, self.gram = 0, 0.0, 0.0  # later: an int, (d,) and (d, d)
 
     def add(self, h):
         """Include the rows of h (..., d)."""
@@ -67,13 +67,13 @@ class Moments:
         self.gram += h.T @ h
 
     def spectrum(self, centered: bool):
-        """sigma_i^2 of H, or of H minus its mean row: (d,) float64, descending. Raises UserError for NaN."""
+        """sigma_i^2 of H, or of H minus its mean row: (d,) float64, descending. Raises UserError if H has NaN."""
         gram = self.gram
         if centered:
             gram = gram - torch.outer(self.total, self.total) / self.count
         if not gram.isfinite().all():
             raise UserError("hidden states with NaN or infinity; use another checkpoint")
-        # Equal rows minus their mean leave rounding errors, whose flat spectrum would pass for a high rank.
+        # If all rows are equal, only rounding errors are left, whose flat spectrum would look like a high rank.
         if gram.trace() <= 1e-12 * self.gram.trace():
             return torch.zeros_like(self.total)
         squares = torch.linalg.eigvalsh(gram).flip(0)  # the eigenvalues of H^T H
@@ -83,15 +83,15 @@ class Moments:
 # ---- 2. Measuring a model -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RankConfig:
-    """What is measured, and how; every field is a flag. Raises ValueError for an impossible value."""
-    data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; without it a run's own validation rows, else docs
-    column: str = "text"  # the field of its records that holds the text
-    val_share: float = VAL_SHARE  # share of the documents of --data that is used, above 0, at most 1
-    tokens: int = 1_000_000  # at most this many, including special tokens
-    tau: float = 0.9  # share of the squared singular values, between 0 and 1
-    seq_len: int = 512  # tokens in a row for hf: models, or their limit
-    batch_size: int = 32  # rows at a time
-    seed: int = 0  # of the masks, 0 or more, below 2^63
+    """Settings of a measurement; every field is a flag. Raises ValueError for an impossible value."""
+    data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; default: the validation text of the run, or docs
+    column: str = "text"  # field of a record that holds its text
+    val_share: float = VAL_SHARE  # fraction of the documents of --data to use, above 0, at most 1
+    tokens: int = 1_000_000  # largest number of tokens to read, including special tokens
+    tau: float = 0.9  # fraction of the squared singular values, between 0 and 1
+    seq_len: int = 512  # tokens per sequence for hf: models, unless their limit is lower
+    batch_size: int = 32  # sequences per batch
+    seed: int = 0  # seed of the masks, 0 or more, below 2^63
     device: str = "auto"  # auto | cpu | cuda | mps
     out: Path = Path("out/rank")  # folder for rank.json and rank.png
 
@@ -101,8 +101,8 @@ class RankConfig:
 
 
 def masks_for(subject: Subject, tokens, seed: int):
-    """Where [MASK] replaces a token of tokens (B, n): (B, n) bool, in each sequence at 15 % of the positions, never at
-    a special token."""
+    """Choose 15 % of the positions in each of the sequences tokens (B, n), but no special tokens -> (B, n) bool, True
+    where [MASK] replaces the token."""
     maskable = ~torch.isin(tokens, torch.tensor(subject.specials))
     generator = torch.Generator().manual_seed(seed)
     positions = draw_masks(maskable, round(MASK_RATE * tokens.shape[1]), generator)  # (B, m)
@@ -111,7 +111,7 @@ def masks_for(subject: Subject, tokens, seed: int):
 
 @torch.no_grad()
 def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
-    """The moments of layers 0 to L, by curve. Raises UserError for too little text."""
+    """The moments of layers 0 to L for each curve. Raises UserError if there is too little text."""
     rows = subject.sample(config.tokens)
     count, n = rows.shape
     first = subject.encode(rows[:1])
@@ -132,7 +132,7 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
 
 
 def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float) -> dict:
-    """A model's entry of rank.json, from what `measure` returns: by centering and curve a list of L + 1 ranks."""
+    """Turn the result of `measure` into an entry of rank.json: a list of L + 1 ranks for each centering and curve."""
     found = {"text": subject.text, "trained_on_mask": subject.reads_mask, "d": len(moments["with_mask"][-1].total),
              "n": {curve: layers[-1].count for curve, layers in moments.items()}}
     for centering, centered in CENTERINGS.items():
@@ -186,7 +186,7 @@ def main(argv=None):
     except ValueError as error:
         parser.error(str(error))
     for name in options.models:
-        if not name.startswith("hf:") and not Path(name).exists():  # before the first is measured
+        if not name.startswith("hf:") and not Path(name).exists():  # checked before the first measurement
             parser.error(f"{name}: no such run folder or checkpoint")
     with clear_errors("rank.py"), lock_folder(config.out, sign="rank.json"):
         device = make_worker("fp32", config.device).device

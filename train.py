@@ -44,8 +44,8 @@ from support.worker import Worker, compile_model, make_worker
 @dataclass(frozen=True)
 class Recipe:
     """The settings besides Config that affect the weights. The defaults are the paper's for base."""
-    data: str = "docs"  # docs, a file, a folder, or hf:NAME[:CONFIG] (its split train); + joins several
-    column: str = "text"  # field that holds the text of a record (.jsonl, .parquet, hf:)
+    data: str = "docs"  # docs, a file, a folder, or hf:NAME[:CONFIG] (its train split); join several with +
+    column: str = "text"  # field of a record that holds its text (.jsonl, .parquet, hf:)
     uncased: bool = True  # whether to lower-case all text
     val_share: float = VAL_SHARE  # share of documents held out for validation, between 0 and 1
     batch_size: int = 2048  # sequences per optimizer step, over all processes
@@ -58,8 +58,8 @@ class Recipe:
     muon_weight_decay: float = 0.1  # weight decay of the matrices that Muon updates, 0 or more
     adam_beta1: float = 0.9  # decay of AdamW's mean of gradients, 0 or more, below 1
     adam_beta2: float = 0.98  # decay of AdamW's mean of squared gradients, 0 or more, below 1
-    adam_epsilon: float = 1e-6  # added to AdamW's denominator, 0 or more
-    clip_norm: float = 2.0  # largest norm of the gradient over all parameters
+    adam_epsilon: float = 1e-6  # term added to AdamW's denominator, 0 or more
+    clip_norm: float = 2.0  # largest norm of the whole gradient; longer ones are scaled down
     position_init: str = "normal"  # normal | sinusoid: initial values of the learned positions
     precision: str = "auto"  # auto | fp32 | bf16: matrix products; auto is bf16 if the hardware supports it
     seed: int = 0  # seed of weights, data order, masks and dropout, 0 or more, below 2^63
@@ -89,13 +89,13 @@ class RunOptions:
     stop_at: int = 0  # step at which to end early, without changing the schedule; 0 for never
     log_interval: int = 100  # steps between lines of log.jsonl
     eval_interval: int = 2_000  # steps between validation losses
-    eval_rows: int = 2_048  # number of validation sequences; they and their masks are fixed
+    eval_rows: int = 2_048  # number of validation sequences, which are fixed, as are their masks
     checkpoint_interval: int = 1_000  # steps between checkpoints
-    keep_checkpoints: int = 2  # number of checkpoints to keep; 0 keeps all, as Figure 3 needs
+    keep_checkpoints: int = 2  # number of checkpoints to keep; 0 keeps all, for Figure 3
     device: str = "auto"  # auto | cpu | cuda | mps
     compile: str = "auto"  # auto | on | off: torch.compile; auto is on for CUDA if encoder_dim is at least 256
     cache: str = CACHE  # folder for tokenized corpora
-    wandb: str = ""  # Weights & Biases project to which log.jsonl is also sent
+    wandb: str = ""  # Weights & Biases project that also receives log.jsonl
 
     def __post_init__(self):
         require_positive(self, "micro_batch_size", "log_interval", "eval_interval", "eval_rows", "checkpoint_interval")
@@ -103,9 +103,9 @@ class RunOptions:
                 compile=self.compile in ("auto", "on", "off"), cache=self.cache != "")
 
 
-# Differs from the paper: with these settings, small models learn in minutes; see bench/results/presets.md.
+# Differs from the paper: small models learn in minutes with these settings; see bench/results/presets.md.
 SMALL = dict(norm="pre", decoder_relative=True, position_init="sinusoid", optimizer="muon", log_interval=20)
-PRESETS = {  # as differences from the defaults of Config, Recipe and RunOptions; section 4.1 and Table 4
+PRESETS = {  # differences from the defaults of Config, Recipe and RunOptions; section 4.1 and Table 4
     "toy": SMALL | dict(
         vocab_size=2048, seq_len=64, encoder_layers=3, encoder_dim=128, encoder_heads=2, decoder_layers=1, dropout=0.0,
         init_std=0.06, batch_size=64, max_steps=1900, learning_rate=6e-3, weight_decay=0.1, warmup_steps=100,
@@ -140,19 +140,20 @@ class Settings(NamedTuple):
         return min(self.options.stop_at or self.recipe.max_steps, self.recipe.max_steps)
 
     def fields(self) -> dict:
-        """The settings, by flag name."""
+        """All settings by name."""
         return asdict(self.config) | asdict(self.recipe) | asdict(self.options)
 
 
 def make_settings(start: dict, flags: dict) -> Settings:
-    """Default < `start`, such as PRESETS["toy"] < flag. Raises ValueError for an invalid value."""
+    """Combine settings: a flag overrides `start`, such as PRESETS["toy"], and that the defaults. Raises ValueError if a
+    value is invalid."""
     settings = Settings(*[kind(**fields_of(kind, start | flags)) for kind in KINDS])
     check(settings.config)
     return settings
 
 
 def make_config(preset: str = "base", ablation: str = "mae-lm", **flags) -> Config:
-    """Default < preset < ablation < flag. Raises ValueError for an invalid value."""
+    """The Config of a preset. A flag overrides the ablation, which overrides the preset. Raises ValueError as above."""
     return make_settings(PRESETS[preset] | ABLATIONS[ablation], flags).config
 
 
@@ -168,9 +169,9 @@ def parse(argv) -> Command:
     """Read the command line. Exits with code 2 if flags are invalid."""
     parser = Parser("train.py", __doc__)
     add = parser.add_argument
-    add("--preset", choices=PRESETS, help="size and recipe of section 4.1 and Table 4 [toy]; with --init, the recipe")
-    add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm, or that of the run that --init names]")
-    add("--out", type=Path, help="run folder [out/PRESET or out/PRESET-ABLATION, with the name of --init for PRESET]")
+    add("--preset", choices=PRESETS, help="size and recipe (section 4.1, Table 4) [toy]; with --init, only the recipe")
+    add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm, or with --init the row of that run]")
+    add("--out", type=Path, help="run folder [out/PRESET-ABLATION; with --init, the name of its run replaces PRESET]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
     add("--change-recipe", action="store_true", help="continue the run in --out with another recipe")
     add("--fill-mask", help=SUPPRESS)
@@ -184,7 +185,8 @@ def parse(argv) -> Command:
 
 
 def make_command(flags: Namespace) -> Command:
-    """Default < preset, or the run of --init < ablation < flag. Raises ValueError if flags conflict."""
+    """Combine settings: a flag overrides --ablation, and that the preset or the run of --init. Raises ValueError for
+    flags that conflict."""
     if flags.fill_mask is not None:
         raise ValueError("--fill-mask is a program of its own now: python -m support.fill_mask RUN TEXT")
     given = {}
@@ -222,10 +224,10 @@ class Run:
     rows: dict[str, Rows]
     model: MAELM
     optimizers: list
-    changed: dict[str, list]  # settings that differ from the last start: name -> [before, now]
+    changed: dict[str, list]  # settings that have changed since the last start: name -> [before, now]
     wandb: object = None  # the run of Weights & Biases
     step: int = 0
-    seconds: float = 0.0  # of training, without evaluations and checkpoints
+    seconds: float = 0.0  # of training, excluding evaluations and checkpoints
 
 
 def open_run(command: Command, worker: Worker) -> Run:
@@ -267,7 +269,7 @@ def open_run(command: Command, worker: Worker) -> Run:
 
 # ---- 3. One training step, and evaluation -------------------------------------------------------------------
 def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
-    """Share of the peak learning rate at a step: linear warm-up, then linear decay to 0 (Table 4)."""
+    """Fraction of the peak learning rate at a step: linear warm-up, then linear decay to 0 (Table 4)."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     return (max_steps - step) / (max_steps - warmup_steps)
@@ -318,7 +320,7 @@ def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> f
     tokens = evenly(rows, options.eval_rows)
     corruption = corrupt(tokens, model.config, torch.Generator().manual_seed(0))
     size, total, count = options.micro_batch_size, 0.0, 0
-    # Each process takes every world-th micro-batch; the last may be smaller, so sequences are counted.
+    # The processes take turns; sequences are counted, because the last micro-batch may be smaller.
     for start in range(worker.rank * size, len(tokens), worker.world_size * size):
         part = tokens[start:start + size]
         with worker.autocast():
@@ -347,7 +349,7 @@ def loop(run: Run, progress: Progress) -> int:
             progress.recent.append(train_step(network, run.optimizers, batches, run.step, settings.recipe, worker))
             run.step += 1
 
-            # If a signal reaches one process, all stop. The check makes a GPU wait, so it is not done at every step.
+            # If a signal reaches one process, all stop. The check makes a GPU wait, so not every step has one.
             if worker.world_size == 1 or run.step % 4 == 0:
                 stopped = sum(worker.all_reduce(len(signals))) > 0
             finished = run.step == settings.last_step
@@ -364,7 +366,7 @@ def loop(run: Run, progress: Progress) -> int:
     worker.all_reduce(0)  # waits until the first process has saved
     if not stopped:
         return 0
-    return signals[0] if signals else SIGTERM  # without signals here, another process got one
+    return signals[0] if signals else SIGTERM  # if this process received no signal, another one did
 
 
 def pretrain(run: Run) -> int:
@@ -374,7 +376,7 @@ def pretrain(run: Run) -> int:
         if worker.is_main:
             print(f"{out} is finished at step {run.step}; to train it for longer, start another run with --init {out}")
         return 0
-    large = worker.device.type == "cuda" and run.settings.config.encoder_dim >= 256  # compiling others takes too long
+    large = worker.device.type == "cuda" and run.settings.config.encoder_dim >= 256  # small models are faster without
     if options.compile == "on" or (options.compile == "auto" and large):
         compile_model(run.model)
     progress = Progress(run)
@@ -398,7 +400,7 @@ def main(argv=None):
         command = parse(argv)
         settings, out = command.settings, command.out
         worker = make_worker(settings.recipe.precision, settings.options.device, settings.config.encoder_dim < 256)
-        worker.micro_batch(settings.recipe.batch_size, settings.options.micro_batch_size)  # checks the batch size early
+        worker.micro_batch(settings.recipe.batch_size, settings.options.micro_batch_size)  # check it early
         if command.flags.prepare:
             print(describe(prepared_corpus(settings.fields(), command.start.tokenizer)))
             return

@@ -30,7 +30,7 @@ DECIDING = ("docs", "sst2")  # for Tables 1 and 3: what models of this size lear
 
 # ---- 1. From run folders to evidence.json -------------------------------------------------------------------
 def found_in(folder: Path) -> dict[str, object]:
-    """What a job found; {} if it has not ended."""
+    """The results of a job; {} if it has not ended."""
     if (folder / "result.json").is_file():
         return read_json(folder / "result.json")
     if (folder / "rank.json").is_file():
@@ -41,7 +41,7 @@ def found_in(folder: Path) -> dict[str, object]:
 
 
 def layers_of(model: dict) -> list[dict]:
-    """The ranks of a model in rank.json as evidence.json has them: by layer, centering and curve."""
+    """The ranks of a model in rank.json in the form of evidence.json: by layer, centering and curve."""
     layers = []
     for layer in range(len(model["uncentered"]["with_mask"])):
         ranks = {}
@@ -52,7 +52,7 @@ def layers_of(model: dict) -> list[dict]:
 
 
 def collect(out: Path):
-    """Add the jobs of runs/evidence.sh that have ended since to evidence.json. UserError if none ever has."""
+    """Add jobs of runs/evidence.sh that have ended since then to evidence.json. Raises UserError if none has ended."""
     path = out / "evidence.json"
     jobs = read_json(path)["jobs"] if path.is_file() else {}
     cpu = f"{cpu_name()}, {torch.get_num_threads()} thread(s)"
@@ -82,7 +82,7 @@ class Record(NamedTuple):
         return sorted({int(name.split()[-1]) for name in self.jobs if name.startswith("train ")})
 
     def found(self, job: str, model: str) -> list[dict]:
-        """What the jobs of a kind found; {} for one that has not ended."""
+        """The results of all jobs of a kind; {} for a job that has not ended."""
         return [self.jobs.get(f"{job} {model} {seed}", {"found": {}})["found"] for seed in self.seeds]
 
     def ranks(self, model: str, curve: str) -> list[list[float]]:
@@ -113,7 +113,7 @@ class Record(NamedTuple):
 
 # ---- 3. Intervals and claims --------------------------------------------------------------------------------
 class Interval(NamedTuple):
-    """A mean, the ends of its 95 % confidence interval, and the two-sided p-value of 0."""
+    """A mean, the ends of its 95 % confidence interval, and the two-sided p-value of the hypothesis that it is 0."""
     mean: float
     low: float
     high: float
@@ -138,7 +138,7 @@ def interval_of(values: np.ndarray, ranks: int = 0) -> Interval:
 
 
 def holm(p: list[float]) -> list[float]:
-    """p-values corrected for their number by Holm's method: the smallest times n, the next times n - 1, and so on."""
+    """p-values corrected by Holm's method: the smallest is multiplied by n, the next one by n - 1, and so on."""
     corrected, highest = [1.0] * len(p), 0.0
     for k, i in enumerate(np.argsort(p)):
         highest = max(highest, (len(p) - k) * p[i])  # never below that of a smaller one
@@ -161,7 +161,7 @@ class Claim(NamedTuple):
         return sign if self.p < 0.05 else "inconclusive"
 
     def power(self) -> str:
-        """Whether the paper's number lies in the interval: one that has no room for it excludes it."""
+        """Whether the paper's number lies in the interval."""
         if self.size is None or math.isinf(self.interval.high):
             return self.paper
         place = "inside" if self.interval.low <= self.size <= self.interval.high else "outside"
@@ -169,7 +169,7 @@ class Claim(NamedTuple):
 
 
 def claims(record: Record) -> list[Claim]:
-    """The paper's claims that are measured, of bench/results/plan.md."""
+    """The claims of the paper that were measured, as in bench/results/plan.md."""
     ranks = [
         ("Figure 1a", "MLM's rank in the last layer, text with `[MASK]` minus without", "above 0", None,
          record.rank("mlm", "with_mask") - record.rank("mlm", "without_mask")),
@@ -193,7 +193,7 @@ def claims(record: Record) -> list[Claim]:
 
 # ---- 4. The page --------------------------------------------------------------------------------------------
 def verdicts(record: Record) -> str:
-    """The table of verdicts, in Markdown, narrow enough for a phone."""
+    """The table of verdicts in Markdown, narrow enough for a phone."""
     lines = ["| above 0 if it holds | paper | here | p | verdict |", "| --- | --- | --- | --- | --- |"]
     for claim in claims(record):
         p = "< 0.001" if claim.p < 0.0005 else f"{claim.p:.3f}"
@@ -229,7 +229,7 @@ def draw(record: Record, path: Path):
 
 
 def write_verdicts(text: str):
-    """Replace the verdicts in docs/results.md. Raises UserError if the page does not mark their place."""
+    """Replace the verdicts in docs/results.md. Raises UserError if their place in the page is not marked."""
     before, start, rest = PAGE.read_text(encoding="utf-8").partition("<!-- verdicts -->")
     _, end, after = rest.partition("<!-- end of verdicts -->")
     if not end:

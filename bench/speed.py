@@ -4,8 +4,8 @@
     python -m bench.speed --device cuda --kinds eager compiled       # a GPU: bench/results/speed-cuda.json
 
 A step is train.py's own, with AdamW: on a GPU of the preset's batch, on a CPU of one small micro-batch. The models
-take turns, so that noise meets all alike, and ratios to RoBERTa are within a turn. Tokens are random; all n of a row
-count. RoBERTa has no relative positions, and its head reads all positions.
+take turns, so that noise affects all of them alike, and ratios to RoBERTa are taken within a turn. Tokens are random,
+and all n tokens of a sequence count. RoBERTa has no relative positions, and its head reads all positions.
 """
 import platform
 import re
@@ -29,14 +29,14 @@ ROWS = {"cpu": {"toy": 64, "small": 16, "base": 2}, "cuda": {"toy": 64, "small":
 
 
 def cpu_name() -> str:
-    """The name of the CPU as Linux has it, elsewhere its kind."""
+    """The name of the CPU on Linux, or its kind on other systems."""
     info = Path("/proc/cpuinfo")
     names = re.findall("model name.*: (.*)", info.read_text()) if info.is_file() else []
     return names[0] if names else platform.processor()
 
 
 class Roberta(torch.nn.Module):
-    """transformers' RobertaForMaskedLM of the size of our encoder, with the interface of MAELM."""
+    """RobertaForMaskedLM of transformers, as large as our encoder and with the interface of MAELM."""
     def __init__(self, config: Config):
         super().__init__()
         from transformers import RobertaConfig, RobertaForMaskedLM
@@ -54,7 +54,7 @@ class Roberta(torch.nn.Module):
 
 
 class Contestant:
-    """A model of a size, as it is trained: eager or compiled."""
+    """A model as it is trained, eager or compiled."""
     def __init__(self, size: str, name: str, kind: str, rows: int, worker: Worker):
         self.config = make_config(size, "mlm" if name == "roberta" else name)
         on_gpu = worker.device.type == "cuda"
@@ -82,7 +82,7 @@ class Contestant:
         self.peak_gb = (torch.cuda.max_memory_allocated() - before) / 1e9 if on_gpu else None
 
     def take_turn(self) -> None:
-        """Measure for about half a second, at least one step."""
+        """Measure for about half a second, or for one step if that takes longer."""
         seconds = self.timer.timeit(1).median
         seconds = self.timer.timeit(max(1, round(0.5 / seconds))).median
         self.speeds.append(self.recipe.batch_size * self.config.seq_len / seconds)

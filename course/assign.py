@@ -21,7 +21,7 @@ CROSS_ATTENTION = "CrossMAELM = None  # a part of Table 2 that is not homework, 
 
 # ---- 1. What students get -----------------------------------------------------------------------------------
 def blank(text: str, name: str) -> str:
-    """The signature of a function, and its docstring, with the rules in tasks.md if it is a task."""
+    """The signature and docstring of a function, followed by its rules from tasks.md if it is a task."""
     function = source(text, name)
     docstring = find(function, name.rpartition(".")[2]).body[0]
     head = "\n".join(function.split("\n")[:docstring.end_lineno]).removesuffix('"""')
@@ -42,7 +42,7 @@ def unsolved(text: str, task: str) -> str:
 
 
 def without(file: str, tasks: list[str]) -> str:
-    """A file of ours without the solutions of those of these tasks that are in it."""
+    """One of our files, without the solutions of these tasks."""
     text = (HERE / file).read_text("utf-8")
     for task in tasks:
         text = unsolved(text, task) if TASKS[task] == file else text
@@ -50,7 +50,7 @@ def without(file: str, tasks: list[str]) -> str:
 
 
 def student_tests(file: str) -> str:
-    """A file of tests without those that show solutions, and without the lecturer's command."""
+    """One of our test files, without the tests that reveal solutions and without the lecturer's command."""
     text = (HERE / file).read_text("utf-8")
     text = re.sub(r"if __name__ .*?\n\n", "", text, flags=re.DOTALL)
     text = re.sub(r"    python test_maelm.py -h.*\n", "", text)
@@ -80,7 +80,8 @@ def hand_out(folder: Path):
 
 # ---- 2. The command -----------------------------------------------------------------------------------------
 def submissions_in(path: Path) -> dict[str, dict[str, str]]:
-    """The texts of a submission by its name, or of each folder or zip in a folder; or UserError."""
+    """The files of a submission by its name, or those of each folder or zip in a folder. Raises UserError if there are
+    none."""
     is_one = path.is_file() or any((path / file).exists() for file in FILES)
     inner = [] if is_one or not path.exists() else sorted(path.iterdir())
     found = {entry.name: read_submission(entry) for entry in inner if entry.is_dir() or entry.suffix == ".zip"}
@@ -92,7 +93,7 @@ def submissions_in(path: Path) -> dict[str, dict[str, str]]:
 
 def grade_students(options) -> bool:
     """Grade one submission, with a line per task, or a class, with a line per student. Returns whether all have full
-    marks. All are read before any of their code runs."""
+    marks. All submissions are read before any of their code runs."""
     submissions = submissions_in(options.grade)
     if options.json and len(submissions) > 1:
         raise UserError("--json: name one submission, not a class")

@@ -18,8 +18,8 @@ from support.subjects import subject_of_run
 
 
 def losses(model: MAELM, tokens, maskable, seed: int):
-    """Mask tokens (B, n), as many as in training, where maskable (B, n) bool is True -> -log p(x_i | x-hat) at the
-    masked positions, in nats, and these positions: both (B, m)."""
+    """Mask as many tokens (B, n) as in training, where maskable (B, n) bool is True -> -log p(x_i | x-hat) in nats at
+    the masked positions, and these positions: (B, m) each."""
     m = model.config.num_masked(tokens.shape[1])
     generator = torch.Generator().manual_seed(seed)
     masked = draw_masks(maskable, m, generator)
@@ -29,7 +29,7 @@ def losses(model: MAELM, tokens, maskable, seed: int):
 
 # ---- 1. Which tokens are easier? ----------------------------------------------------------------------------
 def which_are_easier(model: MAELM, tokens):
-    """Print the loss on masked tokens that stand elsewhere in their sequence, and on the others."""
+    """Print the loss on masked tokens that also occur elsewhere in their sequence, and on all others."""
     loss, masked = losses(model, tokens, tokens >= NUM_SPECIAL, seed=0)
     answers = tokens.gather(1, masked)  # (B, m)
     visible = tokens.scatter(1, masked, -1)  # (B, n)
@@ -40,8 +40,8 @@ def which_are_easier(model: MAELM, tokens):
 
 # ---- 2. Does it copy? ---------------------------------------------------------------------------------------
 def twice(tokens):
-    """Sequences [CLS] A [SEP] A, where A is the beginning of tokens (B, n), sequences [CLS] B [SEP] A with the
-    beginning B of another sequence, and where the second A is."""
+    """Sequences [CLS] A [SEP] A, where A is the beginning of tokens (B, n); sequences [CLS] B [SEP] A, where B is the
+    beginning of another sequence; and a mask of the second A."""
     half = tokens.shape[1] // 2
     first = tokens[:, :half]  # [CLS] A
     second = first.clone()
@@ -53,7 +53,7 @@ def twice(tokens):
 
 
 def does_it_copy(model: MAELM, tokens):
-    """Print the loss on a text that stands twice in its sequence, and how much the gaps attend to its copy."""
+    """Print the loss on a text that occurs twice in its sequence, and how much attention gaps pay to its copy."""
     same, other, second = twice(tokens)
     half = same.shape[1] // 2
     with recorded_attention(model) as layers:
@@ -70,8 +70,8 @@ def does_it_copy(model: MAELM, tokens):
 
 @contextmanager
 def recorded_attention(model: MAELM) -> Iterator[list[torch.Tensor]]:
-    """While entered, collects the softmax (B, heads, n, n) of each layer that reads gaps: of an MLM's encoder, or of
-    an MAE-LM's decoder."""
+    """Collect the attention weights (B, heads, n, n) of each layer that reads gaps, which are the layers of an MLM's
+    encoder or of an MAE-LM's decoder, until the context ends."""
     layers = []
 
     def record(layer: Attention, inputs, output):

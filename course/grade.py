@@ -90,7 +90,7 @@ def claims_of(task: str, files: tuple[str, ...] = CLAIMS) -> dict[str, bool]:
 
 
 def is_written(text: str, name: str) -> bool:
-    """Whether a file defines function or Class.method `name`, in any way, and not as our blank."""
+    """Whether a file defines the function or Class.method `name` in any form other than our blank."""
     owner, _, last = name.rpartition(".")
     node = find(text, name)
     if node is None:  # by a def inside an if, a lambda, or not at all
@@ -134,7 +134,7 @@ def read_submission(path: Path) -> dict[str, str]:
 
 
 def marks_of(texts: dict[str, str]) -> list[str]:
-    """A line for each file that a person should read."""
+    """One line for each file that a person should read."""
     lines = []
     for file, text in texts.items():
         names = suspicious(text)
@@ -146,7 +146,7 @@ def marks_of(texts: dict[str, str]) -> list[str]:
 
 
 def completed(text: str, file: str, own: list[str]) -> str:
-    """A student's file, at whose end our solutions replace all tasks but the student's own."""
+    """A student's file, followed by our solutions of all tasks except the student's own."""
     ours, parts = (HERE / file).read_text("utf-8"), [text]
     for task in TASKS:
         if TASKS[task] == file and task not in own:
@@ -160,7 +160,7 @@ def completed(text: str, file: str, own: list[str]) -> str:
 
 # ---- 3. Points ----------------------------------------------------------------------------------------------
 class Result(NamedTuple):
-    """How a task was solved: its points, the most there are, a line, and a paragraph for each failed claim."""
+    """The result of a task: its points, the maximum, a line of status, and a paragraph for each failed claim."""
     task: str
     points: int
     most: int
@@ -169,7 +169,7 @@ class Result(NamedTuple):
 
 
 def grade(task: str, texts: dict[str, str], seconds: float) -> Result:
-    """Grade a task of a submission, or `together`: all that the student has attempted."""
+    """Grade one task of a submission or, for `together`, all tasks that the student has attempted."""
     most, names = len(claims_of(task)), TASKS if task == TOGETHER else [task]
     own = [name for name in names if any(is_written(texts.get(TASKS[name], ""), part) for part in functions_of(name))]
     files = {TASKS[name] for name in own}
@@ -212,7 +212,7 @@ def counted(task: str, cases: list[ElementTree.Element], texts: dict[str, str]) 
     for claim in claims:
         if claim not in by_name:
             failed[claim] = f"{claim}: has no result"
-        elif len(by_name[claim]):  # a failure, an error or a skip is inside
+        elif len(by_name[claim]):  # it contains a failure, an error or a skip
             failed[claim] = f"{claim}: {explained(''.join(by_name[claim].itertext()), texts)}"
     gates = [claim for claim in failed if claims[claim]]
     status = f"failed: {', '.join(failed)}" if failed else "full marks"
@@ -222,7 +222,7 @@ def counted(task: str, cases: list[ElementTree.Element], texts: dict[str, str]) 
 
 
 def explained(traceback: str, texts: dict[str, str]) -> str:
-    """The message and the student's lines of pytest's short traceback, without lines of ours."""
+    """The message and the student's own lines from pytest's short traceback, without our lines."""
     lines = re.findall(r"^E +(?:AssertionError: )?(.*)", traceback, re.MULTILINE)[:1]
     for file, number, function, code in re.findall(r"^(\S+):(\d+): in (.+)\n +(.*)", traceback, re.MULTILINE):
         if int(number) <= len(texts.get(file, "").splitlines()):  # our solutions follow at the end

@@ -1,4 +1,4 @@
-"""Drawing and searching for lecture.ipynb."""
+"""Functions for lecture.ipynb that draw figures and find example sequences."""
 from collections.abc import Iterator
 
 from matplotlib.figure import Figure
@@ -27,8 +27,8 @@ def six_tokens(words: list[str], corruption: Corruption) -> tuple[list[str], lis
 
 
 def draw_cells(rows: dict[str, list[str]], weights: dict[str, list[float]] | None = None) -> Figure:
-    """Draw one row of cells per name. With weights in [0, 1], heavier cells are darker; without, columns are numbered
-    from 0."""
+    """Draw one row of cells per name. If weights in [0, 1] are given, heavier cells are darker; otherwise, columns are
+    numbered from 0."""
     columns = max(map(len, rows.values()))
     figure = Figure(figsize=(13, 0.55 * len(rows) + 0.8), layout="constrained")
     axes = figure.subplots()
@@ -54,8 +54,8 @@ def draw_cells(rows: dict[str, list[str]], weights: dict[str, list[float]] | Non
 
 
 def repeated_words(sequences, tokenizer: Tokenizer) -> Iterator[tuple]:
-    """Find sequences that contain a long word exactly twice, among sequences (N, n) int64. Yields each as (1, n) with
-    the two positions, for one word per sequence."""
+    """Find sequences, among (N, n) int64, that contain a long word exactly twice. Yields each such sequence as (1, n),
+    with both positions of one such word."""
     for sequence in sequences:
         for token in sequence[sequence >= NUM_SPECIAL].tolist():
             places = (sequence == token).nonzero().flatten().tolist()

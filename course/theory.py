@@ -1,4 +1,4 @@
-"""Lemma 2.1 and Theorem 2.2, computed for a trained model: for lecture 1 of teaching.md.
+"""Lemma 2.1 and Theorem 2.2, computed for a trained model, for lecture 1 in teaching.md.
 
     python -m course.theory out/toy-mlm       # a run folder or checkpoint of train.py
 """
@@ -23,20 +23,20 @@ def norm(x) -> float:
 
 
 def residual(h) -> float:
-    """||H - 1 h^T|| / ||H|| (Frobenius) with h the mean row: 0 for equal rows. For lecture.ipynb."""
+    """||H - 1 h^T|| / ||H|| (Frobenius), where h is the mean row; 0 if all rows are equal. For lecture.ipynb."""
     return float((h - h.mean(0)).norm() / h.norm())
 
 
 def share_outside(gram, text_gram, dims: int) -> float:
-    """The share of the squares of vectors H, with gram H^T H (d, d), that lies outside of the first `dims` singular
-    directions of a text, with text_gram (d, d); both float64. For lecture.ipynb."""
+    """The fraction of the squared length of vectors H, given gram = H^T H (d, d), that lies outside the first `dims`
+    singular directions of a text, given its text_gram (d, d); both float64. For lecture.ipynb."""
     _, directions = torch.linalg.eigh(text_gram)  # ascending
     inside = directions[:, -dims:]  # (d, dims)
     return 1 - float((inside.T @ gram @ inside).trace() / gram.trace())
 
 
 def single_head(attention: nn.Module):
-    """W^QK = W^Q W^K^T / sqrt(d) and W^VO = W^V W^O, (d, d) float64, all heads taken as one, without biases; App. A."""
+    """W^QK = W^Q W^K^T / sqrt(d) and W^VO = W^V W^O, (d, d) float64, with all heads as one and no biases; App. A."""
     # nn.Linear holds the transpose of the paper's W.
     query = attention.query.weight.double()
     key, value = attention.key_value.weight.double().chunk(2)
@@ -47,7 +47,8 @@ def single_head(attention: nn.Module):
 def both_sides(real, masks, qk, vo) -> dict[str, float]:
     """||R'||_{1,inf} and its bound 4 epsilon ||R||^3_{1,inf} in Theorem 2.2, for one layer of pure attention.
     real H_R (n, d), masks H_M (m, d) float64. U is the best solution of H_M = U H_R, Eq. (3), with U 1 = 1, and U H_R
-    then takes H_M's place, as the proof supposes. `eq3` and `spread` are 0 and below 1.256 where the proof holds."""
+    then takes H_M's place, as the proof supposes. Where the proof holds, `eq3` is 0 and
+    `spread` is below 1.256."""
     n = len(real)
     h = real.mean(0)  # of all x the one with the smallest ||H_R - 1 x^T||
     R = real - h
