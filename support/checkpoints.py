@@ -18,7 +18,7 @@ from support.tokenizer import Tokenizer
 
 
 def checkpoints(out: Path) -> list[Path]:
-    """Checkpoints of a run, oldest first. Only files with such names are loaded or deleted."""
+    """The checkpoints of a run, oldest first. Only files with these names are loaded or deleted."""
     return sorted(out.glob(f"step_{7 * '[0-9]'}.pt"))
 
 
@@ -28,7 +28,7 @@ def write_tensors(path: Path, state: dict):
         try:
             torch.save(state, file)
         except RuntimeError as error:
-            raise (error.__context__ or error) from None  # PyTorch's writer hides the disk's error behind its own
+            raise (error.__context__ or error) from None  # the error of the disk, which PyTorch's writer hides
 
 
 class Damaged(UserError):
@@ -36,13 +36,13 @@ class Damaged(UserError):
 
 
 def read_tensors(path: Path, *wanted: str) -> dict:
-    """The content of a .pt file, on the CPU, with its configuration as a Config; it runs no code. Raises Damaged, or
-    UserError if a file lacks a field or has a newer version. Errors of disk and memory pass through."""
+    """Read a .pt file to the CPU, with its configuration as a Config, without running code. Raises Damaged, or
+    UserError if the file lacks a field or is from a newer version. Errors of the disk and the memory pass through."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     state = None
     try:
-        if zipfile.ZipFile(path).testzip() is None:  # compares the checksums, which torch.load does not
+        if zipfile.ZipFile(path).testzip() is None:  # compares the checksums; torch.load does not
             state = torch.load(path, map_location="cpu", weights_only=True)
     except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, RuntimeError,
             pickle.UnpicklingError) as error:
@@ -58,8 +58,8 @@ def read_tensors(path: Path, *wanted: str) -> dict:
 
 
 def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, seconds: float, keep: int):
-    """Write step_STEP.pt, after `seconds` of training, then remove all but the newest `keep` checkpoints, or none if
-    `keep` is 0. Raises UserError if a weight is not finite."""
+    """Write step_STEP.pt, then remove all but the newest `keep` checkpoints, or none if `keep` is 0. `seconds` is the
+    training time so far. Raises UserError if a weight is not finite."""
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
             raise UserError(f"step {step}: {name} is not finite; continue from the last checkpoint with "
@@ -73,7 +73,7 @@ def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, second
 
 
 def set_damaged_aside(out: Path):
-    """Rename damaged checkpoints newer than the newest intact one. Raises Damaged if none is intact."""
+    """Rename all damaged checkpoints that are newer than the newest intact one. Raises Damaged if none is intact."""
     for path in reversed(checkpoints(out)):
         try:
             read_tensors(path)
@@ -87,18 +87,18 @@ def set_damaged_aside(out: Path):
 
 
 def load_checkpoint(path: Path, model: MAELM, optimizers: list) -> tuple[int, float]:
-    """Load a file of save_checkpoint into model and optimizers. Returns its step and the seconds of training."""
+    """Load a checkpoint into a model and its optimizers. Returns its step and the seconds of training."""
     state = read_tensors(path, "step", "seconds", "model", "optimizers")
     load_weights(model, state["model"], path)
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
-        for group in optimizer.param_groups:  # they also hold the recipe, which --change-recipe may change
+        for group in optimizer.param_groups:  # they also contain the recipe, which --change-recipe may change
             group |= {name: optimizer.defaults[name] for name in group.keys() & optimizer.defaults.keys()}
     return state["step"], state["seconds"]
 
 
 def load_weights(module: nn.Module, weights: dict, path: Path):
-    """Load the weights of a file. Raises UserError if they do not fit."""
+    """Load weights from a file into a module. Raises UserError if they do not fit."""
     try:
         module.load_state_dict(weights)
     except (RuntimeError, AttributeError) as error:
@@ -107,8 +107,8 @@ def load_weights(module: nn.Module, weights: dict, path: Path):
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The checkpoint that a path names, the newest of a run folder, or finetune.py's encoder.pt, which load_encoder
-    reads. Raises UserError if there is none."""
+    """The checkpoint that a path names, the newest one in a run folder, or the encoder.pt of finetune.py (for
+    load_encoder). Raises UserError if there is none."""
     found = [path] if path.suffix == ".pt" else [*checkpoints(path), *path.glob("encoder.pt")]
     if not found:
         raise UserError(f"{path}: not a run folder with checkpoints; train.py makes one; support.convert imports hf:")
@@ -116,17 +116,18 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
-    """The model of a run folder or checkpoint, in evaluation mode, and its tokenizer. Raises UserError if missing."""
+    """Load the model of a run folder or checkpoint, in evaluation mode, and its tokenizer. Raises UserError if there is
+    none."""
     file = checkpoint_of(path)
-    state = read_tensors(file, "model", "step")  # finetune.py's encoder.pt has no step, and no decoder
+    state = read_tensors(file, "model", "step")  # encoder.pt of finetune.py has no step and no decoder
     model = make_model(state["config"])
     load_weights(model, state["model"], file)
     return model.eval(), Tokenizer.load(file.parent)
 
 
 def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config, dict]:
-    """The encoder of a run folder, a checkpoint, or a folder of finetune.py (encoder.pt), in evaluation mode; its
-    tokenizer; its Config; the settings of its run. Raises UserError if there is none."""
+    """Load the encoder of a run folder, a checkpoint or a folder of finetune.py, in evaluation mode; its tokenizer; its
+    Config; and the settings of its run. Raises UserError if there is none."""
     file = checkpoint_of(path)
     state = read_tensors(file, "model")
     encoder = Encoder(state["config"])
@@ -136,6 +137,6 @@ def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encode
 
 
 def run_settings(folder: Path) -> dict:
-    """The content of config.json in a run folder, or {} if there is none."""
+    """Read config.json in a run folder; {} if there is none."""
     path = folder / "config.json"
     return read_json(path, "init") if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""Command lines: errors in one line, Ctrl-C, and flags from the fields of a dataclass."""
+"""Command lines: errors in one line, Ctrl-C and other signals, memory that runs out, and flags from dataclasses."""
 import argparse
 import inspect
 import io
@@ -19,19 +19,20 @@ class UserError(Exception):
 
 
 def printable(text: str) -> str:
-    """A text with control characters, which a terminal would obey, escaped as in Python."""
+    """Escape control characters, which a terminal would obey, as Python does."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def root_cause(error: BaseException) -> str:
-    """The message of the error's first cause, such as a proxy error, at most 200 characters."""
+    """The message of an error's first cause, such as a proxy error, cut to 200 characters."""
     while error.__cause__:
         error = error.__cause__
     return str(error)[:200] or type(error).__name__
 
 
 class Stream:
-    """An output stream. It ends no program when its terminal is closed, its pipe is not read or its disk is full."""
+    """An output stream that never ends the program, even if its terminal is closed, its pipe is not read, or its disk
+    is full."""
     def __init__(self, stream: io.TextIOWrapper):
         self.stream = stream
 
@@ -52,9 +53,9 @@ class Stream:
 def clear_errors(program: str) -> Iterator[None]:
     """Turn a user's mistake (exit code 2) and Ctrl-C (130) into one line on stderr."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")  # None: closed by the shell, as in 2>&-
+        stream = getattr(sys, name) or open(os.devnull, "w")  # None if the shell closed it, as with 2>&-
         if isinstance(stream, io.TextIOWrapper):
-            # Replace characters that an encoding such as cp1252 lacks by ?, and write each line at once.
+            # Print "?" for characters that the encoding lacks, as cp1252 does, and write each line at once.
             stream.reconfigure(errors="replace", line_buffering=True)
             setattr(sys, name, Stream(stream))
     try:
@@ -73,8 +74,8 @@ def clear_errors(program: str) -> Iterator[None]:
 # ---- 2. Signals, and memory that runs out -------------------------------------------------------------------
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Yield a list that collects Ctrl-C and the signals with which Slurm, torchrun or a terminal ends a program, so
-    that a checkpoint can be saved. A second Ctrl-C takes effect at once."""
+    """Yield a list that collects Ctrl-C and the signals by which Slurm, torchrun or a terminal ends a program, so that
+    a checkpoint can be saved. A second Ctrl-C takes effect at once."""
     noted, before = [], {}
 
     def note(number: int, frame: object):
@@ -95,7 +96,7 @@ def noted_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def explain_out_of_memory(flags: str = "--micro-batch-size or a smaller model") -> Iterator[None]:
-    """Turn an out-of-memory error into advice to lower these flags."""
+    """Turn an out-of-memory error into the advice to lower these flags."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -116,7 +117,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, None if silent else f"{self.prog}: {printable(message)}\n")
 
     def parse_args(self, argv=None) -> argparse.Namespace:
-        # Added last, because parse_known_args first finds a value on which other flags' help depends.
+        # Added last, because the help of some flags depends on a value that parse_known_args finds first.
         self.add_argument("-h", "--help", action="help", help="show this help")
         options, unknown = self.parse_known_args(argv)
         if unknown:
@@ -126,12 +127,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def comments_of(config: type) -> dict[str, str]:
-    """The comment behind each field of a dataclass, by the field's name."""
+    """The comment after each field of a dataclass, by the name of the field."""
     return dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(config), re.MULTILINE))
 
 
 def require(config, **conditions: bool):
-    """Raises ValueError, with the field's comment, for the first field that is infinite or whose condition is False."""
+    """Raises ValueError, with the comment of the field, for the first field that is infinite or whose condition is
+    False."""
     for field, holds in conditions.items():
         if not holds or getattr(config, field) == math.inf:
             comment = comments_of(type(config)).get(field, "")
@@ -146,7 +148,7 @@ def require_positive(config, *fields: str):
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
-    """Add a flag for every field of a dataclass, with the comment behind it and its value in `values` as help."""
+    """Add a flag for every field of a dataclass. Its help is the comment after the field, and its value in `values`."""
     comments = comments_of(config)
     group = parser.add_argument_group(config.__name__)
     for field in fields(config):
@@ -157,10 +159,10 @@ def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
             kind = {"action": argparse.BooleanOptionalAction}
         else:
             kind = {"type": field.type, "metavar": field.type.__name__.upper()}
-        # A flag that is not given is absent, so that the preset's value applies.
+        # A flag that is not given is absent from the result, so that the value of the preset applies.
         group.add_argument(flag, default=argparse.SUPPRESS, help=text.strip(), **kind)
 
 
 def fields_of(config: type, values: dict) -> dict:
-    """The entries of `values`, such as given flags, that are fields of a dataclass."""
+    """Those entries of `values`, such as given flags, that are fields of a dataclass."""
     return {field.name: values[field.name] for field in fields(config) if field.name in values}

@@ -25,30 +25,30 @@ from support.tokenizer import Tokenizer
 
 # ---- 1. Export ----------------------------------------------------------------------------------------------
 def read_weights(file: Path) -> tuple[Config, dict[str, torch.Tensor], str, list[str]]:
-    """A checkpoint of train.py, or the encoder.pt of finetune.py -> its Config; weights, by their names in
-    modeling_maelm.py; the end of the name of their class there; the labels of a classifier, or one for numbers."""
+    """Read a checkpoint of train.py or the encoder.pt of finetune.py -> its Config; its weights, by their names in
+    modeling_maelm.py; the ending of the class name there; the labels of a classifier (a single one for numbers)."""
     state = read_tensors(file, "model")
     config, weights = state["config"], state["model"]
     if "task" not in state:
         if config.decoder == "bi" and config.encoder_fill == "mask":
             return config, weights, "ForMaskedLM", []
-        # Other decoders cannot predict [MASK] in a text: only the encoder is exported.
+        # Other decoders cannot fill in a [MASK] in a text, so only the encoder is exported.
         return config, {name: weight for name, weight in weights.items() if name.startswith("encoder.")}, "", []
     if state["task"] == "squad2":
         return config, renamed(weights, "qa_outputs"), "ForQuestionAnswering", []
     for name in ("head.4.weight", "head.4.bias"):
-        weights[name] *= state["scale"]  # the last layer gives a number in its own unit
+        weights[name] *= state["scale"]  # so that the last layer gives a number in its own unit
     return config, renamed(weights, "classifier"), "ForSequenceClassification", state["labels"] or ["number"]
 
 
 def renamed(weights: dict[str, torch.Tensor], head: str) -> dict[str, torch.Tensor]:
-    """Weights of finetune.py, with this name for their head."""
+    """Weights from finetune.py, whose head gets this name."""
     return {re.sub("^head", head, name): weight for name, weight in weights.items()}
 
 
 def hub_config(config: Config, head: str, labels: list[str]) -> dict:
-    """config.json: our fields under "maelm", and the fields that other programs look for."""
-    code = "modeling_maelm.MAELM"  # our file, and how the names of its classes begin
+    """The content of config.json: our fields under "maelm", and the fields that other programs look for."""
+    code = "modeling_maelm.MAELM"  # our file, and the beginning of its class names
     found = {
         "model_type": "maelm", "vocab_size": config.vocab_size, "hidden_size": config.encoder_dim,
         "num_hidden_layers": config.encoder_layers, "num_attention_heads": config.encoder_heads,
@@ -65,7 +65,8 @@ def hub_config(config: Config, head: str, labels: list[str]) -> dict:
 
 
 def save_tokenizer(tokenizer: Tokenizer, seq_len: int, out: Path):
-    """Write a tokenizer of transformers: [CLS] and [SEP] around a text; [MASK] takes the space before it along."""
+    """Write a tokenizer for transformers: it puts [CLS] and [SEP] around a text, and [MASK] absorbs the space before
+    it."""
     model = tokenizer.framed()
     model.add_special_tokens([tokenizers.AddedToken("[MASK]", lstrip=True, special=True)])
     model.save(str(out / "tokenizer.json"))
@@ -82,7 +83,7 @@ def export(source: Path, out: Path):
     file = checkpoint_of(source)
     config, weights, head, labels = read_weights(file)
     save_tokenizer(Tokenizer.load(file.parent), config.seq_len, out)
-    # Not save_file: it makes a file that only its owner can read.
+    # Not save_file, which makes a file that only its owner can read.
     (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
     for code in ("support/modeling_maelm.py", "maelm.py"):
         shutil.copy(Path(__file__).parents[1] / code, out)
@@ -91,8 +92,8 @@ def export(source: Path, out: Path):
 
 
 # ---- 2. Import ----------------------------------------------------------------------------------------------
-OFFSET = 2  # RoBERTa counts positions from after its padding id, 1
-PARTS = {  # parts of our names of weights, and of RoBERTa's
+OFFSET = 2  # RoBERTa's first position is 2, its padding id plus 1
+PARTS = {  # parts of the names of our weights -> those of RoBERTa
     "encoder.token_embedding": "roberta.embeddings.word_embeddings",
     "encoder.position_embedding": "roberta.embeddings.position_embeddings",
     "encoder.norm": "roberta.embeddings.LayerNorm", "encoder.stack.blocks": "roberta.encoder.layer",
@@ -104,7 +105,7 @@ PARTS = {  # parts of our names of weights, and of RoBERTa's
 
 
 def to_ours(weights, names: Iterable[str], order):
-    """The weights of a RoBERTa under our `names`, with the rows of its vocabulary in the order (V,) int64."""
+    """The weights of a RoBERTa under our `names`, with its vocabulary in the given order (V,) int64."""
     found = {}
     for name in names:
         theirs = name
@@ -122,7 +123,7 @@ def to_ours(weights, names: Iterable[str], order):
 
 
 def read_config(name: str, theirs) -> Config:
-    """The configuration of a RoBERTa as one of ours. Raises UserError if a field has a value that ours cannot have."""
+    """Convert the configuration of a RoBERTa to ours. Raises UserError if a field has a value that ours cannot have."""
     if theirs.model_type != "roberta":
         raise UserError(f"{name}: has model_type={theirs.model_type!r}; import takes roberta")
     wanted = {"hidden_act": "gelu", "layer_norm_eps": nn.LayerNorm(1).eps, "intermediate_size": 4 * theirs.hidden_size,
@@ -139,7 +140,8 @@ def read_config(name: str, theirs) -> Config:
 
 
 def read_tokenizer(name: str, theirs, size: int):
-    """A byte-level BPE as one of ours, and its ids (size,) int64 in our order. Raises UserError if it does not fit."""
+    """Convert a byte-level BPE to ours -> the tokenizer, and its ids (size,) int64 in our order. Raises UserError if it
+    does not fit."""
     ours = Tokenizer.of_json(name, theirs.backend_tokenizer.to_str())
     # Both have the 256 bytes and the merges under the same names, in the letters of GPT-2.
     order = [theirs.cls_token_id, theirs.pad_token_id, theirs.sep_token_id, theirs.mask_token_id]
@@ -172,7 +174,7 @@ def main(argv=None):
     with clear_errors("support.convert"):
         refuse_other_files(options.out)
         unfinished = options.out.with_name(f".{options.out.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a command that was killed
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by a command that was killed
         unfinished.mkdir(parents=True)
         if options.command == "export":
             export(Path(options.source), unfinished)

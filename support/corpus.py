@@ -24,30 +24,30 @@ from support.documents import Source, documents, sources, text_hash
 from support.files import lock_folder, read_json, short_hash, write_json
 from support.tokenizer import Tokenizer
 
-LAYOUT = 4  # version of the files of a prepared corpus: one of another version is not found
+LAYOUT = 4  # version of the files; a corpus of another version is not found
 SPLITS = ("train", "val")
-VAL_SHARE = 0.01  # of the documents, held out for validation
-NGRAM = 13  # words in a row that make two documents near-duplicates
-SAMPLE = 200 * 10 ** 6  # characters of text that the tokenizer learns from, at most
+VAL_SHARE = 0.01  # fraction of the documents held out for validation
+NGRAM = 13  # consecutive words that make two documents near-duplicates if both have them
+SAMPLE = 200 * 10 ** 6  # largest number of characters that the tokenizer learns from
 BATCH = 1 << 22  # characters that are tokenized at a time
-ENOUGH = 4096  # validation tokens that a corpus with few documents has, or a tenth of it
+ENOUGH = 4096  # smallest number of validation tokens, or a tenth of a small corpus
 
 
 # ---- 1. The validation split, and near-duplicates -----------------------------------------------------------
 def in_validation(text: str, share: float) -> bool:
-    """Whether a document belongs to the validation split: those with the lowest hashes do."""
+    """Whether a document belongs to the validation split, which has the documents with the lowest hashes."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) / 2 ** 32 < share
 
 
 def ngrams(text: str) -> set[str]:
-    """All NGRAM words in a row, in lower case and split at white space."""
+    """All sequences of NGRAM consecutive words, in lower case."""
     words = text.lower().split()
     return {" ".join(words[i:i + NGRAM]) for i in range(len(words) - NGRAM + 1)}
 
 
 # ---- 2. Documents as tokens ---------------------------------------------------------------------------------
 def sample(training: Iterator[str]) -> list[str]:
-    """Documents for the tokenizer, at most SAMPLE characters: all of them, or every second, every fourth ..."""
+    """Choose documents with at most SAMPLE characters for the tokenizer: all, every second, every fourth, and so on."""
     kept, size, step = [], 0, 1
     for number, text in enumerate(training):
         if number % step == 0:
@@ -62,7 +62,7 @@ def sample(training: Iterator[str]) -> list[str]:
 
 def encode(text: str, tokenizer: Tokenizer, val_share: float, known: set[str]) -> tuple:
     """The kind of a document, its tokens (length,) uint32 with `[SEP]`, and its number of characters. The kind is its
-    split, or the reason why it is dropped: it is empty, or a training document with an ngram that is `known`."""
+    split or, if it is dropped, "empty" or "near-duplicates" (a training document with a `known` ngram)."""
     if not text:
         return "empty", None, 0
     split = "val" if in_validation(text, val_share) else "train"
@@ -72,7 +72,7 @@ def encode(text: str, tokenizer: Tokenizer, val_share: float, known: set[str]) -
 
 
 def in_threads(function: Callable[[str], tuple], texts: Iterator[str]) -> Iterator[tuple]:
-    """function(text) of each text, in order, in threads. About BATCH characters are held at a time."""
+    """Yield function(text) for each text, in order, computed in threads. About BATCH characters are held at a time."""
     with ThreadPoolExecutor() as pool:
         batch, size = [], 0
         for text in texts:
@@ -85,8 +85,8 @@ def in_threads(function: Callable[[str], tuple], texts: Iterator[str]) -> Iterat
 
 
 def write_tokens(folder: Path, encoded: Iterable[tuple], dtype: np.dtype) -> tuple[Counter, int]:
-    """Write each split's documents, as `encode` returns them, to a file. Returns the number of documents by kind, and
-    of characters."""
+    """Write documents, in the form that `encode` returns, to one file per split. Returns the number of documents of
+    each kind, and the number of characters."""
     found, characters = Counter(), 0
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         files = {"train": train, "val": val}
@@ -102,8 +102,8 @@ def write_tokens(folder: Path, encoded: Iterable[tuple], dtype: np.dtype) -> tup
 
 
 def settle_validation(folder: Path, dtype: np.dtype, val_share: float) -> dict[str, int]:
-    """The number of tokens of each split. Of few documents, far too many or too few can be in the validation split:
-    then the last tokens become validation."""
+    """Return the number of tokens in each split. If a corpus has few documents, far too many or too few of them can be
+    in the validation split; then the last tokens of the corpus become the validation split."""
     paths = [folder / f"{split}.bin" for split in SPLITS]
     train, val = [path.stat().st_size // dtype.itemsize for path in paths]
     total = train + val
@@ -118,7 +118,8 @@ def settle_validation(folder: Path, dtype: np.dtype, val_share: float) -> dict[s
 
 # ---- 3. A prepared corpus -----------------------------------------------------------------------------------
 def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer | None, folder: Path):
-    """Write the corpus of sources, whose hash is `text`, to a folder. Raises UserError if they hold no text."""
+    """Write the corpus of these sources, whose hash is `text`, to a folder. Raises UserError if they contain no
+    text."""
     data, val_share, start = settings["data"], settings["val_share"], time.perf_counter()
     print(f"preparing {data}, in {folder}")
     bar = partial(tqdm, unit=" documents", unit_scale=True, leave=False, disable=None)
@@ -145,7 +146,7 @@ def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer 
 
 
 def describe(folder: Path) -> str:
-    """The contents of a prepared corpus, in one line."""
+    """Describe a prepared corpus in one line."""
     meta = read_meta(folder)
     train, val = [meta["tokens"][split] for split in SPLITS]
     found = Counter(meta["documents"])
@@ -155,7 +156,7 @@ def describe(folder: Path) -> str:
 
 
 def read_meta(folder: Path) -> dict:
-    """meta.json of a prepared corpus. Raises UserError if a file is missing, cut or of another corpus."""
+    """Read meta.json of a prepared corpus. Raises UserError if a file is missing, cut or from another corpus."""
     with suppress(FileNotFoundError, UserError, KeyError, TypeError):
         meta = read_json(folder / "meta.json", "text", "documents")
         sizes = [meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize for split in SPLITS]
@@ -207,7 +208,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
 # ---- 4. From a prepared corpus to the rows of a step -------------------------------------------------------
 class Rows:
     """All rows of a split ("train", "val"): `[CLS]` and the next seq_len - 1 tokens of a prepared corpus, which stay
-    on the disk until they are read. Raises UserError if the corpus is damaged, or too small for a row."""
+    on the disk until they are read. Raises UserError if the corpus is damaged or too small for one row."""
     def __init__(self, folder: Path, split: str, seq_len: int):
         meta = read_meta(folder)
         tokens = meta["tokens"][split]
@@ -225,7 +226,7 @@ class Rows:
         return np.insert(self.pieces[indices].astype(np.int64), 0, CLS, axis=1)
 
     def fewest_real_tokens(self) -> int:
-        """The fewest tokens in a row that are not special. It reads the whole text once, and keeps the number."""
+        """The smallest number of real tokens in a row. The first call reads the whole text and saves the number."""
         path = Path(self.pieces.filename).with_suffix(f".{self.pieces.shape[1] + 1}.json")
         with suppress(OSError, UserError, KeyError):
             return read_json(path)["fewest_real_tokens"]
@@ -239,13 +240,13 @@ class Rows:
 
 
 def evenly(rows: Rows | np.ndarray, most: int):
-    """At most so many of the rows, spaced evenly over the whole text: a tensor (rows, seq_len) int64."""
+    """At most this many rows, spaced evenly over the whole text: a tensor (rows, seq_len) int64."""
     indices = np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64)
     return torch.from_numpy(rows[indices])
 
 
 def unigram_entropy(tokens) -> float:
-    """Entropy in nats of real tokens: the loss of a model that knows only how frequent each token is."""
+    """The entropy of real tokens in nats, which is the loss of a model that only knows how frequent each token is."""
     real = tokens[tokens >= NUM_SPECIAL]
     return float(torch.special.entr(real.bincount().double() / len(real)).sum())
 
@@ -255,14 +256,14 @@ def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-@lru_cache(maxsize=2)  # a step can be in two epochs
+@lru_cache(maxsize=2)  # a step can belong to two epochs
 def permutation(seed: int, epoch: int, total: int):
-    """The order (total,) int64 of the rows in an epoch."""
+    """The order of the rows in an epoch, (total,) int64."""
     return np.random.default_rng((seed, epoch)).permutation(total)
 
 
 def rows_of_step(seed: int, step: int, batch_size: int, total: int):
-    """Row numbers (batch_size,) int64 of a step: every epoch is a new permutation of all `total` rows."""
+    """The indices of a step's rows, (batch_size,) int64. Every epoch is a new permutation of all `total` rows."""
     epochs, places = np.divmod(step * batch_size + np.arange(batch_size), total)
     rows = [permutation(seed, epoch, total)[place] for epoch, place in zip(epochs.tolist(), places)]
     return np.array(rows)

@@ -1,4 +1,4 @@
-"""The three rows of Table 2 whose decoder attends to the encoder's output. A first reading of maelm.py can skip them.
+"""The three rows of Table 2 whose decoder attends to the encoder's output. Skip them when you first read maelm.py.
 
     bi+cross    self-attention as in MAE-LM, then cross-attention
     uni+cross   as in BART: position i sees the tokens before it, then cross-attends; all tokens are predicted
@@ -85,6 +85,7 @@ class CrossMAELM(MAELM):
         return self.decoder(self.fill_gaps(h, corruption), h, corruption.masked)
 
     def decode_text(self, h, tokens, at):
-        """uni+cross: H^L, h (B, r, d), and tokens (B, n) int64 -> the decoder's output at positions `at` (B, m)."""
+        """For uni+cross: h = H^L (B, r, d) and tokens (B, n) int64 -> the decoder's output at the positions `at` (B,
+        m)."""
         shifted = torch.cat([tokens[:, :1], tokens[:, :-1]], dim=1)  # position i sees x_{i-1}
         return self.decoder(self.encoder.token_embedding(shifted), h, at)

@@ -1,4 +1,4 @@
-"""The documents of --data: of files, of the Hub, and the documentation on this machine (`docs`).
+"""The documents that --data selects: from files, from the Hub, or from the documentation on this machine (`docs`).
 
 Each record of a .jsonl, .json or .parquet file is a document. A text file is read line by line: a document ends at a
 blank line, or at the end of the line with which it reaches 10,000 characters. A document of more than 4 million
@@ -24,13 +24,13 @@ from support.cli import UserError
 from support.files import read_json, short_hash, write_json
 from support.tables import Row, hub_records, json_rows, lines_of, parquet_rows, split_long, split_name
 
-CACHE = "~/.cache/maelm"  # the folder for what can be made again, unless --cache names another
+CACHE = "~/.cache/maelm"  # default folder for files that can be made again
 PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib", "pyarrow",
             "fsspec", "jinja2", "mpmath", "tiktoken", "tokenizers", "tqdm")  # requirements.txt installs them
 TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
-DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give a docstring to C code
-GROUPED = 10_000  # characters; a document of lines without a blank line ends there
-LONGEST = 1 << 22  # characters; a longer line or document, longer than any book, is cut
+DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give C code a docstring
+GROUPED = 10_000  # characters after which a document ends that has no blank line
+LONGEST = 1 << 22  # characters after which a line or document is cut; no book is as long
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 
 
@@ -51,8 +51,8 @@ def docs_files() -> list[tuple[str, Path]]:
 
 
 def content_hashes(files: Iterable[Path], cache: str) -> list[str]:
-    """A hash of the content of each file. The folder `cache` remembers the hashes by path, size and time of change, so
-    that 200 GB of text are not read again at every start."""
+    """A hash of the content of each file. The hashes are stored in the folder `cache` by path, size and modification
+    time, so that 200 GB of text is not read again at every start."""
     remembered = Path(cache).expanduser() / "hashes.json"
     known, found, changed = {}, [], False
     with suppress(OSError, UserError):  # missing or damaged: the files are read again
@@ -99,38 +99,38 @@ def docstrings(path: Path) -> list[str]:
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # templates and files of other Python versions
+    except (SyntaxError, ValueError):  # templates, and files for other Python versions
         return []
     found = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             found.append(ast.get_docstring(node) or "")
         elif isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", None))  # of module.f(...), of f(...)
+            name = getattr(node.func, "attr", getattr(node.func, "id", None))  # for module.f(...) or f(...)
             if name in DOCUMENTING:
                 found.append(max(strings_in(ast.walk(node)), key=len, default=""))
         elif isinstance(node, ast.Dict) and path.parent.name == "pydoc_data":
             found += strings_in(node.values)
     texts = [text.strip() for text in found if len(text.split()) > 3]
-    return [text.encode(errors="replace").decode() for text in texts]  # a Python string can hold half a surrogate pair
+    return [text.encode(errors="replace").decode() for text in texts]  # a string may have half a surrogate pair
 
 
 def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
-    """The string constants among the nodes of a syntax tree."""
+    """The string constants in a list of syntax nodes."""
     return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
 # ---- 2. Documents of --data ----------------------------------------------------------------------------------
 class Source(NamedTuple):
-    """One of the texts that + joins in --data."""
-    name: str  # docs, hf:NAME[:CONFIG], or a path as it is given
-    files: tuple[Path, ...]  # of a path
-    column: str  # the field of records that holds the text
-    cache: str  # the folder where hashes of files, and the documentation, are kept
+    """One of the texts in --data, where + joins several."""
+    name: str  # docs, hf:NAME[:CONFIG], or a path as given
+    files: tuple[Path, ...]  # the text files, if it is a path
+    column: str  # the field of a record that holds its text
+    cache: str  # the folder that keeps the hashes of files and the documentation
 
 
 def sources(data: str, column: str = "text", cache: str = CACHE) -> list[Source]:
-    """The sources of --data, in a fixed order. Raises UserError if a name in it has no text."""
+    """The sources in --data, in a fixed order. Raises UserError if one of them has no text files."""
     names = [data] if Path(data).expanduser().exists() else data.split("+")
     found = []
     for name in names:
@@ -140,7 +140,7 @@ def sources(data: str, column: str = "text", cache: str = CACHE) -> list[Source]
 
 
 def text_hash(read: list[Source]) -> str:
-    """A hash of the contents of sources. A data set on the Hub is only known by its name."""
+    """A hash of the contents of sources. A data set on the Hub is identified only by its name."""
     found = []
     for source in read:
         if source.name == "docs":
@@ -152,8 +152,8 @@ def text_hash(read: list[Source]) -> str:
 
 
 def files_in(name: str) -> tuple[Path, ...]:
-    """The text file that a path names, or all in a folder that are not hidden. Raises UserError if there are none, or
-    PermissionError."""
+    """The text file that a path names, or all text files in a folder that are not hidden. Raises UserError if there are
+    none, or PermissionError."""
     path = Path(name).expanduser()
     files = [path]
     if path.is_dir():
@@ -168,7 +168,7 @@ def files_in(name: str) -> tuple[Path, ...]:
 
 
 def grouped(lines: Iterable[str]) -> Iterator[str]:
-    """Lines as documents, by the rule at the top of this file."""
+    """Group lines into documents, by the rule at the top of this file."""
     document, size = [], 0
     for line in lines:
         blank = line.isspace()
@@ -183,9 +183,10 @@ def grouped(lines: Iterable[str]) -> Iterator[str]:
 
 
 def column_of(rows: Iterable[Row], column: str) -> Iterator[str]:
-    """The texts in a column of rows, "" for null. Raises UserError if the first row lacks it, or for other types."""
+    """The texts in a column of rows, "" for null. Raises UserError if the first row lacks the column, or for other
+    types."""
     for number, (place, record) in enumerate(rows):
-        if number == 0 and column not in record:  # later ones may lack it, as they may hold null
+        if number == 0 and column not in record:  # later rows may lack it, which means the same as null
             raise UserError(f"{place}: needs a field `{column}`; --column can be {', '.join(record)}")
         text = record.get(column)
         if not isinstance(text, str | None):
@@ -194,7 +195,7 @@ def column_of(rows: Iterable[Row], column: str) -> Iterator[str]:
 
 
 def texts_of(source: Source) -> Iterator[str]:
-    """The texts of a source as they are, "" for those that are missing. Raises UserError if one cannot be read."""
+    """The texts of a source as they are, "" for missing ones. Raises UserError if a text cannot be read."""
     if source.name == "docs":
         yield from [text for _, text in read_docs(source.cache)]
     elif not source.files:
@@ -212,6 +213,6 @@ def texts_of(source: Source) -> Iterator[str]:
 
 
 def documents(read: list[Source]) -> Iterator[str]:
-    """The documents of sources, also empty ones, without white space around them, cut after LONGEST characters."""
+    """The documents of sources, including empty ones, stripped of white space and cut after LONGEST characters."""
     for source in read:
         yield from map(str.strip, split_long(texts_of(source), LONGEST))

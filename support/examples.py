@@ -14,7 +14,7 @@ from support.tasks import GLUE, SPLITS, TASKS, Example, Question
 
 # ---- 1. A whole task ----------------------------------------------------------------------------------------
 def read_task(name: str, data: str | None, val_share: float) -> dict[str, list]:
-    """The examples or questions of each split; `val_share` is the share that pre-training held out. Raises
+    """The examples or questions of each split; `val_share` is the fraction that pre-training held out. Raises
     UserError if a file is missing or invalid."""
     if name == "docs":
         return read_docs_task(val_share)
@@ -47,7 +47,8 @@ def find_files(name: str, data: str) -> dict[str, Path]:
 
 
 def read_docs_task(val_share: float) -> dict[str, list[Example]]:
-    """Documentation strings, at most 100 and 150 of each library by hash, none from the validation of pre-training."""
+    """Documentation strings, at most 100 (train) and 150 (dev) per library, none from the validation split of
+    pre-training."""
     most, found, count = {"train": 100, "dev": 150}, {"train": [], "dev": []}, Counter()
     for library, text in sorted(read_docs(), key=lambda item: hashlib.blake2b(item[1].encode()).digest()):
         if library in TASKS["docs"].labels and not in_validation(text, val_share):
@@ -60,7 +61,7 @@ def read_docs_task(val_share: float) -> dict[str, list[Example]]:
 
 # ---- 2. One split, from a file or the Hub -------------------------------------------------------------------
 def read_file(name: str, path: Path, labelled: bool = True) -> list[Example] | list[Question]:
-    """The examples or questions of task `name` in a file. A .tsv of GLUE has GLUE's own rules."""
+    """The examples or questions of task `name` in a file. GLUE's .tsv files have rules of their own."""
     if name == "squad2":
         return read_squad(path, labelled)
     rows = read_rows(path)

@@ -43,7 +43,7 @@ def write_json(path: Path, value: object):
 
 
 def json_lines(records: Iterable[dict]) -> str:
-    """Records as a text with one line of JSON each."""
+    """Records as text, with one line of JSON each."""
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
@@ -59,7 +59,7 @@ def read_json(path: Path, *wanted: str, advice: str = "restore it from a copy, o
 
 
 def short_hash(content: str | bytes) -> str:
-    """A hash of 16 letters."""
+    """A hash of 16 hexadecimal digits."""
     if isinstance(content, str):
         content = content.encode(errors="surrogatepass")
     return hashlib.blake2b(content, digest_size=8).hexdigest()
@@ -105,8 +105,8 @@ def lock_folder(folder: Path, sign: str = "", *wanted: str, wait: bool = False) 
 
 
 def refuse_other_files(folder: Path, sign: str = "", *wanted: str):
-    """Raises UserError if a folder holds files of another program, that is, has no JSON file `sign` with the `wanted`
-    fields."""
+    """Raises UserError if a folder belongs to another program, which means that it has files but no JSON file `sign`
+    with the `wanted` fields."""
     if not any(folder.glob("[!.]*")):
         return
     path = folder / sign
@@ -115,7 +115,7 @@ def refuse_other_files(folder: Path, sign: str = "", *wanted: str):
 
 
 def changes(before: dict, now: dict) -> dict[str, list]:
-    """Name -> [value before, value now] for each changed setting."""
+    """The settings that have changed: name -> [value before, value now]."""
     return {name: [before.get(name), value] for name, value in now.items() if before.get(name) != value}
 
 
@@ -140,11 +140,11 @@ def open_folder(folder: Path, settings: dict[str, object], may_change: Container
 
 @contextmanager
 def figure(path: Path, panels: int = 1) -> Iterator[tuple]:
-    """Yield a matplotlib figure and its axes, side by side; then write it to `path`. No display is needed."""
+    """Yield a matplotlib figure and its axes, which are side by side; then write it to `path`. No display is needed."""
     if "matplotlib" not in sys.modules:
         os.environ.pop("MPLBACKEND", None)  # it may name a backend, such as a notebook's, that is not installed here
     import matplotlib.figure
-    with matplotlib.rc_context({"text.parse_math": False}):  # a $ in a name is a $
+    with matplotlib.rc_context({"text.parse_math": False}):  # so that a $ in a name stays a $
         drawn = matplotlib.figure.Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
         yield drawn, drawn.subplots(1, panels)
         with atomic(path) as temporary:

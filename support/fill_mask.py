@@ -1,4 +1,4 @@
-"""A model's guesses at [MASK], for a text or as examples at the end of a run.
+"""A model's guesses at [MASK], for a given text or as examples at the end of a run.
 
     python -m support.fill_mask out/toy "Return the [MASK] of the array."
 """
@@ -19,7 +19,7 @@ Guess = list[tuple[str, float]]  # the three best tokens at a position, with the
 
 @torch.no_grad()
 def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, at) -> list[Guess]:
-    """A guess for each position of `at` (1, k) int64 in tokens (1, n) int64."""
+    """Guess the tokens (1, n) int64 at each of the positions `at` (1, k) int64."""
     logits = model.logits(apply_masks(tokens, at, model.config, torch.Generator().manual_seed(0)))  # (1, k, V)
     best = logits[0].float().softmax(-1).topk(3)
     found = []
@@ -30,7 +30,7 @@ def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, at) -> list[Guess]:
 
 
 def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[Guess]:
-    """A guess for each [MASK] of a text. Raises UserError if the text has no [MASK] or too many tokens."""
+    """Guess each [MASK] in a text. Raises UserError if the text has no [MASK] or too many tokens."""
     ids = []
     for part in text.replace(" [MASK]", "[MASK]").split("[MASK]"):  # [MASK] stands for a word and the space before it
         ids += [*tokenizer.encode(part).tolist(), MASK]

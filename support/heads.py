@@ -21,21 +21,22 @@ from support.tokenizer import Tokenizer
 class Encoded(NamedTuple):
     """A split of a task as tokens."""
     ids: list[np.ndarray]  # per input, (length,) int64
-    targets: Tensor  # (N,) int64 or float32 labels; (N, 3) int64 for spans: first and last token, start of the passage
+    targets: Tensor  # labels (N,) int64 or float32; spans (N, 3) int64: first and last token, start of the passage
     examples: list  # Example or Question
-    windows: list[tuple[int, int]]  # SQuAD, per input: index of the question, shift from context to input
+    windows: list[tuple[int, int]]  # SQuAD: index of each input's question, and shift from context to input
     remark: str
 
 
 def collate(encoded: Encoded, chosen, device: torch.device):
-    """Inputs (B,) of a split -> tokens (B, m) int64, padding (B, m) bool, targets; m is the longest's length."""
+    """Inputs of a split, by index (B,) -> tokens (B, m) int64, padding (B, m) bool, and targets. The longest has m."""
     ids = [torch.from_numpy(encoded.ids[i]) for i in chosen]
     tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD).to(device)
     return tokens, tokens == PAD, encoded.targets[chosen].to(device)
 
 
 class ClassifierHead(nn.Sequential):
-    """H^L at [CLS] -> logits (B, C), as in RoBERTa: dropout, dense, tanh, dropout, linear. Initialized by PyTorch."""
+    """H^L at [CLS] -> logits (B, C), as in RoBERTa: dropout, dense, tanh, dropout, linear. PyTorch's
+    own initialization."""
     def __init__(self, d: int, classes: int, dropout: float):
         super().__init__(
             nn.Dropout(dropout), nn.Linear(d, d), nn.Tanh(),
@@ -47,7 +48,7 @@ class ClassifierHead(nn.Sequential):
 
 
 class Classification:
-    """Inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, targets as in Encoded. Spans has the same methods."""
+    """Inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, with targets as in Encoded. Spans has the same methods."""
     def __init__(self, tokenizer: Tokenizer, config: Config, tune, labels: Labels):
         self.config, self.labels = config, labels
         self.n = min(tune.seq_len, config.seq_len)
@@ -55,8 +56,8 @@ class Classification:
         self.model.enable_truncation(self.n)  # cut the longer text first
 
     def encode(self, examples: list[Example]) -> Encoded:
-        """Tokens of each example, at most n. Raises UserError as Labels.target does."""
-        targets = [self.labels.target(example) for example in examples]  # before the long work
+        """Tokenize examples, each to at most n tokens. Raises UserError as Labels.target does."""
+        targets = [self.labels.target(example) for example in examples]  # before the long part
         ids, truncated = [], 0
         for example in tqdm(examples, "tokenizing", leave=False, disable=None):
             found = self.model.encode(example.text, example.text2)
@@ -80,7 +81,7 @@ class Classification:
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float | None], dict[str, str]]:
         """Logits (N, C) -> metrics in percent (None for the rank correlation of equal predictions), and files of
-        predictions by their names: .jsonl with the probability of every label, .tsv as GLUE's server takes it."""
+        predictions by name: a .jsonl with the probability of every label, and a .tsv in the format of GLUE's server."""
         names = self.labels.names
         lines = []
         for example, output in zip(encoded.examples, torch.from_numpy(outputs)):
@@ -106,7 +107,8 @@ class Classification:
 
 # ---- 2. SQuAD 2.0 -------------------------------------------------------------------------------------------
 def spans_of(tokenizer: Tokenizer, text: str):
-    """Text -> ids, and the first and last + 1 character of each token, without the space before a word, (length,)."""
+    """Text -> ids, and for each token its first character and the one after its last, without the space before a word;
+    (length,) each."""
     found = tokenizer.model.encode(text, add_special_tokens=False)  # tiktoken has the same ids, but no characters
     starts, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T
     space = np.array([*map(str.isspace, text), False])
@@ -115,7 +117,8 @@ def spans_of(tokenizer: Tokenizer, text: str):
 
 
 def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
-    """First and last token of the first answer, by the tokens' characters (length,); (0, 0) without an answer."""
+    """The first and last token of the first answer, given the tokens' characters (length,); (0, 0) if there is no
+    answer."""
     if not q.answers:
         return 0, 0
     start, text = q.answers[0]
@@ -134,7 +137,8 @@ class Spans:
         self.spans_of = functools.cache(functools.partial(spans_of, tokenizer))  # many questions share a context
 
     def encode(self, questions: list[Question]) -> Encoded:
-        """All windows of at most n tokens of all questions. They start every doc_stride tokens, or half a window."""
+        """All windows of all questions, of at most n tokens. A window starts every doc_stride tokens, or every half
+        window."""
         ids, targets, windows = [], [], []
         longest = min(self.tune.max_query, self.n // 2)
         for number, q in enumerate(questions):
@@ -142,7 +146,7 @@ class Spans:
             first, last = answer_tokens(q, starts, ends)
             question = self.tokenizer.encode(q.question)
             query = [CLS, *question[:longest], SEP]
-            room = self.n - len(query) - 1  # for a window
+            room = self.n - len(query) - 1  # for the window
             stride = min(self.tune.doc_stride, max(1, room // 2))
             # The last window is the one that reaches the end of the context.
             end = max(0, len(context) - room) + stride
@@ -187,8 +191,8 @@ class Spans:
         return torch.stack([null, score, first, first + at % longest], dim=1)
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
-        """Outputs of all windows (N, 4) -> the numbers of the official evaluation, and the files that it reads: for
-        each question's id, the answer ("" for none), and the score of no answer minus that of the best span."""
+        """Outputs of all windows (N, 4) -> the numbers of the official evaluation, and the files that it reads: by the
+        id of a question, its answer ("" for none), and the score of no answer minus that of the best span."""
         null = {q.id: math.inf for q in encoded.examples}
         best = {q.id: (-math.inf, "") for q in encoded.examples}  # score and text of the best span
         for (number, shift), (no_answer, score, first, last) in zip(encoded.windows, outputs.tolist()):

@@ -1,11 +1,11 @@
-"""Models of the Hugging Face Hub, read by the library transformers, which only these features need."""
+"""Models from the Hugging Face Hub, read by the library transformers, which nothing else needs."""
 from torch import nn
 
 from support.cli import UserError, root_cause
 
 
 def transformers_library():
-    """The module transformers, made silent. Raises UserError if it is missing or too old."""
+    """The module transformers, with its messages silenced. Raises UserError if it is missing or too old."""
     try:
         import transformers
         transformers.utils.versions.require_version("transformers>=4.55")
@@ -17,8 +17,8 @@ def transformers_library():
 
 
 def from_hub(auto: str, name: str, **options):
-    """The result of from_pretrained of a class of transformers, such as AutoConfig, for hf:NAME or a folder. Code that
-    comes with a model never runs. Raises UserError if the library cannot read the model."""
+    """Call from_pretrained of a class in transformers, such as AutoConfig, for hf:NAME or a folder. Code that comes
+    with a model never runs. Raises UserError if the library cannot read the model."""
     auto_class = getattr(transformers_library(), auto)
     name = name.removeprefix("hf:")
     try:
@@ -29,7 +29,8 @@ def from_hub(auto: str, name: str, **options):
 
 
 def model_from_hub(auto: str, name: str) -> nn.Module:
-    """A model in fp32 and evaluation mode. Raises UserError if it lacks weights of its encoder; a head may be new."""
+    """A model in fp32 and in evaluation mode. Its head may be new, but if weights of the encoder are missing, this
+    raises UserError."""
     model, loading = from_hub(auto, name, output_loading_info=True)
     missing = [key for key in loading["missing_keys"] if not key.startswith(("pooler.", "lm_head."))]
     if missing:

@@ -24,7 +24,7 @@ from support.worker import Worker
 
 
 def read_log(out: Path) -> list[dict]:
-    """The lines of a run's log.jsonl, without lines that a crash cut off."""
+    """The lines of log.jsonl in a run folder, except lines that a crash cut off."""
     path, found = out / "log.jsonl", []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with suppress(ValueError):
@@ -40,12 +40,12 @@ def commit() -> str | None:
 
 
 class Progress:
-    """Reports of a train.Run in the terminal, log.jsonl and Weights & Biases, by the first process only."""
+    """Reports on a train.Run, in the terminal, log.jsonl and Weights & Biases. Only the first process reports."""
     def __init__(self, run):
-        """Removes lines of log.jsonl after run.step, because these steps are repeated."""
+        """Removes the lines of log.jsonl after run.step, because these steps will be repeated."""
         self.run, self.wandb = run, run.wandb
-        self.recent = []  # loss and gradient norm (scalars on any device) per step since the last log line
-        self.since = time.perf_counter()  # start of the training time not yet counted
+        self.recent = []  # loss and gradient norm of each step since the last log line, scalars on any device
+        self.since = time.perf_counter()  # start of the training time that is not yet counted
         if run.worker.is_main:
             kept = [line for line in read_log(run.out) if line["step"] <= run.step and run.step > 0]
             write_texts(run.out, {"log.jsonl": json_lines(kept)})
@@ -69,8 +69,8 @@ class Progress:
             print(f"warning: --wandb: {error!r}; the run continues without it", file=sys.stderr)
 
     def start(self, entropy: float):
-        """Print the sizes of model and text; log commit, versions, machines, and the settings changed since the last
-        start. `entropy` is the unigram entropy of the validation tokens, in nats."""
+        """Print the sizes of the model and the text; log the commit, versions, machines and settings that have changed
+        since the last start. `entropy` is the unigram entropy of the validation tokens, in nats."""
         (config, recipe, options), run, worker = self.run.settings, self.run, self.run.worker
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         there = len(run.rows["train"]) * config.seq_len / 1e6
@@ -104,7 +104,7 @@ class Progress:
                 raise UserError(f"step {step}: the loss is not finite; this step is the first bad one, with loss "
                                 f"{loss:.4g} and gradient norm {norm:.4g}; continue from the last checkpoint with "
                                 "--change-recipe and a lower --learning-rate, a lower --clip-norm or another --seed")
-        # The mean over steps and processes: each process has an equal share of every batch.
+        # The mean over steps and processes; each process has an equal share of every batch.
         total, = run.worker.all_reduce(sum(losses))
         loss, norm = total / run.worker.world_size / count, sum(norms) / count
         lap = time.perf_counter() - self.since  # the GPU has finished, since the loss is known
@@ -124,11 +124,11 @@ class Progress:
 # ---- FLOPs, and the share of a GPU's peak (MFU) ------------------------------------------------------------------
 @functools.cache
 def flops(config: Config) -> int:
-    """FLOPs of all matrix products of a training step on one sequence; a multiply-add counts as 2."""
+    """FLOPs of all matrix products in a training step on one sequence; a multiply-add counts as 2."""
     n = config.seq_len
     m = config.num_masked(n)
     r = n - m + round(config.mask_in_encoder * m)  # tokens that the encoder sees
-    # Shapes without memory. The counter misses a GPU's attention kernel; here it counts the formula.
+    # Meta tensors have shapes but no data. On them, attention is matrix products; a GPU's kernel is not counted.
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         tokens, masked, kept = [torch.zeros(1, length, dtype=torch.int64) for length in (n, m, r)]
         make_model(config)(tokens, Corruption(tokens, masked, kept)).backward()
@@ -139,13 +139,13 @@ PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12
 
 
 def peak_of(device: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of a GPU in dense bf16, by its name; None for other GPUs, or another dtype."""
+    """The peak FLOP/s of a GPU in dense bf16, by its name; None for unknown GPUs and other dtypes."""
     peaks = [peak for name, peak in PEAKS.items() if name in device and dtype == torch.bfloat16]
     return peaks[0] if peaks else None
 
 
 def use_of_gpu(config: Config, worker: Worker, speed: float) -> dict[str, float]:
-    """Peak memory in GB, and the share of peak FLOP/s at a speed in tokens per second; {} without a GPU."""
+    """Peak memory in GB, and the fraction of peak FLOP/s (MFU) at a speed in tokens per second; {} without a GPU."""
     if worker.device.type != "cuda":
         return {}
     found = {"memory_gb": torch.cuda.max_memory_allocated() / 1e9}
@@ -157,7 +157,7 @@ def use_of_gpu(config: Config, worker: Worker, speed: float) -> dict[str, float]
 
 # ---- Weights & Biases ---------------------------------------------------------------------------------------
 def start_wandb(project: str, out: Path, settings: dict):
-    """The Weights & Biases run of a run folder, or None without a project. Raises UserError if it fails."""
+    """Start the Weights & Biases run of a run folder; None without a project. Raises UserError if that fails."""
     if not project:
         return None
     try:
@@ -172,7 +172,7 @@ def start_wandb(project: str, out: Path, settings: dict):
 
 # ---- The figure ---------------------------------------------------------------------------------------------
 def draw_loss(out: Path):
-    """Draw loss.png from log.jsonl: training and validation loss by step, and the unigram entropy."""
+    """Draw loss.png from log.jsonl: the training and validation losses by step, and the unigram entropy."""
     log = read_log(out)
     with figure(out / "loss.png") as (_, axes):
         for name, label, style in (("loss", "training", "-"), ("val_loss", "validation", ".-")):

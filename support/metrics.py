@@ -8,12 +8,12 @@ import numpy as np
 
 
 def accuracy(predicted, true) -> float:
-    """Share of equal entries of two arrays (N,), in [0, 1]."""
+    """The fraction of equal entries in two arrays (N,), in [0, 1]."""
     return float((predicted == true).mean())
 
 
 def matthews(predicted, true) -> float:
-    """Correlation of two labellings (N,) by any integers, in [-1, 1]; Matthews, 1975, and Gorodkin, 2004."""
+    """Correlation of two labellings (N,), whose labels are any integers, in [-1, 1]; Matthews, 1975; Gorodkin, 2004."""
     if np.ptp(true) == 0 or np.ptp(predicted) == 0:
         return 0.0
     both = np.concatenate([true, predicted])
@@ -40,7 +40,7 @@ def spearman(predicted, true) -> float:
 
 
 def f1(predicted, true) -> float:
-    """F1 of label 1 for two labellings (N,) by 0 and 1, in [0, 1]; 0 if label 1 does not occur."""
+    """F1 of label 1 for two labellings (N,) with labels 0 and 1, in [0, 1]; 0 if label 1 does not occur."""
     hits = int((predicted * true).sum())
     marked = int(predicted.sum() + true.sum())
     return 2 * hits / max(1, marked)
@@ -55,13 +55,13 @@ METRICS = {
 
 
 def normalize(answer: str) -> str:
-    """SQuAD's normal form of an answer: lower case, without punctuation, articles and superfluous white space."""
+    """SQuAD's normal form of an answer: in lower case, without punctuation, articles and extra white space."""
     kept = "".join(c for c in answer.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
 
 def token_f1(predicted: str, true: str) -> float:
-    """F1 of the words of two answers, in [0, 1]; if an answer is empty, 1 if both are, else 0."""
+    """F1 of the words in two answers, in [0, 1]. If an answer is empty, it is 1 if both are empty, and otherwise 0."""
     p = Counter(normalize(predicted).split())
     t = Counter(normalize(true).split())
     if not p or not t:
@@ -70,8 +70,8 @@ def token_f1(predicted: str, true: str) -> float:
 
 
 def squad_metrics(questions: list, predictions: dict[str, str], odds: dict[str, float]) -> dict[str, float]:
-    """The numbers that the official evaluation prints, in percent, from each id's answer ("" for none) and odds of no
-    answer. The best thresholds remove answers with higher odds, and add none."""
+    """The numbers that the official evaluation prints, in percent, given the answer ("" for none) and the odds of no
+    answer for each id. A best threshold removes the answers whose odds are higher; it adds no answers."""
     scores = {"exact": [], "f1": []}
     for q in questions:
         true = [text for _, text in q.answers if normalize(text)] or [""]  # acceptable answers
@@ -90,7 +90,7 @@ def squad_metrics(questions: list, predictions: dict[str, str], odds: dict[str, 
             if chosen.any():
                 found[f"{group}_{metric}"] = float(values[chosen].mean())
                 found[f"{group}_total"] = int(chosen.sum())
-        # Start without answers, then answer one question after another, in the order of the odds.
+        # Start without answers, then add them one by one, in the order of the odds.
         gains = np.where(answerable, values, -100.0 * answered)[order]
         sums = 100 * np.sum(~answerable) + np.append(0, gains.cumsum())
         best = sums.argmax()

@@ -1,5 +1,5 @@
 """MAE-LM (Meng et al., 2024) for the library `transformers`, in a folder that `python -m support.convert export` wrote.
-It also holds maelm.py, which computes everything: here are only the interface and the heads.
+The folder also contains maelm.py, which does the computing; this file adds the interface and the heads.
 """
 import torch
 from torch import nn
@@ -12,7 +12,8 @@ versions.require_version("transformers>=4.55")  # earlier ones leave new heads w
 
 
 def read(input_ids, attention_mask, position_ids):
-    """Where tokens are real, (B, n) bool (all of a row of padding), and their positions (B, n), given or counted."""
+    """Which tokens are real, (B, n) bool (all, if a text is only padding), and their positions (B, n), given or
+    counted."""
     real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     real = (real != 0) | (real == 0).all(1, keepdim=True)
     counted = (real.long().cumsum(1) - 1).clamp(min=0)
@@ -20,15 +21,16 @@ def read(input_ids, attention_mask, position_ids):
 
 
 class MAELMConfig(PretrainedConfig):
-    """config.json: the fields of maelm.Config under "maelm", and under transformers' names what others ask for."""
+    """config.json: the fields of maelm.Config under "maelm", and those that other programs need, by transformers'
+    names."""
     model_type = "maelm"
 
 
 class MAELMModel(PreTrainedModel):
-    """The encoder. The models with heads are subclasses: a weight has the same name in all, that of maelm.MAELM."""
+    """The encoder. Models with heads are subclasses, and all weights have the names that they have in maelm.MAELM."""
     config_class = MAELMConfig
     base_model_prefix = "maelm"
-    _keys_to_ignore_on_load_unexpected = [r"^(decoder|head|classifier|qa_outputs)\."]  # if the encoder is asked for
+    _keys_to_ignore_on_load_unexpected = [r"^(decoder|head|classifier|qa_outputs)\."]  # when only the encoder is loaded
     accepts_loss_kwargs = False  # so that Trainer divides the loss by its steps of accumulation
 
     def __init__(self, config: MAELMConfig):
@@ -39,9 +41,9 @@ class MAELMModel(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module):
-        """Initial values of what the folder does not hold: new heads, and a buffer that is in no file."""
+        """Initialize the weights that the folder lacks: new heads, and a buffer that is in no file."""
         super()._init_weights(module)
-        if isinstance(module, RelativeBias):  # transformers makes models without memory, which loses what this holds
+        if isinstance(module, RelativeBias):  # transformers creates models on the meta device, which loses this buffer
             module.bucket.copy_(RelativeBias(self.shape, 1).bucket)
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -63,8 +65,8 @@ class MAELMModel(PreTrainedModel):
 
 
 class MAELMForMaskedLM(MAELMModel):
-    """Encoder, decoder and head: predicts [MASK]. In pre-training an MAE-LM's encoder does not read [MASK]. Here it is
-    hidden as a key instead of removed, which is the same for all other tokens, and keeps rows equally long."""
+    """Encoder, decoder and head, to predict [MASK]. In pre-training, [MASK] is removed from the input of an MAE-LM's
+    encoder. Here, it is only hidden as a key, which has the same effect on all other tokens and keeps texts aligned."""
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
         self.decoder = Decoder(self.shape) if self.shape.decoder_layers > 0 else None
@@ -76,14 +78,14 @@ class MAELMForMaskedLM(MAELMModel):
         """As MAELMModel; labels (B, n) int64, -100 where there is no loss -> logits (B, n, V)."""
         masked = input_ids == MASK
         real, positions = read(input_ids, attention_mask, options.pop("position_ids", None))
-        reads_mask = self.shape.mask_in_encoder > 0.5  # as pre-training shows a single [MASK] to the encoder
+        reads_mask = self.shape.mask_in_encoder > 0.5  # whether pre-training would show a single [MASK] to the encoder
         seen = real if reads_mask else real & ~masked  # by the encoder; the decoder also sees [MASK]
-        seen_at = positions if self.shape.aligned_positions else None  # None does not count what is removed
+        seen_at = positions if self.shape.aligned_positions else None  # None counts only the tokens that are left
         out = super().forward(input_ids, seen, seen_at, return_dict=True, **options)
         z = h = out.last_hidden_state  # (B, n, d)
         embeddings = self.encoder.token_embedding.weight
         if self.decoder is not None:
-            if not reads_mask or self.shape.decoder_reset:  # e_[MASK] where [MASK] is removed, or to be forgotten
+            if not reads_mask or self.shape.decoder_reset:  # put e_[MASK] at the gaps, as fill_gaps does
                 h = torch.where(masked[:, :, None], embeddings[MASK], h)
             z = self.decoder(h, positions, ~real)  # (B, n, decoder_width)
         logits = self.head(z, embeddings)
@@ -104,7 +106,7 @@ class MAELMForSequenceClassification(MAELMModel):
     def forward(self, input_ids, attention_mask=None, labels=None, **options) -> outputs.SequenceClassifierOutput:
         """As MAELMModel; labels (B,) int64, or float32 for numbers -> logits (B, C)."""
         out = super().forward(input_ids, attention_mask, return_dict=True, **options)
-        first = read(input_ids, attention_mask, None)[0].int().argmax(1)  # (B,): where [CLS] is
+        first = read(input_ids, attention_mask, None)[0].int().argmax(1)  # (B,): the position of [CLS]
         row = torch.arange(first.shape[0], device=first.device)
         logits = self.classifier(out.last_hidden_state[row, first])
         loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)

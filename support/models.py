@@ -8,20 +8,20 @@ from support.cross_attention import CrossMAELM
 
 
 def make_model(config: Config, position_init: str = "normal") -> MAELM:
-    """A new model, a CrossMAELM for decoders with cross-attention. position_init: normal | sinusoid."""
+    """A new model, which is a CrossMAELM if the decoder has cross-attention. position_init: normal | sinusoid."""
     check(config)
     model = MAELM(config) if config.decoder == "bi" else CrossMAELM(config)
     if position_init == "sinusoid":
         sinusoid_(model.encoder.position_embedding.weight, config.init_std)
         if model.decoder is not None:
-            # Between init_std, which is negligible beside h_i^L (about 1), and 1, which fills its dimensions.
+            # A compromise: init_std is negligible next to h_i^L (about 1), and 1 would drown it.
             std = config.init_std if config.decoder == "uni+cross" else 0.25
             sinusoid_(model.decoder.position_embedding.weight, std)
     return model
 
 
 def sinusoid_(table, std: float):
-    """Fill a table (n, d) with waves of root mean square std; Vaswani et al., 2017."""
+    """Fill a table (n, d) with sinusoids (Vaswani et al., 2017), whose root mean square is std."""
     n, d = table.shape
     rates = 10000 ** -torch.linspace(0, 1, (d + 1) // 2, device=table.device)
     angle = torch.arange(n, device=table.device)[:, None] * rates  # (n, d / 2)
@@ -36,7 +36,7 @@ def check(config: Config) -> Config:
     mlm = c.decoder_layers == 0 and c.mask_in_encoder == 1 and c.decoder == "bi"
     whole = c.decoder_dim == 0 or (c.decoder_dim > 0 and c.decoder_dim % width == 0 and not mlm)
     for field, holds, advice in (
-            ("vocab_size", 261 <= c.vocab_size <= 1 << 20, "261 to 1,048,576"),  # far more end `tokenizers`
+            ("vocab_size", 261 <= c.vocab_size <= 1 << 20, "261 to 1,048,576"),  # a far larger one crashes `tokenizers`
             ("seq_len", c.seq_len >= 2, "2 or more"),
             ("encoder_layers", c.encoder_layers >= 1, "1 or more"),
             ("encoder_dim", d >= 1, "1 or more"),

@@ -17,14 +17,14 @@ def orthogonalize(x, dtype: torch.dtype):
 
 
 class Muon(torch.optim.Optimizer):
-    """Jordan et al., 2024; like torch.optim.Muon, which is slower: it always uses bf16 and goes matrix by matrix."""
+    """Jordan et al., 2024. Faster than torch.optim.Muon, which always uses bf16 and updates one matrix at a time."""
     def __init__(self, matrices, lr: float, weight_decay: float, dtype: torch.dtype):
         super().__init__(matrices, dict(lr=lr, weight_decay=weight_decay, momentum=0.95))
         self.dtype = dtype
 
     @torch.no_grad()
     def step(self):
-        """One step. Every matrix needs a gradient."""
+        """Take one step. Every matrix needs a gradient."""
         group, = self.param_groups
         by_shape = {}
         for matrix in group["params"]:

@@ -21,14 +21,14 @@ def path_of_run(out: Path, tune, seed: int) -> Path:
 
 
 def wait_for(path: Path):
-    """Wait until another of torchrun's processes has written a file; torchrun ends this process if that one fails. It
-    may take hours, longer than torch.distributed waits for a process."""
+    """Wait until another process of torchrun has written a file; torchrun ends this process if the other one fails. The
+    wait may take hours, which is longer than torch.distributed allows."""
     while not path.is_file():
         time.sleep(0.2)
 
 
 def read_run(out: Path, tune, seed: int) -> dict:
-    """A run, once its file is there. Raises UserError if the file is damaged or from another version."""
+    """Read a run as soon as its file exists. Raises UserError if the file is damaged or from another version."""
     path = path_of_run(out, tune, seed)
     wait_for(path)
     return read_json(path, "value", "metrics", "ranks", "setting", "seed", "seconds",
@@ -36,29 +36,29 @@ def read_run(out: Path, tune, seed: int) -> dict:
 
 
 def height(value: float | None) -> float:
-    """A value for comparisons; None (a diverged run) is the lowest."""
+    """A value as a number for comparisons; None (a diverged run) is the lowest."""
     return -math.inf if value is None else value
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """The median over seeds. A diverged seed (None) is the lowest, so the median may be None."""
+    """The median over seeds. A diverged seed (None) counts as the lowest, so the median may be None."""
     middle = statistics.median([height(value) for value in values])
     return middle if math.isfinite(middle) else None
 
 
 def rank_after(ranks: dict, centering: str) -> float | None:
-    """The median rank after fine-tuning, from `effective_rank` of result.json, without seeds that diverged."""
+    """The median rank after fine-tuning, from `effective_rank` in result.json, over the seeds that did not diverge."""
     found = [after[centering] for after in ranks["after"] if after]
     return statistics.median(found) if found else None
 
 
 def format_number(value: float | None, digits: int = 2) -> str:
-    """A number, or - for None."""
+    """A number as text, or - for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def summarize(runs: list[dict], before: dict[str, int], dim: int) -> dict:
-    """The part of result.json about the runs of all seeds. `before` are Table 3's ranks before fine-tuning."""
+    """The part of result.json about the runs of all seeds. `before` has the ranks before fine-tuning (Table 3)."""
     metrics = {}
     for name in max([run["metrics"] for run in runs], key=len):  # a diverged run has no metrics
         metrics[name] = median(run["metrics"].get(name) for run in runs)
@@ -81,7 +81,7 @@ def report(result: dict) -> str:
 
 
 def table1(results: list[dict], out: Path):
-    """Print and write a row of Table 1: medians of GLUE's tasks, and their average unless a task has no median."""
+    """Print and write a row of Table 1: the medians of GLUE's tasks, and their average if every task has a median."""
     medians = {result["task"]: result["median"] for result in results}
     average = None if None in medians.values() else statistics.mean(medians.values())
     write_json(out / "result.json", {"task": "glue", "average": average, "medians": medians, "results": results})

@@ -1,4 +1,4 @@
-"""Where a run starts: the run of --init in place of a preset, or an earlier start of the same run."""
+"""Where a run starts: from a preset, from the run that --init names, or from its own last checkpoint."""
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,13 +14,13 @@ IMPORTED = dict(batch_size=256, max_steps=10_000, learning_rate=1e-4, warmup_ste
                 checkpoint_interval=1000)  # the recipe for weights that support.convert imported
 ENCODER = ("vocab_size", "seq_len", "encoder_layers", "encoder_dim", "encoder_heads", "norm", "rel_pos_buckets",
            "rel_pos_max_distance")  # fields of Config on which the encoder's weights depend
-TEXT = ("data", "column", "uncased", "val_share")  # settings that determine the corpus
+TEXT = ("data", "column", "uncased", "val_share")  # settings on which the corpus depends
 NOT_PASSED_ON = ("init", "tokenizer", "stop_at", "device", "compile", "cache", "wandb")
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Fields of config.json beside the settings: what a run read."""
+    """The fields of config.json that describe the inputs of a run, alongside its settings."""
     corpus: str = ""  # the name of its folder in the cache
     vocabulary: str = ""  # a hash of tokenizer.json
     init_weights: str | None = None  # a hash of the checkpoint that --init loaded
@@ -28,8 +28,8 @@ class Inputs:
 
 class Start(NamedTuple):
     """Where a run starts: a preset, or the run that --init names."""
-    settings: dict  # below an ablation and flags
-    tokenizer: Tokenizer | None = None  # of --init or --tokenizer; otherwise the corpus has its own
+    settings: dict  # which an ablation and flags override
+    tokenizer: Tokenizer | None = None  # of --init or --tokenizer; otherwise one is learned
     fixed: tuple[str, ...] = ()  # settings that flags cannot change
     folder: Path | None = None  # of --init
     model: MAELM | None = None  # of --init
@@ -39,7 +39,7 @@ class Start(NamedTuple):
 def load_start(init: str, preset: dict | None, ablation: str | None, *kinds: type) -> Start:
     """Load a run folder or a checkpoint. Its settings, fields of the dataclasses `kinds`, replace a preset, at a fifth
     of its peak rates unless it also began with --init. With a preset, the recipe is the preset's; an ablation
-    determines decoder and masks. Raises UserError if a file is missing or damaged."""
+    determines the decoder and the masks. Raises UserError if a file is missing or damaged."""
     file = checkpoint_of(Path(init))
     model, tokenizer = load_model(file)
     path = file.parent / "config.json"
@@ -66,8 +66,8 @@ def load_start(init: str, preset: dict | None, ablation: str | None, *kinds: typ
 
 def settings_to_resume(out: Path, settings, weights: str | None, change_recipe: bool) -> dict:
     """config.json of the run in a folder; {} if it has no checkpoint, so that it can start anew. Raises UserError if
-    settings have changed other than RunOptions and, with --change-recipe, most of Recipe, or if --init now names other
-    `weights` than those with which that run began."""
+    any settings have changed, apart from RunOptions and, with --change-recipe, most of Recipe, or if --init now names
+    other `weights` than the run began with."""
     found = checkpoints(out)
     if not found:
         return {}
@@ -76,7 +76,7 @@ def settings_to_resume(out: Path, settings, weights: str | None, change_recipe: 
     for kind in kinds:
         there = asdict(kind()) | there  # a missing field has its default
     changed = changes(there, asdict(settings.config) | asdict(settings.recipe))
-    if settings.options.init != there["init"]:  # the same folder may have been trained further since
+    if settings.options.init != there["init"]:  # if it has the same name, it may have been trained further
         changed |= changes(there, {"init_weights": weights})
     in_recipe = asdict(settings.recipe).keys() - {*TEXT, "optimizer", "position_init"}
     advice = "choose another --out"
@@ -91,9 +91,9 @@ def settings_to_resume(out: Path, settings, weights: str | None, change_recipe: 
 
 
 def refuse_many_masks(config: Config, splits: list[Rows]):
-    """Raises UserError if a sequence has fewer maskable tokens than masks."""
+    """Raises UserError if a sequence has fewer maskable tokens than it would have masks."""
     n = config.seq_len
-    m, least = config.num_masked(n), (n - 1) // 2  # maskable tokens in a sequence, even if each document has one
+    m, least = config.num_masked(n), (n - 1) // 2  # even if every document is a single token
     if m > least:
         least = min(split.fewest_real_tokens() for split in splits)
     if not 0 < m <= least:

@@ -1,4 +1,4 @@
-"""What rank.py and the programs of course/ measure: the encoder of a run or of the Hub, and text as token ids."""
+"""The encoders that rank.py and course/ measure, from runs or from the Hub, and their texts as token ids."""
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -21,14 +21,14 @@ class Subject(NamedTuple):
     """An encoder and its text, in sequences of n tokens."""
     name: str
     encode: Callable[[Tensor], list[Tensor]]  # (B, n) int64 on the CPU -> H^0 ... H^L, (B, n, d) float32
-    rows: np.ndarray | Rows  # rows[numbers] is (B, n) int64
-    text: str  # the source of the rows, such as docs
+    rows: np.ndarray | Rows  # sequences: rows[indices] is (B, n) int64
+    text: str  # the source of the text, such as docs
     mask: int  # id of [MASK]
     specials: list[int]  # ids of the tokens that are never masked
     reads_mask: bool  # whether the encoder read [MASK] in training
 
     def sample(self, tokens: int) -> Tensor:
-        """About so many tokens, spaced evenly over the text, or all of them: (rows, n) int64."""
+        """Sequences (N, n) int64, spaced evenly over the text, with about this many tokens, or all of them."""
         n = self.rows[[0]].shape[1]
         return evenly(self.rows, math.ceil(tokens / n))
 
@@ -69,11 +69,11 @@ def subject_of_hub(name: str, config, device: torch.device) -> Subject:
     def encode(tokens):
         tokens = tokens.to(device)
         out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True)
-        # The last of hidden_states lacks the final LayerNorm in some families.
+        # In some families, the last of hidden_states lacks the final LayerNorm.
         return [*out.hidden_states[:-1], out.last_hidden_state]
 
     text = config.data or "docs"
-    # RoBERTa and its like count positions from after their padding id, so they read 512 tokens with 514 positions.
+    # RoBERTa counts positions from its padding id plus 1, so it reads 512 tokens with 514 positions.
     positions = getattr(model.config, "max_position_embeddings", 514) - 2
     n = min(config.seq_len, tokenizer.model_max_length, positions)
     rows = text_rows(text, encode_text, ([cls], [sep], [sep]), n, config)
@@ -83,7 +83,7 @@ def subject_of_hub(name: str, config, device: torch.device) -> Subject:
 
 # ---- 3. Text of --data --------------------------------------------------------------------------------------
 def text_rows(source: str, encode: Callable, frame: tuple, n: int, config) -> np.ndarray:
-    """Validation documents of a source as sequences (rows, n) int64. The frame holds the special tokens before a
+    """The validation documents of a source as sequences (N, n) int64. The frame holds the special tokens before a
     sequence, between documents and after a sequence. Raises UserError if there is less text than one sequence."""
     before, between, after = frame
     room = n - len(before) - len(after)

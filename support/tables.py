@@ -21,7 +21,7 @@ from support.cli import UserError, root_cause
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}  # and .zst
 TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 
-Row = tuple[str, dict]  # its place, such as "a.csv, line 7", and its cells by column
+Row = tuple[str, dict]  # the place of a row, such as "a.csv, line 7", and its cells by column
 
 
 def split_name(path: Path) -> tuple[str, str]:
@@ -33,7 +33,7 @@ def split_name(path: Path) -> tuple[str, str]:
 
 @contextmanager
 def readable(name: Path | str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of an unreadable source into a UserError that names the source."""
+    """Turn the errors of reading a source into a UserError that names the source."""
     try:
         yield
     except (OSError, EOFError, ValueError, RuntimeError, zlib.error, lzma.LZMAError, *kinds) as error:
@@ -41,7 +41,7 @@ def readable(name: Path | str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """The content of a file, decompressed."""
+    """Open a file for reading, decompressed."""
     suffix = path.suffix.lower()
     if suffix == ".zst":
         import pyarrow  # here, because it is slow
@@ -59,14 +59,14 @@ def lines_of(path: Path, newline: str | None = None, longest: int = -1) -> Itera
             if not line:
                 return
             utf16 = number == 1 and "\0" in line  # without a byte order mark
-            # Bytes that are not UTF-8 have become halves of surrogate pairs, which cannot be encoded.
+            # Bytes that are not UTF-8 were decoded as halves of surrogate pairs, which cannot be encoded.
             if utf16 or not (line.isascii() or line.encode(errors="ignore").decode() == line):
                 raise UserError(f"{path}, line {number}: not UTF-8; convert the file to UTF-8, for example with iconv")
             yield line
 
 
 def split_long(texts: Iterable[str], longest: int) -> Iterator[str]:
-    """Texts in pieces of at most `longest` characters; an empty text is one piece."""
+    """Split texts into pieces of at most `longest` characters; an empty text is one piece."""
     for text in texts:
         for start in range(0, max(len(text), 1), longest):
             yield text[start:start + longest]
@@ -84,7 +84,7 @@ def parse_json(text: str, place: str):
 
 
 def json_rows(path: Path) -> Iterator[Row]:
-    """The objects of a file with one object per line, or with a list of objects."""
+    """The objects in a file that has one object per line, or a list of objects."""
     lines, unit = lines_of(path), "line"
     for index, line in enumerate(lines, start=1):
         values = []
@@ -99,8 +99,8 @@ def json_rows(path: Path) -> Iterator[Row]:
 
 
 def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, skip: bool = False) -> Iterator[Row]:
-    """The rows of a table. Its first line is the header unless one is given. `quotes` enclose cells with commas or line
-    breaks; otherwise they are text. Raises UserError for rows that do not fit the header, or omits them with `skip`."""
+    """The rows of a table. Its first line is the header unless one is given. With `quotes`, quotation marks enclose
+    cells that contain commas or line breaks. Raises UserError for rows that do not fit the header, or skips them."""
     csv.field_size_limit(2 ** 31 - 1)  # characters in a cell
     quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
     reader = csv.DictReader(lines_of(path, newline=""), header or None, delimiter=comma, quoting=quoting, strict=True)
@@ -109,7 +109,7 @@ def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, sk
         if len(set(names)) < len(names):
             raise UserError(f"{path}: two columns in the header {', '.join(names)} have the same name; rename one")
         for row in reader:
-            if None not in row and None not in row.values():  # DictReader's signs of too many and too few cells
+            if None not in row and None not in row.values():  # how DictReader marks too many and too few cells
                 yield f"{path}, line {reader.line_num}", row
             elif not skip:
                 raise UserError(f"{path}, line {reader.line_num}: not as many cells as columns in the header; quotes "
@@ -119,7 +119,7 @@ def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, sk
 
 
 def parquet_rows(path: Path, column: str | None = None) -> Iterator[Row]:
-    """The rows of a Parquet file, with only this column if the file has it."""
+    """The rows of a Parquet file. If it has this column, only the column is read."""
     import pyarrow.parquet  # here, because it is slow
     number = itertools.count(1)
     with readable(path), pyarrow.parquet.ParquetFile(path) as file:
@@ -130,8 +130,8 @@ def parquet_rows(path: Path, column: str | None = None) -> Iterator[Row]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a table, or the lines of a .txt as `text`. Cells are text as it is in the file; numbers of JSON and
-    Parquet are as Python writes them (1.0 is not 1), null and NaN there are None. Raises UserError for a bad row."""
+    """The rows of a table, or the lines of a .txt file as `text`. Cells are text as in the file. Numbers from JSON and
+    Parquet are written as in Python (1.0 is not 1); null and NaN become None. Raises UserError for bad rows."""
     _, kind = split_name(path)
     if kind in (".csv", ".tsv"):
         yield from csv_rows(path, comma="\t" if kind == ".tsv" else ",")
@@ -149,7 +149,8 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def hub_records(name: str, split: str = "train", streaming: bool = True) -> tuple[Iterable[dict], bool]:
-    """The records of hf:NAME[:CONFIG], and whether each is a line of text. Raises UserError if unreadable."""
+    """The records of hf:NAME[:CONFIG], and whether each record is a line of text. Raises UserError if they cannot be
+    read."""
     import datasets  # here, because it takes a second
     from huggingface_hub.errors import HTTPError
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it also logs errors that we report

@@ -1,4 +1,4 @@
-"""The tasks of fine-tuning as data: Table 1, and Tables 5 and 6. `docs` classifies documentation strings by library
+"""The fine-tuning tasks of Table 1 and their grids (Tables 5 and 6). `docs` classifies documentation strings by library
 and needs no download; `custom` reads your own files."""
 import itertools
 import re
@@ -9,14 +9,14 @@ from support.cli import UserError
 
 class Task(NamedTuple):
     """One column of Table 1: its files, their columns and its metrics."""
-    group: str  # small | large | squad | docs: its defaults and grid (Tables 5 and 6)
-    metrics: tuple[str, ...] = ("accuracy",)  # the first selects checkpoints; F1 is for the second of two labels
-    labels: tuple[str, ...] = ()  # in the Hub's order; empty: a number, or found in the training split
-    folder: str = ""  # of the original release; also the name of GLUE's submission file
-    files: tuple[str, ...] = ("train", "dev")  # of each split; on the Hub dev is called validation
+    group: str  # small | large | squad | docs: determines the defaults and the grid (Tables 5 and 6)
+    metrics: tuple[str, ...] = ("accuracy",)  # the first selects checkpoints; F1 is that of the second label
+    labels: tuple[str, ...] = ()  # in the order of the Hub; if empty, a number, or found in the training split
+    folder: str = ""  # folder of the original release, and name of the file for GLUE's server
+    files: tuple[str, ...] = ("train", "dev")  # of each split; on the Hub, "dev" is called "validation"
     header: tuple[str, ...] = ()  # column names of a TSV without a header
-    columns: tuple[str, ...] = ()  # text, text2 if any, label: in the files, in lower case
-    other_columns: tuple[str, ...] = ()  # text and text2 on the Hub or, for custom, in tables like those of GLUE
+    columns: tuple[str, ...] = ()  # of text, text2 (if any) and label in the files, in lower case
+    other_columns: tuple[str, ...] = ()  # of text and text2 on the Hub or, for custom, in tables like GLUE's
 
 
 SPLITS = ("train", "dev", "dev_mm")  # dev_mm: MNLI's mismatched dev split
@@ -65,7 +65,7 @@ RATES = {  # (task in the large group, large encoder) -> learning rates to try
 
 
 def grid(group: str, dim: int, given: dict) -> list[dict[str, float]]:
-    """The settings of Table 5 or 6 for an encoder of width dim; a given value replaces the grid's values."""
+    """The settings of Table 5 or 6 for an encoder with dim dimensions; a given value replaces the grid's values."""
     tried = SWEEPS.get(group, SWEEPS["small"]) | {"learning_rate": RATES[group == "large", dim >= 1024]}
     tried |= {name: (given[name],) for name in SWEPT if name in given}
     return [dict(zip(tried, values)) for values in itertools.product(*tried.values())]
@@ -75,13 +75,13 @@ class Example(NamedTuple):
     """One or two texts and a label, as in the file."""
     text: str
     text2: str | None
-    label: str | None  # None: to be predicted
-    id: str = "0"  # index or id in the file, or position
+    label: str | None  # None if it is to be predicted
+    id: str = "0"  # its index or id in the file, or its position
     place: str = ""  # such as dev.csv, line 7
 
 
 class Question(NamedTuple):
-    """A SQuAD question; without answers it is unanswerable. `answers` are (first character, text)."""
+    """A SQuAD question. Each answer is (first character, text); a question without answers is unanswerable."""
     id: str
     question: str
     context: str
@@ -92,14 +92,14 @@ NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d\d?)?", re.IGNORECASE)
 
 
 class Labels(NamedTuple):
-    """The outputs of a task: one of several names or, without names, a number."""
+    """The possible outputs of a task: one of several names or, if there are no names, a number."""
     metrics: tuple[str, ...]  # as in Task
     names: tuple[str, ...] = ()
     scale: float = 1.0  # the model predicts the number divided by this
-    pairs: bool | None = None  # whether examples have a second text; None: either
+    pairs: bool | None = None  # whether examples have a second text; None if both kinds are allowed
 
     def target(self, example: Example) -> int | float:
-        """The label as the model's output: the index of its name, or a number; 0 if it is unknown. Raises
+        """The label in the form of the model's output: the index of its name, or a number; 0 if it is unknown. Raises
         UserError if the label or the number of texts does not fit the task."""
         label, is_pair = example.label, example.text2 is not None
         if self.pairs not in (None, is_pair):
@@ -116,8 +116,8 @@ class Labels(NamedTuple):
 
 
 def labels_of(name: str, train: list) -> Labels:
-    """The labels of task `name`: those of the release, else numbers if the training labels have fractions, else their
-    names in alphabetical order. Raises UserError if all labels are equal."""
+    """The labels of task `name`: those of the release; otherwise numbers, if any training label has a
+    fraction, or else their names in alphabetical order. Raises UserError if all labels are equal."""
     task = TASKS[name]
     pairs = train[0].text2 is not None if name == "custom" else len(task.columns) == 3
     if task.labels or name == "squad2":

@@ -13,7 +13,7 @@ from support.files import write_texts
 from support.tables import split_long
 
 SPECIALS = ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]  # ids 0 to 3, as in maelm.py
-PIECES = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"  # no merge crosses the border of a piece
+PIECES = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"  # no merge crosses the boundary of a piece
 GPT2_PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # inside of ByteLevel
 TEXTS = ["The cat's 12,345 naïve cafés sat;\n\n  don't they?  ", "ΟΔΟΣ 漢字 🙂\tİı ﬁ½ (x_1 != 3.14e-5)", ""]
 
@@ -25,10 +25,10 @@ def byte_letters() -> list[str]:
 
 
 class Tokenizer:
-    """Ids in the order: special tokens, the 256 bytes, the merges."""
+    """A tokenizer whose ids are, in this order, the special tokens, the 256 bytes and the merges."""
     def __init__(self, model: tokenizers.Tokenizer):
         self.model = model
-        model.encode_special_tokens = True  # `[MASK]` and its like in a text are plain text
+        model.encode_special_tokens = True  # special tokens such as `[MASK]` in a text are plain text
         self.uncased = model.normalizer is not None
         byte = {letter: b for b, letter in enumerate(byte_letters())}
         tokens = [model.id_to_token(i) for i in range(model.get_vocab_size())]
@@ -43,19 +43,19 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, uncased: bool) -> "Tokenizer":
-        """Learn merges until `vocab_size` ids are used, special tokens and bytes included, or no pair is left."""
+        """Learn merges until there are `vocab_size` ids, including special tokens and bytes, or no pair is left."""
         learner = cls.of_merges([], uncased).model
         trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - NUM_SPECIAL, initial_alphabet=byte_letters(),
                                                  show_progress=sys.stderr.isatty())
-        # tokenizers needs a hundred times the memory of each text.
+        # tokenizers needs about a hundred times as much memory as each text itself.
         learner.train_from_iterator(split_long(texts, 1 << 16), trainer)
         merges = json.loads(learner.to_str())["model"]["merges"]
-        return cls.of_merges(merges, uncased)  # the learner numbers its tokens otherwise
+        return cls.of_merges(merges, uncased)  # the learner numbers its tokens differently
 
     @classmethod
     def of_merges(cls, merges: list[list[str]], uncased: bool, pieces: str = PIECES,
                   letters: list[str] | None = None) -> "Tokenizer":
-        """The tokenizer with these merges, in the letters of `byte_letters`. The bytes have the order of `letters`."""
+        """The tokenizer with these merges, in the alphabet of `byte_letters`. The ids of the bytes follow `letters`."""
         tokens = SPECIALS + (letters or byte_letters()) + [a + b for a, b in merges]
         vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}  # two merges can make the same token
         model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[*map(tuple, merges)]))
@@ -69,7 +69,7 @@ class Tokenizer:
 
     @classmethod
     def of_json(cls, name: str, text: str) -> "Tokenizer":
-        """A byte-level BPE from the JSON of `tokenizers`. Raises UserError if ours would read text otherwise."""
+        """A byte-level BPE from the JSON of `tokenizers`. Raises UserError if ours would split text differently."""
         found = json.loads(text)
         vocabulary, splitter = found["model"].get("vocab", {}), found["pre_tokenizer"]
         if "merges" not in found["model"] or not set(byte_letters()) <= set(vocabulary) or not splitter:
@@ -78,7 +78,7 @@ class Tokenizer:
         pieces = first.get("pattern", {}).get("Regex", GPT2_PIECES)
         uncased = found["normalizer"] == {"type": "Lowercase"}
         ours = cls.of_merges(found["model"]["merges"], uncased, pieces, sorted(byte_letters(), key=vocabulary.get))
-        # A tokenizer may do other things, such as put a space in front of a text: they show in its tokens.
+        # A tokenizer may do other things, such as put a space before a text; its tokens show them.
         theirs = tokenizers.Tokenizer.from_str(text)
         for example in TEXTS:
             tokens = [ours.model.id_to_token(i) for i in ours.encode(example)]
@@ -123,11 +123,11 @@ class Tokenizer:
         return self.tiktoken.n_vocab
 
     def encode(self, text: str):
-        """Token ids (length,) uint32. `[MASK]` and its like are plain text."""
-        if self.uncased:  # as `tokenizers` does; Python has another sigma at the end of a word
+        """Token ids (length,) uint32. Special tokens such as `[MASK]` are treated as plain text."""
+        if self.uncased:  # like `tokenizers`; Python uses another sigma at the end of a word
             text = text.replace("\N{GREEK CAPITAL LETTER SIGMA}", "\N{GREEK SMALL LETTER SIGMA}").lower()
         return self.tiktoken.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids. Bytes that are not UTF-8 become U+FFFD, unused ids nothing."""
+        """Decode token ids to text. Bytes that are not UTF-8 become U+FFFD; unused ids are left out."""
         return self.tiktoken.decode([int(i) for i in ids if i < len(self)])

@@ -29,7 +29,8 @@ class Worker(NamedTuple):
         return self.rank == 0
 
     def micro_batch(self, batch_size: int, most: int) -> int:
-        """Sequences per device and forward pass, at most `most`. Raises UserError if they do not divide the batch."""
+        """The number of sequences per device and forward pass, at most `most`. Raises UserError if the batch size is no
+        multiple of it on all devices together."""
         size = max(1, min(most, batch_size // self.world_size))
         if batch_size % (size * self.world_size):
             raise UserError(f"batch_size={batch_size} is not a multiple of micro_batch_size={size} times "
@@ -37,11 +38,11 @@ class Worker(NamedTuple):
         return size
 
     def autocast(self) -> torch.autocast:
-        """A fresh context in which matrix products are in `dtype`."""
+        """A new context in which matrix products are computed in `dtype`."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def put(self, tokens, corruption: Corruption) -> tuple[torch.Tensor, Corruption]:
-        """A batch on this process's device."""
+        """Move a batch to this process's device."""
         tokens, *fields = [x.to(self.device, non_blocking=True) for x in (tokens, *corruption)]
         return tokens, Corruption(*fields)
 
@@ -61,7 +62,7 @@ class Worker(NamedTuple):
         return found
 
     def agree(self, settings: dict):
-        """Raises UserError if the settings of processes differ, except PLACES."""
+        """Raises UserError if any settings other than PLACES differ between processes."""
         for rank, others in enumerate(self.gather(settings)):
             for name, value in settings.items():
                 if name not in PLACES and value != others[name]:
@@ -82,14 +83,14 @@ class Worker(NamedTuple):
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
 
     def destroy_process_group(self, code: int = 0):
-        """End this process if it has joined others; at an ordinary end, threads of gloo may abort it."""
+        """End this process at once if it has joined others; in an ordinary exit, threads of gloo may abort it."""
         if dist.is_initialized():
             dist.destroy_process_group()
             os._exit(code)
 
 
 def keep_freed_memory():
-    """Make glibc keep freed memory. Returning it to the system and getting it back took 7 % of a toy step."""
+    """Make glibc keep freed memory. Returning memory to the system and getting it back took 7 % of a toy step."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)  # the C library that this process has loaded; musl's has no mallopt
@@ -99,8 +100,8 @@ def keep_freed_memory():
 
 
 def best_device(name: str, small: bool) -> torch.device:
-    """The device that --device names; auto: an NVIDIA GPU, an Apple GPU unless the model is `small`, or the CPU. Raises
-    UserError if it is missing."""
+    """The device that --device names. For auto, it is an NVIDIA GPU, an Apple GPU (unless the model is `small`) or the
+    CPU. Raises UserError if the device is missing."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         # An Apple GPU starts the hundreds of kernels of a toy step no faster than its CPU computes them.
@@ -119,7 +120,7 @@ def best_device(name: str, small: bool) -> torch.device:
 def has_bf16(device: torch.device) -> bool:
     """Whether a device multiplies matrices in bf16 faster than in float32."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)  # a T4 or V100 emulates it, slowly
+        return torch.cuda.is_bf16_supported(including_emulation=False)  # a T4 or V100 only emulates bf16, slowly
     info = Path("/proc/cpuinfo")
     flags = info.read_text() if device.type == "cpu" and info.is_file() else ""
     return "amx_bf16" in flags or "avx512_bf16" in flags
@@ -140,8 +141,8 @@ def make_worker(precision: str, device: str = "auto", small: bool = False) -> Wo
     found = best_device(device, small)
     if found.type == "cuda":
         torch.cuda.set_device(found)
-        torch.set_float32_matmul_precision("high")  # TF32 where autocast keeps float32
-        # cuDNN's attention may read a mask as another dtype. A context around the call would be compiled each time.
+        torch.set_float32_matmul_precision("high")  # use TF32 where autocast keeps float32
+        # cuDNN's attention may misread the dtype of a mask. A context around the call would be compiled each time.
         torch.backends.cuda.enable_cudnn_sdp(False)
     keep_freed_memory()
     bf16 = precision == "bf16" or (precision == "auto" and has_bf16(found))
