@@ -27,13 +27,14 @@ from tqdm import tqdm
 
 from rank import CENTERINGS, Moments, tau_rank
 from support import results
-from support.cli import Parser, add_flags, clear_errors, explain_out_of_memory, fields_of, require, require_positive
 from support.checkpoints import load_encoder, load_weights, read_tensors, write_tensors
+from support.cli import Parser, add_flags, clear_errors, explain_out_of_memory, fields_of, require, require_positive
 from support.corpus import VAL_SHARE, rows_of_step, seed_of
 from support.examples import find_files, read_file, read_task, submission
 from support.files import lock_folder, open_folder, read_json, short_hash, write_json, write_texts
-from support.heads import Classification, Encoded, Spans, Tuned, collate
+from support.heads import Classification, Encoded, Tuned, collate
 from support.models import make_model
+from support.squad import Spans
 from support.tables import split_name
 from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, Labels, grid, labels_of
 from support.worker import Worker, make_worker

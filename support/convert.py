@@ -19,7 +19,7 @@ from maelm import MAELM, PAD, Config
 from support.checkpoints import checkpoint_of, read_tensors, save_checkpoint
 from support.cli import Parser, UserError, clear_errors
 from support.files import refuse_other_files, write_json
-from support.hub import from_hub, model_from_hub, transformers_library
+from support.from_hub import from_hub, model_from_hub, transformers_library
 from support.models import check
 from support.tokenizer import Tokenizer
 

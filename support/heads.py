@@ -1,6 +1,4 @@
-"""Heads on top of an encoder: a classifier for one or two texts, and spans for SQuAD 2.0."""
-import functools
-import json
+"""A classifier for one or two texts: its inputs, its head, its loss and its predictions."""
 import math
 from typing import NamedTuple
 
@@ -10,14 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from maelm import CLS, PAD, SEP, Config
+from maelm import PAD, Config
 from support.files import json_lines
-from support.metrics import METRICS, squad_metrics
-from support.tasks import Example, Labels, Question
+from support.metrics import METRICS
+from support.tasks import Example, Labels
 from support.tokenizer import Tokenizer
 
 
-# ---- 1. A label or a number for one or two texts -----------------------------------------------------------
 class Encoded(NamedTuple):
     """A split of a task as tokens."""
     ids: list[np.ndarray]  # per input, (length,) int64
@@ -105,114 +102,6 @@ class Classification:
             "predictions.tsv": "".join(["index\tprediction\n", *table])}
 
 
-# ---- 2. SQuAD 2.0 -------------------------------------------------------------------------------------------
-def spans_of(tokenizer: Tokenizer, text: str):
-    """Text -> ids, and for each token its first character and the one after its last, without the space before a word;
-    (length,) each."""
-    found = tokenizer.model.encode(text, add_special_tokens=False)  # tiktoken has the same ids, but no characters
-    starts, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T
-    space = np.array([*map(str.isspace, text), False])
-    starts = np.minimum(starts + space[starts], ends)
-    return np.array(found.ids, np.int64), starts, ends
-
-
-def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
-    """The first and last token of the first answer, given the tokens' characters (length,); (0, 0) if there is no
-    answer."""
-    if not q.answers:
-        return 0, 0
-    start, text = q.answers[0]
-    first = start + len(text) - len(text.lstrip())  # without white space around the answer
-    last = first + len(text.strip())
-    a = int(np.searchsorted(ends, first, side="right"))  # the first token that ends after character `first`
-    b = int(np.searchsorted(starts, last)) - 1  # the last token that starts before character `last`
-    return a, b
-
-
-class Spans:
-    """Inputs `[CLS] question [SEP] window of the context [SEP]`; an answer outside the window is at [CLS]."""
-    def __init__(self, tokenizer: Tokenizer, config: Config, tune, labels: Labels):
-        self.tokenizer, self.config, self.tune, self.labels = tokenizer, config, tune, labels
-        self.n = min(tune.seq_len, config.seq_len)
-        self.spans_of = functools.cache(functools.partial(spans_of, tokenizer))  # many questions share a context
-
-    def encode(self, questions: list[Question]) -> Encoded:
-        """All windows of all questions, of at most n tokens. A window starts every doc_stride tokens, or every half
-        window."""
-        ids, targets, windows = [], [], []
-        longest = min(self.tune.max_query, self.n // 2)
-        for number, q in enumerate(questions):
-            context, starts, ends = self.spans_of(q.context)
-            first, last = answer_tokens(q, starts, ends)
-            question = self.tokenizer.encode(q.question)
-            query = [CLS, *question[:longest], SEP]
-            room = self.n - len(query) - 1  # for the window
-            stride = min(self.tune.doc_stride, max(1, room // 2))
-            # The last window is the one that reaches the end of the context.
-            end = max(0, len(context) - room) + stride
-            for offset in range(0, end, stride):
-                window = context[offset:offset + room]
-                ids.append(np.array([*query, *window, SEP], np.int64))
-                shift = len(query) - offset  # from an index in the context to an index in the input
-                windows.append((number, shift))
-                inside = q.answers and offset <= first and last < offset + room
-                target = (first + shift, last + shift) if inside else (0, 0)
-                targets.append((*target, len(query)))
-        return Encoded(ids, torch.tensor(targets), questions, windows, f"{len(ids):,} windows of {self.n} tokens")
-
-    def head(self) -> nn.Module:
-        """A new head: H^L -> logits of the first and the last token of the answer, (B, m, 2)."""
-        return nn.Linear(self.config.encoder_dim, 2)
-
-    def in_passage(self, logits, targets, padding):
-        """Logits (B, m, 2), -inf except at [CLS] and in the window; targets (B, 3) int64, padding (B, m) bool."""
-        position = torch.arange(logits.shape[1], device=logits.device)
-        start = targets[:, 2:]
-        length = (~padding).sum(1, keepdim=True) - 1  # without the last [SEP]
-        allowed = (position >= start) & (position < length)  # (B, m)
-        allowed[:, 0] = True
-        return logits.masked_fill(~allowed[:, :, None], -torch.inf)
-
-    def loss(self, logits, targets, padding):
-        """Mean of the cross-entropies of the first and the last token, in nats."""
-        return F.cross_entropy(self.in_passage(logits, targets, padding), targets[:, :2])
-
-    def decode(self, logits, targets, padding):
-        """Logits (B, m, 2) -> (B, 4): the score of no answer; score, first and last token of the best span."""
-        starts, ends = self.in_passage(logits, targets, padding).unbind(2)  # (B, m) each
-        null = starts[:, 0] + ends[:, 0]
-        longest = min(self.tune.max_answer, logits.shape[1])
-        starts = F.pad(starts[:, 1:], (1, 0), value=-torch.inf)  # [CLS] is not an answer
-        ends = F.pad(ends, (0, longest - 1), value=-torch.inf)
-        ends = ends.unfold(1, longest, 1)  # (B, m, longest): the scores of each token and the next tokens
-        spans = starts[:, :, None] + ends
-        score, at = spans.flatten(1).max(1)
-        first = at // longest
-        return torch.stack([null, score, first, first + at % longest], dim=1)
-
-    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
-        """Outputs of all windows (N, 4) -> the numbers of the official evaluation, and the files that it reads: by the
-        id of a question, its answer ("" for none), and the score of no answer minus that of the best span."""
-        null = {q.id: math.inf for q in encoded.examples}
-        best = {q.id: (-math.inf, "") for q in encoded.examples}  # score and text of the best span
-        for (number, shift), (no_answer, score, first, last) in zip(encoded.windows, outputs.tolist()):
-            q = encoded.examples[number]
-            null[q.id] = min(null[q.id], no_answer)
-            if score > best[q.id][0]:
-                _, starts, ends = self.spans_of(q.context)
-                start = starts[int(first) - shift]  # first and last are tokens of the input
-                end = ends[int(last) - shift]
-                best[q.id] = score, q.context[start:end]
-        answers, odds = {}, {}
-        for name, (score, text) in best.items():
-            odds[name] = null[name] - score
-            answers[name] = text if odds[name] <= 0 else ""
-        return squad_metrics(encoded.examples, answers, odds), {
-            "predictions.json": json.dumps(answers, indent=1),
-            "null_odds.json": json.dumps(odds, indent=1)}
-
-
-# ---- 3. An encoder with a head ------------------------------------------------------------------------------
 class Tuned(nn.Module):
     """An encoder with a head."""
     def __init__(self, encoder: nn.Module, head: nn.Module):

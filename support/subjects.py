@@ -14,7 +14,7 @@ from support.checkpoints import load_encoder
 from support.cli import UserError
 from support.corpus import Rows, evenly, in_validation, prepared_corpus
 from support.documents import documents, sources
-from support.hub import from_hub, model_from_hub
+from support.from_hub import from_hub, model_from_hub
 
 
 class Subject(NamedTuple):

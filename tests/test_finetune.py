@@ -1,4 +1,4 @@
-"""Claims about finetune.py and support/heads.py: inputs, runs, sweeps, predictions."""
+"""Claims about finetune.py and support/heads.py, support/squad.py: inputs, runs, sweeps, predictions."""
 import itertools
 import json
 import random
@@ -17,7 +17,8 @@ from maelm import CLS, SEP, Config
 from support import convert, examples, results, tasks
 from support.checkpoints import load_encoder
 from support.files import read_json, write_json
-from support.heads import Classification, Encoded, Spans
+from support.heads import Classification, Encoded
+from support.squad import Spans
 from support.tasks import Example, Labels, Question
 from support.tokenizer import Tokenizer
 from support.worker import Worker
