@@ -6,10 +6,9 @@
     python finetune.py --init out/rte-base --predict test.tsv   # predict labels of new texts
 
 --task custom reads the files train and dev (.csv, .tsv, .jsonl, .parquet, also compressed) in --data, with the columns
-text[,text2],label, or sentence1,sentence2,label as in GLUE. Labels are used as written: 01 is not 1. Labels with
-decimals are treated as numbers. F1 treats the second of two labels as positive. The best of at most 20 checkpoints per
-run is chosen on dev, so scores are slightly optimistic.
-Repeat the same command to complete missing runs; the processes of torchrun share them.
+text[,text2],label, or sentence1,sentence2,label as in GLUE. Labels are used as written (01 is not 1); labels with
+decimals are numbers. F1 treats the second of two labels as positive. The best of at most 20 checkpoints is chosen on
+dev, so scores are slightly optimistic. Repeat a command to complete missing runs; torchrun's processes share them.
 """
 import argparse
 import math
@@ -219,17 +218,18 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     kind = make_kind(task, pretrained, tune, labels)
     splits = {split: kind.encode(found) for split, found in examples.items()}
     out = options.out / task if options.task == "glue" else options.out
+    weights = [tensor.numpy().tobytes() for tensor in pretrained.new_encoder(0).state_dict().values()]
+    contents = [[example[:4] for example in found] for found in examples.values()]  # without the field `place`
+    if not worker.is_main:
+        results.wait_for(out / "config.json")
+    open_folder(out, may_change=["init"], settings={  # all processes compare their settings
+        "init": options.init, "task": task, "weights": short_hash(b"".join(weights)),
+        "examples": short_hash(repr(contents)), "sweep": options.sweep, **asdict(tune)})
     if worker.is_main:
-        weights = [tensor.numpy().tobytes() for tensor in pretrained.new_encoder(0).state_dict().values()]
-        contents = [[example[:4] for example in found] for found in examples.values()]  # without the field `place`
-        open_folder(out, may_change=["init"], settings={
-            "init": options.init, "task": task, "weights": short_hash(b"".join(weights)),
-            "examples": short_hash(repr(contents)), "sweep": options.sweep, **asdict(tune)})
         pretrained.tokenizer.save(out)
         print(f"{out}: {len(splits['train'].ids):,} training inputs")
         for split, encoded in splits.items():
             print(f"  {split}: {encoded.remark}")
-    results.wait_for(out / "config.json")
     return Setup(task, pretrained, kind, splits, tune, worker, out)
 
 

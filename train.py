@@ -241,7 +241,7 @@ def open_run(command: Command, worker: Worker) -> Run:
     corpus = prepared_corpus(resumed | settings.fields(), start.tokenizer)
     inputs = Inputs(corpus.name, short_hash((corpus / "tokenizer.json").read_bytes()),
                     resumed["init_weights"] if resumed else start.weights)
-    if resumed:
+    if resumed.get("corpus"):  # a run of an older version has not recorded it
         refuse_changes(out, changes(resumed, asdict(inputs)))
     record = asdict(inputs) | settings.fields()
     rows = {split: Rows(corpus, split, config.seq_len) for split in SPLITS}
@@ -404,7 +404,7 @@ def main(argv=None):
         if command.flags.prepare:
             print(describe(prepared_corpus(settings.fields(), command.start.tokenizer)))
             return
-        locked = lock_folder(out, "config.json", "max_steps") if worker.is_main else nullcontext()
+        locked = lock_folder(out, "config.json", "max_steps", "encoder_dim") if worker.is_main else nullcontext()
         try:
             with locked, explain_out_of_memory():
                 code = pretrain(open_run(command, worker))

@@ -46,6 +46,8 @@ TESTS = ("test_maelm.py", "tests/test_homework.py")  # which students get
 CLAIMS = (*TESTS, "tests/test_random_inputs.py")
 COPIED = ("*.py", "support/*.py", *CLAIMS)
 PYTEST_INI = "[pytest]\naddopts = --import-mode=importlib --tb=short\npythonpath = .\n"
+IMPORTS = {"collections", "copy", "dataclasses", "functools", "itertools", "math", "numpy", "random", "re",
+           "statistics", "string", "torch", "typing", "maelm", "rank", "train", "support"}  # harmless modules
 BY_HAND = set("""os sys subprocess ctypes gc inspect importlib builtins threading multiprocessing signal atexit io
     pathlib shutil socket pickle types traceback mmap mock unittest pytest _pytest conftest test_maelm transformers
     testing assert_close library setattr getattr delattr vars globals locals exec eval compile open breakpoint
@@ -108,6 +110,12 @@ def suspicious(text: str) -> Counter:
     found = Counter(name for name in names if name in BY_HAND | dunders)
     allowed = {"self", *[node.name for node in nodes if isinstance(node, ast.ClassDef)]}
     for node in nodes:
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names if alias.name.partition(".")[0] not in IMPORTS)
+        if isinstance(node, ast.ImportFrom):
+            found[str(node.module)] += str(node.module).partition(".")[0] not in IMPORTS
+        if isinstance(node, ast.Constant) and "solutions" in str(node.value):
+            found["solutions"] += 1
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):  # such as torch.equal = ...
             found[ast.unparse(node)] += ast.unparse(node.value) not in allowed and node.attr != "data"
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "type":

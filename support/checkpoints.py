@@ -12,7 +12,7 @@ from torch import nn
 
 from maelm import MAELM, Config, Encoder
 from support.cli import UserError
-from support.files import atomic, check_fields, read_json
+from support.files import atomic, check_fields, read_json, short_hash
 from support.models import make_model
 from support.tokenizer import Tokenizer
 
@@ -122,7 +122,7 @@ def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
     state = read_tensors(file, "model", "step")  # encoder.pt of finetune.py has no step and no decoder
     model = make_model(state["config"])
     load_weights(model, state["model"], file)
-    return model.eval(), Tokenizer.load(file.parent)
+    return model.eval(), load_tokenizer(file.parent)
 
 
 def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config, dict]:
@@ -133,7 +133,15 @@ def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encode
     encoder = Encoder(state["config"])
     names = [name.removeprefix("encoder.") for name in state["model"] if name.startswith("encoder.")]
     load_weights(encoder, {name: state["model"][f"encoder.{name}"] for name in names}, file)
-    return encoder.to(device).eval(), Tokenizer.load(file.parent), state["config"], run_settings(file.parent)
+    return encoder.to(device).eval(), load_tokenizer(file.parent), state["config"], run_settings(file.parent)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer of a run folder. Raises UserError if the run was trained with another one."""
+    tokenizer, recorded = Tokenizer.load(folder), run_settings(folder).get("vocabulary")
+    if recorded and recorded != short_hash((folder / "tokenizer.json").read_bytes()):
+        raise UserError(f"{folder / 'tokenizer.json'}: not the tokenizer of this run; restore it from a copy")
+    return tokenizer
 
 
 def run_settings(folder: Path) -> dict:

@@ -59,7 +59,7 @@ def content_hashes(files: Iterable[Path], cache: str) -> list[str]:
         known = read_json(remembered)
     for file in tqdm(files, "comparing files", unit="file", leave=False, delay=2, disable=None):
         stat = os.stat(file)
-        state = f"{os.path.abspath(file)} {stat.st_size} {stat.st_mtime_ns}"
+        state = f"{os.path.abspath(file)} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
         if state not in known:
             with open(file, "rb") as content:
                 known[state] = hashlib.file_digest(content, "blake2b").hexdigest()[:32]

@@ -105,7 +105,7 @@ def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, sk
     quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
     reader = csv.DictReader(lines_of(path, newline=""), header or None, delimiter=comma, quoting=quoting, strict=True)
     try:
-        names = [name for name in reader.fieldnames or () if name]
+        names = [name.strip().lower() for name in reader.fieldnames or () if name]
         if len(set(names)) < len(names):
             raise UserError(f"{path}: two columns in the header {', '.join(names)} have the same name; rename one")
         for row in reader:

@@ -118,8 +118,8 @@ def test_what_goes_wrong_in_a_task_costs_that_task_only(tmp_path, capsys):
     assert "read by hand: maelm.py names os" in found
     assert found[-1] == "total 4/30"
     tests = json.loads(results.read_text())["tests"]
-    assert [test["score"] for test in tests] == [0, 4, 0, 0, 0, 0, 0]
-    assert [test["max_score"] for test in tests] == [3, 4, 4, 5, 4, 10, 0]
+    assert [test["score"] for test in tests] == [0, 4, 0, 0, 0, 0, 0, 0]
+    assert [test["max_score"] for test in tests] == [3, 4, 4, 5, 4, 10, 0, 0]  # and two marks
     assert tests[-1]["visibility"] == "hidden"
 
 
@@ -139,7 +139,8 @@ def test_honest_work_counts_in_any_form(tmp_path, capsys):
     assert "has none of the files" in fails(lambda: main(["--grade", str(tmp_path / "empty")]), capsys)
 
 
-@pytest.mark.parametrize("code, name", [("import os as o\n", "os"), ("torch.equal = print\n", "torch.equal"),
+@pytest.mark.parametrize("code, name", [("import os as o\n", "os"), ("import pydoc\n", "pydoc"),
+                                        ("torch.equal = print\n", "torch.equal"),
                                         ("x = type('A', (int,), {})\n", "type"), ("y = __import__\n", "__import__"),
                                         ("class A(int):\n    def __eq__(self, b):\n        return True\n", "__eq__")])
 def test_a_file_that_reaches_for_the_interpreter_is_marked(code, name):
