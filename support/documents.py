@@ -51,8 +51,8 @@ def docs_files() -> list[tuple[str, Path]]:
 
 
 def content_hashes(files: Iterable[Path], cache: str) -> list[str]:
-    """A hash of the content of each file. The hashes are stored in the folder `cache` by path, size and modification
-    time, so that 200 GB of text is not read again at every start."""
+    """A hash of the content of each file. The hashes are stored in the folder `cache` by path, size and times of
+    change, so that 200 GB of text is not read again at every start."""
     remembered = Path(cache).expanduser() / "hashes.json"
     known, found, changed = {}, [], False
     with suppress(OSError, UserError):  # missing or damaged: the files are read again

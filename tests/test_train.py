@@ -167,7 +167,7 @@ def test_the_run_of_init_may_go_on(text, finished, tmp_path, capsys):
 
 def test_settings_of_init_are_checked(finished, tmp_path, capsys):
     path = shutil.copytree(finished, tmp_path / "run") / "config.json"
-    path.write_text('{"bert_trick": 1}')
+    path.write_text('{"init": "", "bert_trick": 1}')
     command = partial(train.main, ["--init", str(path.parent)])
     assert f"{path}: this version of maelm does not know the field 'bert_trick'" in fails(command, capsys)
     path.unlink()
