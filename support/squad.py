@@ -19,7 +19,8 @@ def spans_of(tokenizer: Tokenizer, text: str):
     """Text -> ids, and for each token its first character and the one after its last, without the space before a word;
     (length,) each."""
     found = tokenizer.model.encode(text, add_special_tokens=False)  # tiktoken has the same ids, but no characters
-    starts, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T
+    offsets = np.array(found.offsets, np.int64).reshape(-1, 2)
+    starts, ends = offsets.T
     space = np.array([*map(str.isspace, text), False])
     starts = np.minimum(starts + space[starts], ends)
     return np.array(found.ids, np.int64), starts, ends
@@ -84,7 +85,8 @@ class Spans:
 
     def loss(self, logits, targets, padding):
         """Mean of the cross-entropies of the first and the last token, in nats."""
-        return F.cross_entropy(self.in_passage(logits, targets, padding), targets[:, :2])
+        logits = self.in_passage(logits, targets, padding)
+        return F.cross_entropy(logits, targets[:, :2])
 
     def decode(self, logits, targets, padding):
         """Logits (B, m, 2) -> (B, 4): the score of no answer; score, first and last token of the best span."""
@@ -97,14 +99,17 @@ class Spans:
         spans = starts[:, :, None] + ends
         score, at = spans.flatten(1).max(1)
         first = at // longest
-        return torch.stack([null, score, first, first + at % longest], dim=1)
+        last = first + at % longest
+        return torch.stack([null, score, first, last], dim=1)
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
         """Outputs of all windows (N, 4) -> the numbers of the official evaluation, and the files that it reads: by the
         id of a question, its answer ("" for none), and the score of no answer minus that of the best span."""
         null = {q.id: math.inf for q in encoded.examples}
         best = {q.id: (-math.inf, "") for q in encoded.examples}  # score and text of the best span
-        for (number, shift), (no_answer, score, first, last) in zip(encoded.windows, outputs.tolist()):
+        for window, output in zip(encoded.windows, outputs.tolist()):
+            number, shift = window
+            no_answer, score, first, last = output
             q = encoded.examples[number]
             null[q.id] = min(null[q.id], no_answer)
             if score > best[q.id][0]:
@@ -116,6 +121,8 @@ class Spans:
         for name, (score, text) in best.items():
             odds[name] = null[name] - score
             answers[name] = text if odds[name] <= 0 else ""
-        return squad_metrics(encoded.examples, answers, odds), {
+        files = {
             "predictions.json": json.dumps(answers, indent=1),
-            "null_odds.json": json.dumps(odds, indent=1)}
+            "null_odds.json": json.dumps(odds, indent=1),
+        }
+        return squad_metrics(encoded.examples, answers, odds), files
