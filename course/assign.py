@@ -2,7 +2,7 @@
 
     python test_maelm.py --blank corrupt attention > student.py    # maelm.py without the bodies of these functions
     python test_maelm.py --handout homework                        # a folder for students
-    python test_maelm.py --grade homework                          # a folder, a zip or a maelm.py, or a folder of many
+    python test_maelm.py --grade homework                          # a folder, a zip, a maelm.py, or a whole class
 
 A task is a function that students write; each of its tests is a point. It is no sandbox: use a container.
 """

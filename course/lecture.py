@@ -9,7 +9,7 @@ from support.tokenizer import Tokenizer
 
 # The colour of a cell by its text; other cells are gray. Purple always means [MASK].
 SHADES = {"": "white", "[MASK]": "#b8a1dd", "e_[MASK]": "#e4daf5"}
-LOSS = "−log p"  # begins the text of a cell that is a term of the loss
+LOSS = "−log p"  # the text of a cell with a term of the loss begins like this
 
 
 def six_tokens(words: list[str], corruption: Corruption) -> tuple[list[str], list[str], list[str]]:

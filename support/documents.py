@@ -29,7 +29,7 @@ PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggin
             "fsspec", "jinja2", "mpmath", "tiktoken", "tokenizers", "tqdm")  # requirements.txt installs them
 TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
 DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give C code a docstring
-GROUPED = 10_000  # characters after which a document ends that has no blank line
+GROUPED = 10_000  # characters after which a document without a blank line ends
 LONGEST = 1 << 22  # characters after which a line or document is cut; no book is as long
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 
