@@ -92,7 +92,7 @@ class Setup(NamedTuple):
 
 
 def make_kind(task: str, pretrained: Pretrained, tune: TuneConfig, labels: Labels) -> Classification | Spans:
-    """The inputs, head, loss and metrics of a task."""
+    """An object with the methods encode, head, loss, decode and score of a task."""
     kind = Spans if task == "squad2" else Classification
     return kind(pretrained.tokenizer, pretrained.config, tune, labels)
 
@@ -103,7 +103,7 @@ def batches(encoded: Encoded, seed: int, steps: int, batch_size: int) -> Iterato
     lengths = np.array([len(ids) for ids in encoded.ids])
     for start in range(0, steps, 16):
         count = min(16, steps - start)
-        drawn = rows_of_step(seed, start // 16, 16 * batch_size, len(lengths))[:count * batch_size]
+        drawn = rows_of_step(seed, start // 16, 16 * batch_size, len(lengths))[:count * batch_size]  # 16 steps as one
         by_length = drawn[np.argsort(lengths[drawn], kind="stable")]
         groups = by_length.reshape(count, batch_size)
         # Shuffle the batches, so that inputs do not grow longer from step to step.
@@ -179,7 +179,7 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
 
 
 def keep(setup: Setup, model: Tuned, predictions: dict[str, str]):
-    """Write encoder.pt, which holds everything that --predict needs, and the predictions for the dev split."""
+    """Write encoder.pt, with all that --predict needs, and the predictions for dev. They stay if the run diverges."""
     labels = setup.kind.labels
     write_tensors(setup.out / "encoder.pt", {
         "config": asdict(setup.pretrained.config), "model": model.state_dict(), "task": setup.task,
@@ -309,7 +309,7 @@ def parse(argv) -> argparse.Namespace:
         return options
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: use a positive number")
-    if task == "docs" and options.data or task == "custom" and not options.data:
+    if (task == "docs" and options.data) or (task == "custom" and not options.data):
         parser.error(f"--task {task} --data {options.data}: custom needs a folder with train and dev, docs takes none")
     return options
 

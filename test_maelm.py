@@ -161,7 +161,7 @@ def test_masked_tokens_do_not_leak():
 
 @task("Encoder.hidden_states", gate=True)
 def test_removing_equals_hiding():
-    """The encoder on the kept tokens = the encoder on all tokens whose masked keys are hidden."""
+    """Encoding only the kept tokens equals encoding all tokens with the masked ones hidden as keys."""
     for fields in (dict(norm="post"), dict(norm="pre")):
         model, tokens, corruption = model_and_batch(**fields)
         h = model.encoder(tokens, torch.arange(24).expand(6, -1), padding=is_masked(corruption))

@@ -262,7 +262,7 @@ def open_run(command: Command, worker: Worker) -> Run:
     elif start.model is not None:
         here, there = model.state_dict(), start.model.state_dict()
         model.load_state_dict({name: x for name, x in there.items() if name in here and x.shape == here[name].shape},
-                              strict=False)  # a decoder of another shape keeps its random weights
+                              strict=False)  # new layers and other shapes keep their random weights
     worker.agree(record | {"step": run.step})
     return run
 
@@ -376,7 +376,7 @@ def pretrain(run: Run) -> int:
         if worker.is_main:
             print(f"{out} is finished at step {run.step}; to train it for longer, start another run with --init {out}")
         return 0
-    large = worker.device.type == "cuda" and run.settings.config.encoder_dim >= 256  # small models are faster without
+    large = worker.device.type == "cuda" and run.settings.config.encoder_dim >= 256  # small models train faster without
     if options.compile == "on" or (options.compile == "auto" and large):
         compile_model(run.model)
     progress = Progress(run)

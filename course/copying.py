@@ -53,7 +53,7 @@ def twice(tokens):
 
 
 def does_it_copy(model: MAELM, tokens):
-    """Print the loss on a text that occurs twice in its sequence, and how much attention gaps pay to its copy."""
+    """Print the loss on a text that occurs twice in its sequence, and how strongly the gaps attend to the copy."""
     same, other, second = twice(tokens)
     half = same.shape[1] // 2
     with recorded_attention(model) as layers:

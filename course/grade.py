@@ -1,4 +1,4 @@
-"""Grading: reads submissions, runs the claims on their functions, and counts points; see teaching.md.
+"""Grading: reads submissions, runs the tests on their functions, and adds up points; see teaching.md.
 
 Each task runs in a fresh copy of this project, with the student's file and our solutions of all other tasks. The points
 come from pytest's report, which is written outside of that copy. It is no sandbox.

@@ -2,7 +2,7 @@
 
 Each record of a .jsonl, .json or .parquet file is a document. A text file is read line by line: a document ends at a
 blank line, or at the end of the line with which it reaches 10,000 characters. A document of more than 4 million
-characters is cut.
+characters is split.
 """
 import ast
 import functools

@@ -86,7 +86,7 @@ def read_hub(name: str, split: str) -> list[Example] | list[Question]:
 
 
 def submission(name: str, path: Path) -> str:
-    """The name of the file with the predictions for the texts in `path` for GLUE's server."""
+    """The name that GLUE's server expects for the file with predictions for `path`."""
     if name == "mnli" and "diagnostic" in path.name:
         return "AX.tsv"
     if name == "mnli":

@@ -163,7 +163,7 @@ def start_wandb(project: str, out: Path, settings: dict):
     try:
         import wandb
         known = short_hash(str(out.resolve()))
-        run = wandb.init(project=project, id=known, resume="allow", name=str(out), dir=str(out), config=settings)
+        run = wandb.init(project=project, id=known, resume="allow", name=str(out), dir=str(out.parent), config=settings)
         run.define_metric("*", step_metric="step")  # a continued run may log a step again
     except Exception as error:  # wandb's errors have no common base
         raise UserError(f"--wandb: {error!r}; try `pip install wandb` and `wandb login`, or omit it") from error

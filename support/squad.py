@@ -103,8 +103,8 @@ class Spans:
         return torch.stack([null, score, first, last], dim=1)
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
-        """Outputs of all windows (N, 4) -> the numbers of the official evaluation, and the files that it reads: by the
-        id of a question, its answer ("" for none), and the score of no answer minus that of the best span."""
+        """Outputs of all windows (N, 4) -> the official metrics, and two files for the official script. They map the id
+        of a question to its answer ("" for none), and to the score of no answer minus that of the best span."""
         null = {q.id: math.inf for q in encoded.examples}
         best = {q.id: (-math.inf, "") for q in encoded.examples}  # score and text of the best span
         for window, output in zip(encoded.windows, outputs.tolist()):

@@ -35,9 +35,9 @@ class Subject(NamedTuple):
 
 # ---- 1. A run -----------------------------------------------------------------------------------------------
 def subject_of_run(name: str, config, device: torch.device) -> Subject:
-    """A run folder or checkpoint of ours. The fields data, column, val_share and tokens of the config, a
-    rank.RankConfig, choose its text: without data the validation text of its run, or docs if it has none, as
-    fine-tuned and imported models. Raises UserError without a model or text."""
+    """A run folder or checkpoint of ours. The fields data, column, val_share and tokens of config, a rank.RankConfig,
+    select its text. Without data, this is the validation text of the run, or docs if the run has none, like fine-tuned
+    and imported models. Raises UserError without a model or text."""
     encoder, tokenizer, shape, settings = load_encoder(Path(name), device)
     text = config.data or settings.get("data", "docs")
     if not config.data and "data" in settings:

@@ -116,8 +116,8 @@ class Labels(NamedTuple):
 
 
 def labels_of(name: str, train: list) -> Labels:
-    """The labels of task `name`: those of the release; otherwise numbers, if any training label has a
-    fraction, or else their names in alphabetical order. Raises UserError if all labels are equal."""
+    """The labels of task `name`: those of the release, if it has any. Otherwise, numbers if a training label has
+    decimals, or else the distinct training labels in alphabetical order. Raises UserError if all labels are equal."""
     task = TASKS[name]
     pairs = train[0].text2 is not None if name == "custom" else len(task.columns) == 3
     if task.labels or name == "squad2":
