@@ -28,7 +28,7 @@ LAYOUT = 4  # version of the files; a corpus of another version is not found
 SPLITS = ("train", "val")
 VAL_SHARE = 0.01  # fraction of the documents held out for validation
 NGRAM = 13  # consecutive words that make two documents near-duplicates if both have them
-SAMPLE = 200 * 10 ** 6  # largest number of characters that the tokenizer learns from
+SAMPLE = 200 * 10 ** 6  # largest number of bytes that the tokenizer learns from
 BATCH = 1 << 22  # characters that are tokenized at a time
 ENOUGH = 4096  # smallest number of validation tokens, or a tenth of a small corpus
 
@@ -46,10 +46,10 @@ def ngrams(text: str) -> set[str]:
 
 
 # ---- 2. Documents as tokens ---------------------------------------------------------------------------------
-def sample(training: Iterator[str]) -> list[str]:
-    """Choose documents with at most SAMPLE characters for the tokenizer: all, every second, every fourth, and so on."""
+def sample(training: Iterator[str]) -> list[bytes]:
+    """Choose documents with at most SAMPLE bytes for the tokenizer: all, every second, every fourth, and so on."""
     kept, size, step = [], 0, 1
-    for number, text in enumerate(training):
+    for number, text in enumerate(map(str.encode, training)):  # as bytes, which need less memory
         if number % step == 0:
             kept.append(text)
             size += len(text)
@@ -127,7 +127,7 @@ def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer 
         tokenizer = Tokenizer.load(folder)
     elif tokenizer is None:
         training = (each for each in bar(documents(read), "reading") if not in_validation(each, val_share))
-        tokenizer = Tokenizer.train(sample(training), settings["vocab_size"], settings["uncased"])
+        tokenizer = Tokenizer.train(map(bytes.decode, sample(training)), settings["vocab_size"], settings["uncased"])
     tokenizer.save(folder)
 
     known = set()
