@@ -95,9 +95,6 @@ def write_tokens(folder: Path, encoded: Iterable[tuple], dtype: np.dtype) -> tup
             characters += length
             if kind in files:
                 files[kind].write(tokens.astype(dtype).tobytes())
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())  # or a power cut could leave meta.json without them
     return found, characters
 
 
@@ -113,6 +110,9 @@ def settle_validation(folder: Path, dtype: np.dtype, val_share: float) -> dict[s
         for path, part in zip(paths, np.split(whole, [total - wanted])):
             part.tofile(path)
         val = wanted
+    for path in paths:
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())  # or a power cut could leave meta.json without the tokens
     return {"train": total - val, "val": val}
 
 
@@ -138,9 +138,9 @@ def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer 
     found, characters = write_tokens(folder, bar(encoded, "tokenizing"), dtype)
     if characters == 0:
         raise UserError(f"--data {data}: there is no text in it")
+    tokens = settle_validation(folder, dtype, val_share)
     write_json(folder / "meta.json", {
-        "data": data, "text": text, "dtype": dtype.name, "tokens": settle_validation(folder, dtype, val_share),
-        "documents": found, "characters": characters,
+        "data": data, "text": text, "dtype": dtype.name, "tokens": tokens, "documents": found, "characters": characters,
         "tokenizer": short_hash((folder / "tokenizer.json").read_bytes())})
     print(f"prepared in {time.perf_counter() - start:,.1f} s")
 

@@ -160,9 +160,9 @@ def start_wandb(project: str, out: Path, settings: dict):
     """Start the Weights & Biases run of a run folder; None without a project. Raises UserError if that fails."""
     if not project:
         return None
+    known = short_hash(str(out.resolve()))
     try:
         import wandb
-        known = short_hash(str(out.resolve()))
         run = wandb.init(project=project, id=known, resume="allow", name=str(out), dir=str(out.parent), config=settings)
         run.define_metric("*", step_metric="step")  # a continued run may log a step again
     except Exception as error:  # wandb's errors have no common base
