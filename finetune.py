@@ -27,11 +27,12 @@ from tqdm import tqdm
 from rank import CENTERINGS, Moments, tau_rank
 from support import results
 from support.checkpoints import load_encoder, load_weights, read_tensors, write_tensors
-from support.cli import Parser, add_flags, clear_errors, explain_out_of_memory, fields_of, require, require_positive
-from support.corpus import VAL_SHARE, rows_of_step, seed_of
+from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of,
+                         require, require_positive)
+from support.corpus import VAL_SHARE, seed_of
 from support.examples import find_files, read_file, read_task, submission
 from support.files import lock_folder, open_folder, read_json, short_hash, write_json, write_texts
-from support.heads import Classification, Encoded, Tuned, collate
+from support.heads import Classification, Encoded, Tuned, batches, collate
 from support.models import make_model
 from support.squad import Spans
 from support.tables import split_name
@@ -97,19 +98,6 @@ def make_kind(task: str, pretrained: Pretrained, tune: TuneConfig, labels: Label
     return kind(pretrained.tokenizer, pretrained.config, tune, labels)
 
 
-def batches(encoded: Encoded, seed: int, steps: int, batch_size: int) -> Iterator[np.ndarray]:
-    """Yield the indices of each step's inputs, (batch_size,) int64. Every epoch is a new permutation of all inputs.
-    The inputs for sixteen steps are sorted by length before they are cut into batches, which saves padding."""
-    lengths = np.array([len(ids) for ids in encoded.ids])
-    for start in range(0, steps, 16):
-        count = min(16, steps - start)
-        drawn = rows_of_step(seed, start // 16, 16 * batch_size, len(lengths))[:count * batch_size]  # 16 steps as one
-        by_length = drawn[np.argsort(lengths[drawn], kind="stable")]
-        groups = by_length.reshape(count, batch_size)
-        # Shuffle the batches, so that inputs do not grow longer from step to step.
-        yield from np.random.default_rng(seed_of(seed, start)).permutation(groups)
-
-
 def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterator[int]:
     """Fine-tune a model in place, without gradient clipping. Yields the step whenever an evaluation is due."""
     encoded = setup.splits["train"]
@@ -139,7 +127,7 @@ def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterat
 @torch.no_grad()
 def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch_size: int, device: torch.device):
     """Evaluate on a split -> the main metric ("value"), all metrics and the ranks of H^L (Table 3); and the files of
-    predictions. All are empty if the model has diverged, that is, if a hidden state or an output is not finite."""
+    predictions. All are empty if the model has diverged: if a hidden state is not finite, or an output is NaN."""
     model.eval()
     order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
     moments, outputs = Moments(), []
@@ -206,6 +194,13 @@ def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
     return [results.read_run(setup.out, *run) for run in runs]  # waits for the other processes
 
 
+def fingerprint(pretrained: Pretrained, examples: dict[str, list]) -> dict[str, str]:
+    """Hashes of an encoder's weights and of a task's examples."""
+    weights = [tensor.numpy().tobytes() for tensor in pretrained.new_encoder(seed=0).state_dict().values()]
+    contents = [[example[:4] for example in found] for found in examples.values()]  # without the field `place`
+    return {"weights": short_hash(b"".join(weights)), "examples": short_hash(repr(contents))}
+
+
 def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     """Read the encoder and the data, encode the data, and claim the folder. Raises UserError if the folder belongs to
     other settings or data."""
@@ -218,13 +213,11 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     kind = make_kind(task, pretrained, tune, labels)
     splits = {split: kind.encode(found) for split, found in examples.items()}
     out = options.out / task if options.task == "glue" else options.out
-    weights = [tensor.numpy().tobytes() for tensor in pretrained.new_encoder(0).state_dict().values()]
-    contents = [[example[:4] for example in found] for found in examples.values()]  # without the field `place`
     if not worker.is_main:
         results.wait_for(out / "config.json")
-    open_folder(out, may_change=["init"], settings={  # all processes compare their settings
-        "init": options.init, "task": task, "weights": short_hash(b"".join(weights)),
-        "examples": short_hash(repr(contents)), "sweep": options.sweep, **asdict(tune)})
+    # Every process compares these with config.json. The encoder may have moved, but not changed.
+    settings = {"init": options.init, "task": task, "sweep": options.sweep, **asdict(tune)}
+    open_folder(out, settings | fingerprint(pretrained, examples), may_change=["init"])
     if worker.is_main:
         pretrained.tokenizer.save(out)
         print(f"{out}: {len(splits['train'].ids):,} training inputs")
@@ -237,7 +230,8 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     """Fine-tune one encoder on one task: the grid with --sweep, then seeds 1, 2, ... Writes and returns result.json:
     the values of all seeds, their medians, the settings, and the ranks of Table 3."""
     setup = make_setup(task, options, worker)
-    tune, kind, sweep, dim = setup.tune, setup.kind, [], setup.pretrained.config.encoder_dim
+    tune, kind, dim = setup.tune, setup.kind, setup.pretrained.config.encoder_dim
+    sweep = []
     if options.sweep:
         given = {name: getattr(tune, name) for name in fields_of(TuneConfig, vars(options))}
         points = grid(TASKS[task].group, dim, given)  # a given flag replaces the grid's values
@@ -261,6 +255,8 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
 def predict_file(options: argparse.Namespace, device: torch.device):
     """Write the predictions of the model in --init for a file. Raises UserError if --out holds other files."""
     folder, source = Path(options.init), options.predict.expanduser().resolve()
+    if not (folder / "encoder.pt").is_file():
+        raise UserError(f"{folder}: has no encoder.pt; finetune.py writes it there, unless the run of seed 1 diverges")
     state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale", "pairs")
     task = state["task"]
     labels = Labels(TASKS[task].metrics, tuple(state["labels"]), state["scale"], state["pairs"])
@@ -289,40 +285,43 @@ def parse(argv) -> argparse.Namespace:
     add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
     add("--predict", type=Path, metavar="FILE", help="predict, with the fine-tuned model in --init: lines (.txt), a "
         "table with text[,text2] (.csv, .tsv, .jsonl, .parquet), or a test file of GLUE or SQuAD")
-    if parser.parse_known_args(argv)[0].predict:
-        parser.prog += " --predict"  # no other flags, because the model has its own settings
-        add("--batch-size", type=int, default=argparse.SUPPRESS, help="inputs per batch [as in fine-tuning]")
-    else:
-        add("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight, and their average [%(default)s]")
-        add("--data", help="folder with the files of the original releases [GLUE and SQuAD: the Hub]")
-        add("--seeds", type=int, default=5, help="number of runs; the result is their median [%(default)s]")
-        add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags fix its values")
-        task = parser.parse_known_args(argv)[0].task
-        add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
-    options = parser.parse_args(argv)
+    parse_others = parse_prediction if parser.parse_known_args(argv)[0].predict else parse_tuning
+    options = parse_others(parser, argv)
     try:
         TuneConfig(**fields_of(TuneConfig, vars(options)))
     except ValueError as error:
         parser.error(str(error))
-    options.out = options.out or default_out(options)
-    if options.predict:
-        return options
+    return options
+
+
+def parse_prediction(parser: Parser, argv) -> argparse.Namespace:
+    """Read the flags of --predict, which are few because the fine-tuned model has its own settings."""
+    parser.prog += " --predict"
+    parser.add_argument("--batch-size", type=int, default=argparse.SUPPRESS, help="inputs per batch")
+    options = parser.parse_args(argv)
+    options.out = options.out or Path(options.init, f"predict-{split_name(options.predict)[0]}")
+    return options
+
+
+def parse_tuning(parser: Parser, argv) -> argparse.Namespace:
+    """Read the flags of fine-tuning."""
+    add = parser.add_argument
+    add("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight, and their average [%(default)s]")
+    add("--data", help="folder with the files of the original releases [GLUE and SQuAD: the Hub]")
+    add("--seeds", type=int, default=5, help="number of runs; the result is their median [%(default)s]")
+    add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags fix its values")
+    task = parser.parse_known_args(argv)[0].task
+    add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
+    options = parser.parse_args(argv)
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: use a positive number")
     if (task == "docs" and options.data) or (task == "custom" and not options.data):
         parser.error(f"--task {task} --data {options.data}: custom needs a folder with train and dev, docs takes none")
-    return options
-
-
-def default_out(options: argparse.Namespace) -> Path:
-    """The folder for results if --out is not given: INIT/predict-FILE or out/TASK-INIT."""
-    if options.predict:
-        return Path(options.init, f"predict-{split_name(options.predict)[0]}")
     path = Path(options.init.removeprefix("random:")).resolve()
     name = f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.name
-    if options.init.startswith("random:"):
-        name = f"random-{name}"
-    return Path("out", f"{options.task}-{name}")
+    prefix = "random-" if options.init.startswith("random:") else ""
+    options.out = options.out or Path("out", f"{task}-{prefix}{name}")
+    return options
 
 
 def main(argv=None):
@@ -333,8 +332,9 @@ def main(argv=None):
         if options.predict:
             return predict_file(options, worker.device) if worker.is_main else None
         tasks = GLUE if options.task == "glue" else [options.task]
-        for task in tasks if options.data else ():  # find missing files before the first run
-            find_files(task, options.data)
+        if options.data:
+            for task in tasks:  # find missing files before the first run
+                find_files(task, options.data)
         with lock_folder(options.out) if worker.is_main else nullcontext():
             found = [run_task(task, options, worker) for task in tasks]
             if options.task == "glue" and worker.is_main:

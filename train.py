@@ -58,7 +58,7 @@ class Recipe:
     muon_weight_decay: float = 0.1  # weight decay of the matrices that Muon updates, 0 or more
     adam_beta1: float = 0.9  # decay of AdamW's mean of gradients, 0 or more, below 1
     adam_beta2: float = 0.98  # decay of AdamW's mean of squared gradients, 0 or more, below 1
-    adam_epsilon: float = 1e-6  # term added to AdamW's denominator, 0 or more
+    adam_epsilon: float = 1e-6  # term added to AdamW's denominator
     clip_norm: float = 2.0  # largest norm of the whole gradient; longer ones are scaled down
     position_init: str = "normal"  # normal | sinusoid: initial values of the learned positions
     precision: str = "auto"  # auto | fp32 | bf16: matrix products; auto is bf16 if the hardware supports it
@@ -68,14 +68,14 @@ class Recipe:
         if self.warmup_steps > self.max_steps:
             raise ValueError(f"warmup_steps={self.warmup_steps}: longer than the run, max_steps={self.max_steps}; "
                              "lower --warmup-steps")
-        require_positive(self, "batch_size", "learning_rate", "muon_learning_rate", "clip_norm")
+        require_positive(self, "batch_size", "learning_rate", "muon_learning_rate", "adam_epsilon", "clip_norm")
         require(
             self,
             val_share=0 < self.val_share < 1, max_steps=0 < self.max_steps < 10 ** 7,
             warmup_steps=self.warmup_steps >= 0, optimizer=self.optimizer in ("adamw", "muon"),
             weight_decay=self.weight_decay >= 0, muon_weight_decay=self.muon_weight_decay >= 0,
             adam_beta1=0 <= self.adam_beta1 < 1, adam_beta2=0 <= self.adam_beta2 < 1,
-            adam_epsilon=self.adam_epsilon >= 0, position_init=self.position_init in ("normal", "sinusoid"),
+            position_init=self.position_init in ("normal", "sinusoid"),
             precision=self.precision in ("auto", "fp32", "bf16"), seed=0 <= self.seed < 2 ** 63,
         )
 
@@ -137,7 +137,9 @@ class Settings(NamedTuple):
     @property
     def last_step(self) -> int:
         """The step after which the run ends."""
-        return min(self.options.stop_at or self.recipe.max_steps, self.recipe.max_steps)
+        if self.options.stop_at == 0:
+            return self.recipe.max_steps
+        return min(self.options.stop_at, self.recipe.max_steps)
 
     def fields(self) -> dict:
         """All settings by name."""
@@ -145,8 +147,7 @@ class Settings(NamedTuple):
 
 
 def make_settings(start: dict, flags: dict) -> Settings:
-    """Combine settings: a flag overrides `start`, such as PRESETS["toy"], and that the defaults. Raises ValueError if a
-    value is invalid."""
+    """Combine settings: flags override `start`, such as a preset. Raises ValueError if a value is invalid."""
     settings = Settings(*[kind(**fields_of(kind, start | flags)) for kind in KINDS])
     check(settings.config)
     return settings
@@ -184,34 +185,33 @@ def parse(argv) -> Command:
         parser.error(str(error))
 
 
+def start_of(given: dict, flags: Namespace) -> Start:
+    """The start of a run: the run that --init names, or a preset, perhaps with the tokenizer of --tokenizer."""
+    if given.get("init"):
+        return load_start(given["init"], PRESETS.get(flags.preset), flags.ablation, *KINDS)
+    preset = PRESETS[flags.preset or "toy"]
+    if not given.get("tokenizer"):
+        return Start(preset)
+    tokenizer = Tokenizer.read(given["tokenizer"])
+    return Start(preset | {"vocab_size": len(tokenizer), "uncased": tokenizer.uncased}, tokenizer, fixed=("uncased",))
+
+
 def make_command(flags: Namespace) -> Command:
-    """Combine settings: a flag overrides --ablation, and that the preset or the run of --init. Raises ValueError for
-    flags that conflict."""
+    """Combine settings: a flag overrides --ablation, which overrides the preset or the run of --init. Raises ValueError
+    for flags that conflict."""
     if flags.fill_mask is not None:
         raise ValueError("--fill-mask is a program of its own now: python -m support.fill_mask RUN TEXT")
     given = {}
     for kind in KINDS:
         given |= fields_of(kind, vars(flags))
-    preset = PRESETS[flags.preset or "toy"]
-    folder = f"{flags.preset or 'toy'}-{flags.ablation or 'mae-lm'}".removesuffix("-mae-lm")
-    if given.get("init"):
-        start = load_start(given["init"], PRESETS.get(flags.preset), flags.ablation, *KINDS)
-        folder = f"{start.folder.resolve().name}-{flags.ablation or 'more'}"
-    elif given.get("tokenizer"):
-        tokenizer = Tokenizer.read(given["tokenizer"])
-        of_tokenizer = {"vocab_size": len(tokenizer), "uncased": tokenizer.uncased}
-        start = Start(preset | of_tokenizer, tokenizer, fixed=("uncased",))
-    else:
-        start = Start(preset)
+    start = start_of(given, flags)
     settings = make_settings(start.settings | ABLATIONS[flags.ablation or "mae-lm"], given)
-    for name in start.fixed:
-        here = settings.fields()[name]
-        if here != start.settings[name]:
-            raise ValueError(f"{name}={here!r}: the run of --init, or --tokenizer, has {start.settings[name]!r}")
-    if start.tokenizer is not None and settings.config.vocab_size < len(start.tokenizer):
-        raise ValueError(f"vocab_size={settings.config.vocab_size}: the given tokenizer has {len(start.tokenizer)} "
-                         "tokens")
-    return Command(settings, flags.out or Path("out") / folder, start, flags)
+    start.refuse_changes(settings.fields())
+    if start.folder is None:
+        name = f"{flags.preset or 'toy'}-{flags.ablation or 'mae-lm'}".removesuffix("-mae-lm")
+    else:
+        name = f"{start.folder.resolve().name}-{flags.ablation or 'more'}"
+    return Command(settings, flags.out or Path("out", name), start, flags)
 
 
 # ---- 2. A run and its folder --------------------------------------------------------------------------------
@@ -234,11 +234,12 @@ def open_run(command: Command, worker: Worker) -> Run:
     """Start a run, or resume the run in --out. Raises UserError if --out holds another run."""
     settings, out, start, flags = command
     config, recipe, options = settings
-    resumed = settings_to_resume(out, settings, start.weights, flags.change_recipe)
+    resumed = settings_to_resume(out, settings, start.weights, flags.change_recipe)  # {} for a new run
     wandb = start_wandb(options.wandb if worker.is_main else "", out, settings.fields())
 
     # A run that resumes keeps its corpus, with its tokenizer, even if the text has changed.
     corpus = prepared_corpus(resumed | settings.fields(), start.tokenizer)
+    # Recorded in config.json, so that the run can only continue with the same inputs.
     inputs = Inputs(corpus.name, short_hash((corpus / "tokenizer.json").read_bytes()),
                     resumed["init_weights"] if resumed else start.weights)
     if resumed.get("corpus"):  # a run of an older version has not recorded it
@@ -280,7 +281,7 @@ def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> 
     masks also depend on the index of the micro-batch."""
     config, recipe, options = settings
     size = worker.micro_batch(recipe.batch_size, options.micro_batch_size)
-    chosen = rows_of_step(recipe.seed, step, recipe.batch_size, len(rows)).reshape(-1, size)
+    chosen = rows_of_step(recipe.seed, step, recipe.batch_size, len(rows)).reshape(-1, size)  # (micro-batches, size)
     batches = []
     for number in range(worker.rank, len(chosen), worker.world_size):
         tokens = torch.from_numpy(rows[chosen[number]])  # (size, n)
@@ -356,7 +357,7 @@ def loop(run: Run, progress: Progress) -> int:
             saving = stopped or finished or run.step % options.checkpoint_interval == 0
             evaluating = finished or run.step % options.eval_interval == 0
             if saving or evaluating or run.step % options.log_interval == 0:
-                progress.log_steps()
+                progress.log_steps()  # also adds the time since the last line to run.seconds
                 if evaluating:
                     progress.log_validation(evaluate(model, run.rows["val"], options, worker))
                 if saving and worker.is_main:

@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str):
-        silent = "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"  # only the first process reports
+        silent = "WORLD_SIZE" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"  # one report per machine
         self.exit(2, None if silent else f"{self.prog}: {printable(message)}\n")
 
     def parse_args(self, argv=None) -> argparse.Namespace:

@@ -172,15 +172,16 @@ def main(argv=None):
     parser.add_argument("out", type=Path, help="the folder to write")
     options = parser.parse_args(argv)
     with clear_errors("support.convert"):
-        refuse_other_files(options.out)
-        unfinished = options.out.with_name(f".{options.out.name}.unfinished")
+        out = options.out.resolve()
+        refuse_other_files(out)
+        unfinished = out.with_name(f".{out.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)  # left by a command that was killed
         unfinished.mkdir(parents=True)
         if options.command == "export":
             export(Path(options.source), unfinished)
         else:
             import_model(options.source, unfinished)
-        unfinished.replace(options.out)  # which is empty, if it exists
+        unfinished.replace(out)  # which is empty, if it exists
         print(f"{options.out}: {options.command} of {options.source}")
 
 

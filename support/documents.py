@@ -6,7 +6,6 @@ characters is split.
 """
 import ast
 import functools
-import glob
 import hashlib
 import importlib.util
 import json
@@ -151,17 +150,23 @@ def text_hash(read: list[Source]) -> str:
     return short_hash(repr(found))
 
 
+def fail(error: OSError):
+    """Raise an error, which os.walk would ignore."""
+    raise error
+
+
 def files_in(name: str) -> tuple[Path, ...]:
     """The text file that a path names, or all text files in a folder that are not hidden. Raises UserError if there are
-    none, or PermissionError."""
+    none, or OSError if a folder cannot be read."""
     path = Path(name).expanduser()
     files = [path]
     if path.is_dir():
-        os.listdir(path)  # raises PermissionError, which glob does not
-        inside = glob.glob("**", root_dir=path, recursive=True)  # leaves out hidden files
-        files = [path / part for part in sorted(inside)]
-    found = [file for file in files if file.is_file() and split_name(file)[1] in FORMATS]
-    if not found or not name:
+        files = []
+        for folder, subfolders, names in os.walk(path, onerror=fail, followlinks=True):
+            subfolders[:] = [each for each in subfolders if not each.startswith(".")]  # the ones that walk enters
+            files += [Path(folder, each) for each in names if not each.startswith(".")]
+    found = [file for file in sorted(files, key=str) if split_name(file)[1] in FORMATS]
+    if not found or not name or not path.exists():
         raise UserError(f"--data {name}: no such file or folder, or none with {', '.join(FORMATS)}, also compressed as "
                         ".gz, .bz2, .xz or .zst; other sources are docs and hf:NAME")
     return tuple(found)

@@ -8,7 +8,8 @@ from pathlib import Path
 from support.cli import UserError
 from support.corpus import in_validation
 from support.documents import read_docs
-from support.tables import TABLES, Row, csv_rows, hub_records, lines_of, parse_json, read_rows, split_name
+from support.tables import (TABLES, Row, csv_rows, hub_records, lines_of, parse_json, read_rows, refuse_equal_names,
+                            split_name)
 from support.tasks import GLUE, SPLITS, TASKS, Example, Question
 
 
@@ -113,6 +114,7 @@ def examples_of(name: str, rows: Iterable[Row], where: object, labelled: bool = 
     firsts = [*columns[:1], *task.other_columns[:1], "text"]
     seconds = [*columns[1:], *task.other_columns[1:], "text2"]
     for number, (place, record) in enumerate(rows):
+        refuse_equal_names(place, record)
         record = {column.strip().lower(): cell for column, cell in record.items()}
         text, text2 = cell_of(record, place, *firsts), None
         if any(record.get(column) is not None for column in seconds):
@@ -121,6 +123,8 @@ def examples_of(name: str, rows: Iterable[Row], where: object, labelled: bool = 
         if labelled and not (value and text.strip()):  # two of QQP's questions are empty, both second ones
             raise UserError(f"{place}: the text or the label in column `{label}` is empty")
         index = str(record.get("index", record.get("idx", record.get("id", number))))
+        if re.search("[\t\n\r]", f"{index} {value}"):
+            raise UserError(f"{place}: the label or id has a tab or a line break, which predictions.tsv cannot hold")
         found.append(Example(text, text2, value, index, place))
     if not found:
         raise UserError(f"{where}: has no rows below the header")

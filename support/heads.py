@@ -1,5 +1,6 @@
 """A classifier for one or two texts: its inputs, its head, its loss and its predictions."""
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from maelm import PAD, Config
+from support.corpus import rows_of_step, seed_of
 from support.files import json_lines
 from support.metrics import METRICS
 from support.tasks import Example, Labels
@@ -29,6 +31,19 @@ def collate(encoded: Encoded, chosen, device: torch.device):
     ids = [torch.from_numpy(encoded.ids[i]) for i in chosen]
     tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD).to(device)
     return tokens, tokens == PAD, encoded.targets[chosen].to(device)
+
+
+def batches(encoded: Encoded, seed: int, steps: int, batch_size: int) -> Iterator[np.ndarray]:
+    """Yield the indices of each step's inputs, (batch_size,) int64. Every epoch is a new permutation of all inputs.
+    The inputs for sixteen steps are sorted by length before they are cut into batches, which saves padding."""
+    lengths = np.array([len(ids) for ids in encoded.ids])
+    for start in range(0, steps, 16):
+        count = min(16, steps - start)
+        drawn = rows_of_step(seed, start // 16, 16 * batch_size, len(lengths))[:count * batch_size]  # 16 steps as one
+        by_length = drawn[np.argsort(lengths[drawn], kind="stable")]
+        groups = by_length.reshape(count, batch_size)
+        # Shuffle the batches, so that inputs do not grow longer from step to step.
+        yield from np.random.default_rng(seed_of(seed, start)).permutation(groups)
 
 
 class ClassifierHead(nn.Sequential):

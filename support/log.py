@@ -24,12 +24,12 @@ from support.worker import Worker
 
 
 def read_log(out: Path) -> list[dict]:
-    """The lines of log.jsonl in a run folder, except lines that a crash cut off."""
+    """The lines of log.jsonl in a run folder, except damaged ones, such as a line that a crash cut off."""
     path, found = out / "log.jsonl", []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with suppress(ValueError):
             found.append(json.loads(line))
-    return found
+    return [line for line in found if isinstance(line, dict) and "step" in line]
 
 
 def commit() -> str | None:

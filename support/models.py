@@ -38,7 +38,7 @@ def check(config: Config) -> Config:
     for field, holds, advice in (
             ("vocab_size", 261 <= c.vocab_size <= 1 << 20, "261 to 1,048,576"),  # a far larger one crashes `tokenizers`
             ("seq_len", c.seq_len >= 2, "2 or more"),
-            ("encoder_layers", c.encoder_layers >= 1, "1 or more"),
+            ("encoder_layers", 1 <= c.encoder_layers <= 1000, "1 to 1,000"),
             ("encoder_dim", d >= 1, "1 or more"),
             ("encoder_heads", heads > 0 and d % heads == 0, f"a divisor of encoder_dim={d}"),
             ("dropout", 0 <= c.dropout < 1, "0 or more, below 1"),
@@ -50,7 +50,7 @@ def check(config: Config) -> Config:
             ("mask_in_encoder", 0 <= c.mask_in_encoder <= 1, "0 to 1"),
             ("encoder_fill", c.encoder_fill in ("mask", "random"), "mask or random"),
             ("decoder", c.decoder in ("bi", "bi+cross", "uni+cross", "cross"), "bi, bi+cross, uni+cross or cross"),
-            ("decoder_layers", c.decoder_layers > 0 or mlm, "1 or more, or mask_in_encoder=1"),
+            ("decoder_layers", 1 <= c.decoder_layers <= 1000 or mlm, "1 to 1,000, or 0 with mask_in_encoder=1"),
             ("decoder_dim", whole, f"0, or with a decoder a multiple of {width}")):
         if not holds:
             raise ValueError(f"{field}={getattr(config, field)!r}: use {advice}")

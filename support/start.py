@@ -35,6 +35,15 @@ class Start(NamedTuple):
     model: MAELM | None = None  # of --init
     weights: str | None = None  # a hash of the checkpoint of --init
 
+    def refuse_changes(self, settings: dict):
+        """Raises ValueError if flags have changed a setting that the start fixes."""
+        for name in self.fixed:
+            if settings[name] != self.settings[name]:
+                raise ValueError(f"{name}={settings[name]!r}: the run of --init, or --tokenizer, has "
+                                 f"{self.settings[name]!r}")
+        if self.tokenizer is not None and settings["vocab_size"] < len(self.tokenizer):
+            raise ValueError(f"vocab_size={settings['vocab_size']}: the tokenizer has {len(self.tokenizer)} tokens")
+
 
 def load_start(init: str, preset: dict | None, ablation: str | None, *kinds: type) -> Start:
     """Load a run folder or a checkpoint. Its settings, fields of the dataclasses `kinds`, replace a preset, at a fifth
@@ -78,10 +87,13 @@ def settings_to_resume(out: Path, settings, weights: str | None, change_recipe: 
     changed = changes(there, asdict(settings.config) | asdict(settings.recipe))
     if settings.options.init != there["init"]:  # if it has the same name, it may have been trained further
         changed |= changes(there, {"init_weights": weights})
+    step = int(found[-1].stem.removeprefix("step_"))
     in_recipe = asdict(settings.recipe).keys() - {*TEXT, "optimizer", "position_init"}
     advice = "choose another --out"
-    if "max_steps" in changed and int(found[-1].stem.removeprefix("step_")) == there["max_steps"]:
+    if "max_steps" in changed and step == there["max_steps"]:
         advice = f"the run is finished: to train it for longer, start another --out from it with --init {out}"
+    elif "max_steps" in changed and step >= settings.recipe.max_steps:
+        advice = f"the run is at step {step} already: use a larger --max-steps"
     elif changed.keys() <= in_recipe:
         if change_recipe:
             return there

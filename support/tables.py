@@ -98,6 +98,13 @@ def json_rows(path: Path) -> Iterator[Row]:
             yield f"{path}, {unit} {place}", value
 
 
+def refuse_equal_names(place: object, names: Iterable[str | None]):
+    """Raises UserError if two columns have the same name, apart from case and spaces."""
+    names = [name.strip().lower() for name in names if name]
+    if len(set(names)) < len(names):
+        raise UserError(f"{place}: two columns of {', '.join(names)} have the same name; rename one")
+
+
 def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, skip: bool = False) -> Iterator[Row]:
     """The rows of a table. Its first line is the header unless one is given. With `quotes`, quotation marks enclose
     cells that contain commas or line breaks. Raises UserError for rows that do not fit the header, or skips them."""
@@ -105,9 +112,7 @@ def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, sk
     quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
     reader = csv.DictReader(lines_of(path, newline=""), header or None, delimiter=comma, quoting=quoting, strict=True)
     try:
-        names = [name.strip().lower() for name in reader.fieldnames or () if name]
-        if len(set(names)) < len(names):
-            raise UserError(f"{path}: two columns in the header {', '.join(names)} have the same name; rename one")
+        refuse_equal_names(path, reader.fieldnames or ())
         for row in reader:
             if None not in row and None not in row.values():  # how DictReader marks too many and too few cells
                 yield f"{path}, line {reader.line_num}", row
@@ -124,6 +129,7 @@ def parquet_rows(path: Path, column: str | None = None) -> Iterator[Row]:
     number = itertools.count(1)
     with readable(path), pyarrow.parquet.ParquetFile(path) as file:
         columns = [column] if column in file.schema_arrow.names else None
+        refuse_equal_names(path, [] if columns else file.schema_arrow.names)
         for batch in file.iter_batches(batch_size=1000, columns=columns):
             for record in batch.to_pylist():
                 yield f"{path}, row {next(number)}", record

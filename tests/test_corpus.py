@@ -105,8 +105,8 @@ def test_unreadable_input_gets_one_line(name, content, message, tmp_path, capsys
     assert re.search(message, line), line
 
 
-def test_a_folder_without_permission_is_not_called_empty(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(os, "listdir", Mock(side_effect=PermissionError("Permission denied")))
+def test_a_folder_without_permission_is_not_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=PermissionError("Permission denied")))
     assert "Permission denied" in fails(lambda: train.main(["--data", str(tmp_path)]), capsys)
 
 
