@@ -1,7 +1,7 @@
 #!/bin/bash
-# From text to Tables 1, 2 and 3 for base, on one node of eight H100s: bash runs/compare.sh TEXT
-# TEXT is what --data takes. GLUE and SQuAD come from the Hugging Face Hub. The hours are estimates: of training by
-# FLOPs, at the quarter of the peak that was measured on one H100; of fine-tuning at a tenth. Run it again to continue.
+# From text to Tables 1, 2 and 3 for base, on one node with eight H100s: bash runs/compare.sh TEXT
+# TEXT is the value of --data. GLUE and SQuAD come from the Hugging Face Hub. The hours are estimates from FLOPs:
+# training at a quarter of the peak, as measured on one H100, fine-tuning at a tenth. Run the script again to continue.
 set -e
 text=${1:?TEXT}
 on_node() { torchrun --standalone --nproc_per_node 8 "$@"; }

@@ -1,9 +1,9 @@
 #!/bin/bash
-# The evidence in docs/results.md: bash runs/evidence.sh TEXT [GLUE] [OUT]. The same command continues.
-# TEXT is what --data of train.py takes. GLUE is a folder with the files of GLUE's original releases, or hub; without
-# it, or with "", only docs is fine-tuned. Each job has a folder NAME and NAME.log in OUT [out/evidence]. Settings:
+# The evidence in docs/results.md: bash runs/evidence.sh TEXT [GLUE] [OUT]. Run it again to continue.
+# TEXT is the value of train.py's --data. GLUE is a folder with the files of GLUE's original releases, or hub; if it is
+# "" or missing, only docs is fine-tuned. Each job writes to NAME and NAME.log in OUT [out/evidence]. Settings:
 #   SEEDS="3 4 5"     of pre-training [0 1 2]         PRESET, TRAIN="--max-steps 5000"   flags of train.py [laptop]
-#   DOCS_EPOCHS, RATE of fine-tuning [as in bench/results/plan.md]     JOBS   at a time, of one thread [one a core]
+#   DOCS_EPOCHS, RATE of fine-tuning [as in bench/results/plan.md]     JOBS   at a time, one thread each [one per core]
 set -eo pipefail
 export text=${1:?TEXT} glue=${2-} out=${3-out/evidence} preset=${PRESET-laptop} OMP_NUM_THREADS=${OMP_NUM_THREADS-1}
 seeds=${SEEDS-0 1 2}
@@ -43,7 +43,7 @@ model() {  # MODEL SEED: pre-train, measure, fine-tune
     done
 }
 
-floor() {  # TASK: random weights
+floor() {  # TASK: the randomly initialized baseline
     tune "floor-$1" "random:$out/train-mlm-${seeds%% *}" "$1" "${RATE:-4e-4}"
 }
 
@@ -52,6 +52,6 @@ side_by_side() { xargs -P "${JOBS:-$(getconf _NPROCESSORS_ONLN)}" -L 1 bash -eo 
 export seeds
 export -f job tune model floor
 mkdir -p "$out"
-trap 'python -m bench.evidence --collect "$out"' EXIT  # also after Ctrl-C: every program has saved what it has
+trap 'python -m bench.evidence --collect "$out"' EXIT  # also after Ctrl-C: every program saves its progress
 for seed in $seeds; do printf 'model mae-lm %s\nmodel mlm %s\n' "$seed" "$seed"; done | side_by_side
 printf 'floor %s\n' $tasks | side_by_side

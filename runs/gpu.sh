@@ -1,6 +1,6 @@
 #!/bin/bash
-# What one GPU decides, the most important first: bash runs/gpu.sh TEXT GLUE [OUT]. The same command continues.
-# TEXT and GLUE are those of runs/evidence.sh. TINY=1 tries it all on a CPU in minutes, and measures nothing.
+# Questions for one GPU, the most important first: bash runs/gpu.sh TEXT GLUE [OUT]. Run it again to continue.
+# TEXT and GLUE are as in runs/evidence.sh. TINY=1 tries the whole script on a CPU in minutes, and measures nothing.
 set -u
 text=${1:?TEXT} glue=${2:?GLUE} out=${3:-out/gpu}
 speed="python -m bench.speed --device cuda" base_speed="--sizes base" small_speed="--sizes small"
@@ -20,7 +20,7 @@ else
 fi
 mkdir -p "$out"
 
-once() {  # NAME COMMAND...: unless it has ended well before
+once() {  # NAME COMMAND...: run it, unless it has already succeeded
     [ -e "$out/$1.done" ] && return
     echo "$(date +%H:%M) $1"
     if "${@:2}" >> "$out/$1.log" 2>&1; then touch "$out/$1.done"; else echo "$1 failed: see $out/$1.log"; fi
@@ -28,7 +28,7 @@ once() {  # NAME COMMAND...: unless it has ended well before
 
 # 1. Is it right?
 [ -n "${TINY:-}" ] || once tests env CUDA_VISIBLE_DEVICES=0 pytest -q -m cuda -n 0
-# 2. Is it faster? Another setting stays if base gains 3 % and more than twice the spread.
+# 2. Is it faster? A setting is adopted if base gains 3 % and more than twice the spread.
 once steps $speed $base_speed --kinds eager compiled --out "$out/base.json"
 once small-steps $speed $small_speed --models mae-lm mlm --kinds eager compiled --out "$out/small.json"
 once positions $speed $base_speed --models mae-lm no-relative --kinds compiled --out "$out/positions.json"
@@ -36,10 +36,10 @@ compiled="$base_speed --models mae-lm --kinds compiled"
 once cublaslt env TORCH_BLAS_PREFER_CUBLASLT=1 $speed $compiled --out "$out/cublaslt.json"
 once autotune env TORCHINDUCTOR_MAX_AUTOTUNE=1 $speed $compiled --out "$out/autotune.json"
 once again $speed $compiled --out "$out/again.json"
-# 3. small at its own schedule: all claims, and what is copied.
+# 3. small on its own schedule: all claims, and copying.
 once small bash runs/evidence.sh "$text" "$glue" "$out/small"
 once copying python -m course.copying "$out"/small/train-m*-?
-# 4. How deep should the decoder of small be? Side by side.
+# 4. How deep should the decoder of small be? The runs share the GPU.
 for layers in 2 4; do
     for relative in decoder-relative no-decoder-relative; do
         name=decoder-$layers-$relative
@@ -52,6 +52,6 @@ for run in "$out"/decoder-?-*relative; do
 done
 wait
 once copying-decoders python -m course.copying "$out"/decoder-?-*relative
-# 5. Does base learn? Stopped once, and continued.
+# 5. Does base learn? The run is stopped once and continued.
 once base $train $base --stop-at $half --out "$out/base"
 once base-continued $train $base --stop-at $all --out "$out/base"

@@ -12,16 +12,16 @@
 # Trains base on 64 GPUs, one process per GPU. From the root of the repository, on a disk that all nodes share:
 #     python -m venv .venv && .venv/bin/pip install -r requirements.txt
 #     .venv/bin/python train.py --preset base --data TEXT --cache cache --prepare
-#     sbatch runs/slurm.sh --data TEXT [--FLAG VALUE ...]        all flags of train.py
-# The log of each process is logs/JOB/rank-N.log; that of rank 0 shows the progress.
+#     sbatch runs/slurm.sh --data TEXT [--FLAG VALUE ...]        takes all flags of train.py
+# The log of each process is logs/JOB/rank-N.log; rank 0's log shows the progress.
 #
 # 300 seconds before the time limit, Slurm sends SIGUSR1 to this script, and srun passes it on to all processes. They
 # finish their step, rank 0 saves a checkpoint, and the job goes back to the queue, where the same command continues the
-# run. After any other error the job ends. Slurm itself requeues a job that is preempted or whose node fails.
-# Processes wait ten minutes for those of late nodes.
+# run. After any other error, the job ends. Slurm itself requeues a job that is preempted or whose node fails.
+# Processes wait ten minutes for nodes that start late.
 #
-# This was tried on one machine, with stand-ins for srun and scontrol. That Slurm sends the signal in time, that srun
-# passes it on, and that the job may be requeued can be seen on a real cluster only: try a job with --time 00:10:00.
+# This was tried on one machine, with stand-ins for srun and scontrol. Only a real cluster shows whether Slurm sends the
+# signal in time, srun passes it on, and the job may be requeued: try a job with --time 00:10:00.
 
 set -euo pipefail
 
@@ -30,7 +30,7 @@ fail() {
     exit 2
 }
 [[ -n ${SLURM_JOB_ID:-} ]] || fail "start it with sbatch runs/slurm.sh --data TEXT [--FLAG VALUE ...]"
-[[ $# -gt 0 ]] || fail "needs flags of train.py, at least --data TEXT"
+[[ $# -gt 0 ]] || fail "train.py needs flags, at least --data TEXT"
 cd "$SLURM_SUBMIT_DIR"
 [[ -f train.py ]] || fail "$SLURM_SUBMIT_DIR has no train.py: call sbatch in the root of the repository"
 [[ -f .venv/bin/activate ]] || fail "$SLURM_SUBMIT_DIR has no .venv: make it as the comments in runs/slurm.sh say"
@@ -39,12 +39,12 @@ python -c "import torch, datasets" || fail "PyTorch or datasets is missing in .v
 
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${hosts%%$'\n'*}  # the first node
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # another one for each job on that node
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # differs between the jobs on that node
 logs=logs/$SLURM_JOB_ID
 mkdir -p "$logs"
 
-# Ranks come from Slurm, not from torchrun, whose flags differ from version to version and which takes 30 seconds at most
-# to stop. exec: the signal goes to the process that Slurm has started.
+# Ranks come from Slurm, not from torchrun: its flags differ between versions, and it gives processes at most 30 seconds
+# to stop. With exec, Python itself receives the signal.
 srun --kill-on-bad-exit=1 --cpus-per-task "${SLURM_CPUS_PER_TASK:-8}" --output "$logs/rank-%t.log" --open-mode append \
     bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec python train.py "$@"' \
     train.py --preset base --cache cache "$@" &
@@ -59,7 +59,7 @@ trap notice USR1
 
 code=0
 wait "$training" || code=$?
-if [[ $noticed == yes ]]; then  # it interrupted `wait`
+if [[ $noticed == yes ]]; then  # the signal interrupted `wait`
     code=0
     wait "$training" || code=$?
     echo "slurm.sh: stopped with exit code $code before the time limit; back to the queue"

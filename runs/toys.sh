@@ -1,7 +1,7 @@
 #!/bin/bash
-# Which part costs rank? Three seeds of eleven toys: bash runs/toys.sh [OUT]. The same command continues.
-# In OUT [out/toys] each has NAME-SEED, NAME-SEED-rank with rank.json, and NAME-SEED.log; two train at a time, with one
-# thread each.
+# Which part costs rank? Three seeds of eleven toys: bash runs/toys.sh [OUT]. Run it again to continue.
+# Each run writes NAME-SEED, NAME-SEED-rank (with rank.json) and NAME-SEED.log to OUT [out/toys]. Two runs go at a time,
+# with one thread each.
 set -eo pipefail
 export out=${1-out/toys} OMP_NUM_THREADS=1
 
