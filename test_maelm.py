@@ -65,7 +65,7 @@ def test_only_real_or_given_positions_are_masked():
     tokens[:, 3:6] = torch.tensor([maelm.PAD, maelm.SEP, maelm.MASK])
     masked = maelm.corrupt(tokens, tiny(), generator(0)).masked
     assert tokens.gather(1, masked).min() >= maelm.NUM_SPECIAL, "a special token is masked"
-    given = (torch.arange(24) < 6).expand(50, -1)  # as many positions as masks, with special tokens among them
+    given = (torch.arange(24) < 6).expand(50, -1)  # as many positions as masks, some of them special tokens
     masked = maelm.draw_masks(given, 6, generator(0))
     exact(masked.sort(1).values, torch.arange(6).expand(50, -1), "only these six positions are maskable")
     tokens[2] = torch.tensor([maelm.NUM_SPECIAL, 9999, 5, 6, 7] + [maelm.CLS] * 19)  # five real tokens

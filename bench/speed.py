@@ -25,7 +25,7 @@ from support.worker import Worker, compile_model, make_worker
 from train import PRESETS, make_config, make_settings, train_step
 
 HERE = Path(__file__).resolve().parent
-ROWS = {"cpu": {"toy": 64, "small": 16, "base": 2}, "cuda": {"toy": 64, "small": 256, "base": 64}}  # per step
+ROWS = {"cpu": {"toy": 64, "small": 16, "base": 2}, "cuda": {"toy": 64, "small": 256, "base": 64}}  # micro-batch
 
 
 def cpu_name() -> str:

@@ -58,7 +58,7 @@ BY_HAND = set("""os sys subprocess ctypes gc inspect importlib builtins threadin
 # ---- 1. Reading code ----------------------------------------------------------------------------------------
 @functools.cache
 def parsed(text: str) -> ast.Module:
-    """The syntax tree of a file, or an empty tree if the file has errors, which pytest will report."""
+    """The syntax tree of a file, or an empty tree if the file has syntax errors; pytest will report them."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
