@@ -1,7 +1,7 @@
 """A small model and a batch for all tests."""
 import os
 
-# Before torch, and also for the processes that tests start: one thread, no network, and no GPU unless it is named.
+# Set before torch is imported, also for processes that tests start: one thread, no network, no GPU unless it is named.
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
@@ -20,14 +20,14 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect the tests of a GPU where there is none."""
+    """Deselect the GPU tests if there is no GPU."""
     if not torch.cuda.is_available():
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("cuda")])
         items[:] = [item for item in items if not item.get_closest_marker("cuda")]
 
 
 def pytest_itemcollected(item):
-    """Let `pytest -k corrupt` find the tests of a task by its name."""
+    """Let `pytest -k corrupt` find the tests of a task by the task's name."""
     for mark in item.iter_markers("task"):
         item.extra_keyword_matches.update(mark.args)
 
@@ -48,7 +48,7 @@ def generator(seed):
 
 
 def random_tokens(B=6, n=24, vocab_size=300):
-    """Sequences (B, n) int64 that start with [CLS], end with [SEP], with real tokens between."""
+    """Sequences (B, n) int64 that start with [CLS], end with [SEP], and have real tokens between."""
     tokens = torch.randint(maelm.NUM_SPECIAL, vocab_size, (B, n), generator=generator(7))
     tokens[:, 0] = maelm.CLS
     tokens[:, -1] = maelm.SEP

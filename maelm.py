@@ -1,17 +1,17 @@
-"""MAE-LM: "Representation Deficiency in Masked Language Modeling" (Meng et al., ICLR 2024). A masked language
-model (MLM) spends dimensions of its encoder on [MASK], which no downstream text contains (section 2). MAE-LM
-removes masked positions from the encoder's input. A shallow decoder predicts them (section 3). M = {2, 5}:
+"""MAE-LM: "Representation Deficiency in Masked Language Modeling" (Meng et al., ICLR 2024). A masked language model
+(MLM) spends dimensions of its encoder on [MASK], which no downstream text contains (section 2). MAE-LM removes
+masked positions M from the encoder's input, and a shallow decoder predicts their tokens (section 3). With M = {2, 5}:
 
     x       the   cat   sat   on    the   mat
              |     |           |     |
-          [      encoder, L layers        ]       sees real tokens only, at their own positions
+          [      encoder, L layers        ]       sees only real tokens, each at its own position
              |     |           |     |
             h_0   h_1         h_3   h_4           H^L; e_[MASK] fills the gaps before the decoder
           [      decoder, 4 layers        ]       discarded after pre-training, like the head
                          |                 |
                         sat               mat     predicted at masked positions only
 
-Letters as in the paper, and values of its base model:
+Letters as in the paper, with the values of its base model:
     B   sequences in a batch                        d     dimensions of the encoder (768); d_h of a head (64)
     n   tokens in a sequence (512)                  V     tokens in the vocabulary (32,768)
     m   masked positions in a sequence (77)         e_x   embedding of token x
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # ids 0 to 3, and their number; bytes and merges follow
+CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # the special tokens' ids and their number; bytes and merges follow
 
 
 # ---- 1. Configuration: section 4.1 -------------------------------------------------------------------------
@@ -38,8 +38,8 @@ class Config:
     seq_len: int = 512  # n, tokens per sequence
     encoder_layers: int = 12  # L, layers of the encoder
     encoder_dim: int = 768  # d, dimensions
-    encoder_heads: int = 12  # of size d / heads; the decoder's have the same size
-    decoder_layers: int = 4  # 0 for a standard MLM, with mask_in_encoder=1
+    encoder_heads: int = 12  # each of size d / heads; the decoder's heads have the same size
+    decoder_layers: int = 4  # 0 (with mask_in_encoder=1) for a standard MLM
     dropout: float = 0.1  # in the encoder; the decoder has none (App. C)
     rel_pos_buckets: int = 32  # groups of distances between tokens; 0 for no relative positions
     rel_pos_max_distance: int = 128  # larger distances share one group
@@ -50,9 +50,9 @@ class Config:
     decoder_relative: bool = False  # whether the decoder also has relative positions
     # For Table 2 (see ABLATIONS) and Figure 4:
     mask_in_encoder: float = 0.0  # delta in Figure 4: fraction of the masked positions that the encoder sees
-    encoder_fill: str = "mask"  # mask | random: the token that it sees there
+    encoder_fill: str = "mask"  # mask | random: the token that the encoder sees there
     decoder_reset: bool = False  # whether the decoder sees e_[MASK] there instead of the encoder's output
-    aligned_positions: bool = True  # whether tokens keep their positions in the encoder; otherwise 0 to r - 1
+    aligned_positions: bool = True  # whether tokens keep their positions in the encoder, or get 0 to r - 1
     decoder_dim: int = 0  # 0 for encoder_dim
     decoder: str = "bi"  # bi | bi+cross | uni+cross | cross; see support/cross_attention.py
 
@@ -66,7 +66,7 @@ class Config:
 
 # ---- 2. Masking: section 3, App. C -------------------------------------------------------------------------
 class Corruption(NamedTuple):
-    """The masked text and its positions. All sequences share one m and one r: no padding is needed."""
+    """The masked text and its positions. All sequences have the same m and r, so no padding is needed."""
     corrupted: Tensor  # (B, n) int64, x-hat
     masked: Tensor  # (B, m) int64, the masked positions M, in random order
     kept: Tensor  # (B, r) int64, the positions that the encoder sees, ascending
@@ -80,31 +80,31 @@ def corrupt(tokens, config, generator):
 
 
 def draw_masks(maskable, m, generator):
-    """m random positions per sequence where maskable (B, n) bool is True -> (B, m) int64, or ValueError."""
+    """Draw m random positions per sequence where maskable (B, n) bool is True -> (B, m) int64, or ValueError."""
     fewest = int(maskable.sum(1).min())
     if not 0 < m <= fewest:
         raise ValueError(f"cannot mask {m} tokens of each sequence: use 1 to {fewest}")
-    # Each position draws a number below 1. The m smallest are masked; their order is random.
+    # Draw a number below 1 for each position. The m positions with the smallest numbers are masked, in random order.
     number = torch.rand(maskable.shape, generator=generator, device=maskable.device)
     number = number.masked_fill(~maskable, 2.0)
     return number.topk(m, largest=False).indices
 
 
 def apply_masks(tokens, masked, config, generator):
-    """Mask tokens (B, n) int64 at distinct positions, masked (B, m) int64 -> Corruption, or ValueError.
+    """Mask tokens (B, n) int64 at the distinct positions `masked` (B, m) int64 -> Corruption, or ValueError.
     Example for MAE-LM: tokens 10 11 12 13 10 14, masked 5 2 -> corrupted 10 11 3 13 10 3, kept 0 1 3 4."""
     B, m = masked.shape
     is_masked = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, masked, True)
     if m == 0 or is_masked.sum() != B * m:
         raise ValueError("each sequence needs one or more masked positions, all distinct")
-    replacement = torch.full_like(masked, MASK)  # everywhere, whereas BERT leaves some unchanged
+    replacement = torch.full_like(masked, MASK)  # at every masked position; BERT leaves some unchanged
     if config.encoder_fill == "random":
         replacement.random_(NUM_SPECIAL, config.vocab_size, generator=generator)
     corrupted = tokens.scatter(1, masked, replacement)
 
-    visible = masked[:, :round(config.mask_in_encoder * m)]  # the encoder sees the first ones: none in MAE-LM
+    visible = masked[:, :round(config.mask_in_encoder * m)]  # the encoder sees the first few; in MAE-LM, none
     is_removed = is_masked.scatter(1, visible, False)
-    kept = (~is_removed).nonzero()[:, 1].view(B, -1)  # ascending; r in each sequence
+    kept = (~is_removed).nonzero()[:, 1].view(B, -1)  # ascending; r per sequence
     return Corruption(corrupted, masked, kept)
 
 
@@ -112,7 +112,7 @@ def apply_masks(tokens, masked, config, generator):
 def attention(q, k, v, bias=None, p=0.0):
     """Softmax(Q K^T / sqrt(d_h) + bias) V, with dropout p on the softmax. q (B, heads, t, d_h), k and v
     (B, heads, s, d_h), bias broadcastable to (B, heads, t, s) -> (B, heads, t, d_h)."""
-    if q.is_cuda:  # the same formula as one kernel
+    if q.is_cuda:  # the same formula in one kernel
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
     d_h = q.shape[-1]
     logits = (q * d_h ** -0.5) @ k.transpose(-2, -1)
@@ -128,11 +128,11 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.p = heads, dropout
         self.query = nn.Linear(dim, dim)  # for all heads: W^Q = [W_1^Q ... W_N^Q]
-        self.key_value = nn.Linear(dim, 2 * dim)  # separate, for support/cross_attention.py
+        self.key_value = nn.Linear(dim, 2 * dim)  # separate from query, for support/cross_attention.py
         self.output = nn.Linear(dim, dim)
 
     def forward(self, x, bias=None, memory=None):
-        """x (B, t, d) -> (B, t, d). Keys and values come from x or, in cross-attention, memory (B, s, d)."""
+        """x (B, t, d) -> (B, t, d). Keys and values come from x or, in cross-attention, from memory (B, s, d)."""
         q = self.query(x)
         k, v = self.key_value(x if memory is None else memory).chunk(2, dim=-1)
         q, k, v = [y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v)]  # (B, heads, t, d_h)
@@ -152,14 +152,14 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x, bias=None, at=None):
-        """x (B, t, d) -> (B, t, d), or in the last layer only the outputs at the indices `at`: (B, m, d)."""
-        if self.post_norm:  # the paper's
+        """x (B, t, d) -> (B, t, d) or, in the last layer, only the outputs at the indices `at`: (B, m, d)."""
+        if self.post_norm:  # as in the paper
             y = self.dropout(self.self_attention(x, bias))
             x = self.attention_norm(x + y).to(y.dtype)  # autocast's LayerNorm returns float32
         else:
             x = x + self.dropout(self.self_attention(self.attention_norm(x), bias))
 
-        if at is not None:  # only for speed: the loss is at masked positions, and the FFN mixes no positions
+        if at is not None:  # only for speed: the loss needs only masked positions, and the FFN does not mix positions
             x = x.take_along_dim(at[:, :, None], dim=1)
 
         if self.post_norm:
@@ -173,7 +173,7 @@ class RelativeBias(nn.Module):
     def __init__(self, config, heads):
         super().__init__()
         self.table = nn.Embedding(config.rel_pos_buckets, heads)
-        distance = torch.arange(1 - config.seq_len, config.seq_len)  # all 2n - 1
+        distance = torch.arange(1 - config.seq_len, config.seq_len)  # all 2n - 1 distances
         bucket = relative_bucket(distance, config.rel_pos_buckets, config.rel_pos_max_distance)
         self.register_buffer("bucket", bucket, persistent=False)
 
@@ -182,7 +182,7 @@ class RelativeBias(nn.Module):
         values = self.table(self.bucket)  # one per distance and head: (2n - 1, heads)
         distance = positions[:, None, :] - positions[:, :, None]  # key minus query: (B, t, t)
         index = distance + len(values) // 2  # distance 0 is in the middle of values
-        return lookup(values, index)  # values[index], but (B, heads, t, t); section 7
+        return lookup(values, index)  # values[index], as (B, heads, t, t); see section 7
 
 
 class Stack(nn.Module):
@@ -205,7 +205,7 @@ class Stack(nn.Module):
         return [*states, self.final_norm(x)]
 
     def attention_bias(self, positions, padding=None):
-        """The relative bias, plus -inf at keys where padding (B, t); fits (B, heads, t, t). Or None."""
+        """The relative bias, plus -inf where padding (B, t) is True at a key; fits (B, heads, t, t). Or None."""
         bias = self.relative_bias(positions) if self.relative_bias is not None else None
         if padding is not None:
             hidden = torch.zeros(padding.shape, device=padding.device).masked_fill(padding, -torch.inf)
@@ -227,11 +227,11 @@ class Encoder(nn.Module):
         self.stack = Stack(config, d, config.encoder_layers, config.dropout, relative=True)
 
     def forward(self, tokens, positions, padding=None, at=None):
-        """tokens, positions (B, r) int64 -> H^L (B, r, d). padding (B, r) bool: ignore. `at` as in Block."""
+        """tokens, positions (B, r) int64 -> H^L (B, r, d). padding (B, r) bool hides keys. `at` as in Block."""
         return self.hidden_states(tokens, positions, padding, at)[-1]
 
     def hidden_states(self, tokens, positions, padding=None, at=None):
-        """The same arguments -> [H^0, ..., H^L], (B, r, d) each."""
+        """The same arguments as forward -> [H^0, ..., H^L], (B, r, d) each."""
         h = self.token_embedding(tokens) + self.position_embedding(positions)  # h_i^0 = e_{x_i} + p_i
         # Differs from the paper: the formula has no LayerNorm here; the authors' code has one.
         h = self.dropout(self.norm(h))
@@ -245,20 +245,20 @@ class Decoder(nn.Module):
         super().__init__()
         width = config.decoder_width
         self.project = nn.Linear(config.encoder_dim, width) if config.encoder_dim != width else nn.Identity()
-        # Differs from the paper: section 3 has one p_i; the authors' code learns its own here.
+        # Differs from the paper: section 3 has a single p_i; the authors' code learns another one here.
         self.position_embedding = nn.Embedding(config.seq_len, width)
         self.norm = nn.LayerNorm(width)
         self.stack = Stack(config, width, config.decoder_layers, 0.0, config.decoder_relative)  # no dropout
 
     def forward(self, x, positions, padding=None, at=None):
-        """x (B, n, d), with its gaps filled -> (B, n, decoder_width), or only the positions `at` (B, m)."""
+        """x (B, n, d), with its gaps filled -> (B, n, decoder_width), or only at the positions `at` (B, m)."""
         h = self.project(x) + self.position_embedding(positions)  # h-hat_i^0; e_[MASK] is also projected
         return self.stack(self.norm(h), positions, padding, at)[-1]
 
 
 # ---- 6. The model and its loss: Eq. (1) --------------------------------------------------------------------
 class Head(nn.Module):
-    """Logits e_x^T h of all tokens x in Eq. (1)."""
+    """The logits e_x^T h of Eq. (1), for all tokens x."""
     def __init__(self, config):
         super().__init__()
         d = config.encoder_dim
@@ -284,7 +284,7 @@ class MAELM(nn.Module):
         self.init_parameters()
 
     def init_parameters(self):
-        """Matrices and embeddings start as N(0, init_std^2), biases as 0, LayerNorm gains as 1."""
+        """Draw matrices and embeddings from N(0, init_std^2). Biases start at 0, and LayerNorm gains at 1."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=self.config.init_std)
@@ -308,14 +308,14 @@ class MAELM(nn.Module):
         return self.head(h, self.encoder.token_embedding.weight)
 
     def encode(self, corruption, at=None):
-        """H^L at the kept positions, (B, r, d), or in a standard MLM (r = n) at positions `at`: (B, m, d)."""
+        """H^L at the kept positions (B, r, d) or, in a standard MLM (r = n), at the positions `at`: (B, m, d)."""
         seen = corruption.corrupted.gather(1, corruption.kept)  # (B, r)
         n, r = corruption.corrupted.shape[1], seen.shape[1]
         if at is not None and r < n:
-            raise ValueError("without a decoder, the encoder must see all masks: mask_in_encoder=1")
+            raise ValueError("without a decoder, the encoder must see all masks: use mask_in_encoder=1")
         if not self.config.aligned_positions:  # Table 2: misaligned
             positions = torch.arange(r, device=seen.device)[None]
-        elif r == n:  # nothing is removed: `kept` is 0 to n - 1 in all sequences, so one row, one bias
+        elif r == n:  # nothing is removed: all sequences keep 0 to n - 1, so one bias serves them all
             positions = torch.arange(n, device=seen.device)[None]
         else:  # MAE-LM
             positions = corruption.kept
@@ -334,12 +334,12 @@ class MAELM(nn.Module):
         e_mask = self.encoder.token_embedding.weight[MASK].to(h.dtype)  # (d,)
         x = e_mask.expand(B, n, -1).clone()
         x[row, corruption.kept] = h
-        if self.config.decoder_reset:  # Table 2: forget the encoder's output at masked positions that it saw
+        if self.config.decoder_reset:  # Table 2: discard the encoder's output at masked positions
             x[row, corruption.masked] = e_mask
         return x
 
 
-ABLATIONS = {  # Table 2, as differences from MAE-LM
+ABLATIONS = {  # the rows of Table 2, as differences from MAE-LM
     "mae-lm": dict(),
     "mlm": dict(mask_in_encoder=1.0, decoder_layers=0),
     "enc-mask": dict(mask_in_encoder=1.0),
@@ -359,13 +359,13 @@ ABLATIONS = {  # Table 2, as differences from MAE-LM
 
 # ---- 7. Details: T5's buckets, and speed-ups that change no result -----------------------------------------
 def relative_bucket(distance, num_buckets, max_distance):
-    """T5's bucket (Raffel et al., 2019) per distance, key minus query, int64 -> int64. For (32, 128), the
-    distances -200 -9 -1 0 1 9 fall into the buckets 15 8 1 0 17 24."""
-    # Differs from the authors' code, which has another formula.
+    """T5's bucket (Raffel et al., 2019) of each distance, key minus query, int64 -> int64. With 32 buckets up to
+    distance 128, the distances -200 -9 -1 0 1 9 fall into the buckets 15 8 1 0 17 24."""
+    # Differs from the authors' code, which uses a different formula.
     half = num_buckets // 2  # keys to the right of the query get the upper half
     max_exact = half // 2  # distances below this have buckets of their own
     size = distance.abs()
-    # A log scale: 0 at max_exact, 1 at max_distance. 1e-9, as rounding may put a boundary just below.
+    # A log scale: 0 at max_exact, 1 at max_distance. Adding 1e-9 corrects rounding errors at boundaries.
     fraction = (size.clamp(min=max_exact).double() / max_exact).log() / math.log(max_distance / max_exact)
     far = max_exact + ((half - max_exact) * fraction + 1e-9).long()
     far = far.clamp(max=half - 1)  # the last bucket is open-ended
@@ -374,7 +374,7 @@ def relative_bucket(distance, num_buckets, max_distance):
 
 
 def lookup(values, index):
-    """values[index].permute(0, 3, 1, 2), with a faster gradient: values (2n - 1, heads), index (B, t, t)."""
+    """values[index].permute(0, 3, 1, 2), with a faster gradient; values (2n - 1, heads), index (B, t, t)."""
     B, t, _ = index.shape
     flat = index.view(B, 1, t * t).expand(-1, values.shape[1], -1)  # (B, heads, t * t)
     return values.t().expand(B, -1, -1).gather(2, flat).unflatten(2, (t, t))

@@ -1,11 +1,11 @@
 """Claims about the method, as tests: the file to read after maelm.py. In the course, a claim with @task is worth a
-point. A gate is a claim about a silent error: a task that fails it has no points. tests/test_mistakes.py has wrong
-versions of the code, which these claims find.
+point. A gate is a claim about a silent error: a task that fails it gets no points. tests/test_mistakes.py checks that
+these claims detect wrong versions of the code.
 
     pytest test_maelm.py
     python test_maelm.py -h         # for classes: --blank or --handout makes an assignment, --grade marks it
 """
-if __name__ == "__main__":  # before the other imports, in case one of these files is broken
+if __name__ == "__main__":  # before the other imports, in case one of the imported files is broken
     from course.assign import main
     raise SystemExit(main())
 
@@ -21,17 +21,17 @@ OTHER = dict(vocab_size=50, seq_len=40, encoder_dim=24, encoder_heads=2, rel_pos
 
 
 def close(found, expected, hint="", **tolerances):
-    """Fails with a hint unless two tensors are nearly equal, and equal in shape and dtype."""
+    """Fails with a hint unless two tensors are nearly equal and have the same shape and dtype."""
     torch.testing.assert_close(found, expected, msg=lambda message: f"{hint}\n{message}", **tolerances)
 
 
 def exact(found, expected, hint=""):
-    """Fails with a hint unless two tensors are equal, also in shape and dtype."""
+    """Fails with a hint unless two tensors are equal and have the same shape and dtype."""
     close(found, expected, hint, rtol=0, atol=0)
 
 
 def at_positions(x, at):
-    """x (B, n, d) at the positions at (B, k): (B, k, d)."""
+    """x (B, n, d) at the positions `at` (B, k) -> (B, k, d)."""
     return torch.take_along_dim(x, at[:, :, None], dim=1)
 
 
@@ -51,12 +51,12 @@ def is_masked(corruption):
 # ---- Section 3: removing the masked positions -----------------------------------------------------------------------
 @task("corrupt", gate=True)
 def test_every_sequence_has_exactly_m_masks():
-    for rate, n, m in ((0.25, 24, 6), (0.15, 24, 4), (0.25, 30, 8)):  # rounded to the nearest; half to even
+    for rate, n, m in ((0.25, 24, 6), (0.15, 24, 4), (0.25, 30, 8)):  # rounded to the nearest integer; half to even
         corrupted, masked, kept = maelm.corrupt(random_tokens(50, n), tiny(mask_rate=rate), generator(0))
-        assert masked.shape == (50, m) and kept.shape == (50, n - m), f"of {n} tokens at rate {rate}, {m} are masked"
+        assert masked.shape == (50, m) and kept.shape == (50, n - m), f"at rate {rate}, {m} of {n} tokens are masked"
         assert {x.dtype for x in (corrupted, masked, kept)} == {torch.int64}, "tokens and positions are int64"
         assert [len(row.unique()) for row in masked] == [m] * 50, "a position is masked twice"
-        assert (corrupted == maelm.MASK).sum(1).tolist() == [m] * 50, "a sequence has another number of [MASK]"
+        assert (corrupted == maelm.MASK).sum(1).tolist() == [m] * 50, "a sequence has too few or too many [MASK]"
 
 
 @task("corrupt", gate=True)
@@ -65,11 +65,11 @@ def test_only_real_or_given_positions_are_masked():
     tokens[:, 3:6] = torch.tensor([maelm.PAD, maelm.SEP, maelm.MASK])
     masked = maelm.corrupt(tokens, tiny(), generator(0)).masked
     assert tokens.gather(1, masked).min() >= maelm.NUM_SPECIAL, "a special token is masked"
-    given = (torch.arange(24) < 6).expand(50, -1)  # as many as there are masks, special tokens among them
+    given = (torch.arange(24) < 6).expand(50, -1)  # as many positions as masks, some of them special tokens
     masked = maelm.draw_masks(given, 6, generator(0))
     exact(masked.sort(1).values, torch.arange(6).expand(50, -1), "only these six positions are maskable")
     tokens[2] = torch.tensor([maelm.NUM_SPECIAL, 9999, 5, 6, 7] + [maelm.CLS] * 19)  # five real tokens
-    for refused, rate in ((tokens, 0.25), (random_tokens(), 0.02)):  # 5 tokens for 6 masks; no mask
+    for refused, rate in ((tokens, 0.25), (random_tokens(), 0.02)):  # 5 real tokens for 6 masks; 0 masks
         with pytest.raises(ValueError):
             maelm.corrupt(refused, tiny(mask_rate=rate), generator(0))
     masked = maelm.corrupt(tokens, tiny(mask_rate=0.2, vocab_size=10000), generator(0)).masked[2]
@@ -82,12 +82,12 @@ def test_all_else_is_kept_in_order_and_unchanged():
     corrupted, masked, kept = maelm.corrupt(tokens, tiny(), generator(0))
     rest = [[i for i in range(24) if i not in row] for row in masked.tolist()]
     assert kept.tolist() == rest, "the encoder sees all positions that are not masked, from left to right"
-    exact(corrupted, tokens.scatter(1, masked, maelm.MASK), "the text differs at other than masked positions")
+    exact(corrupted, tokens.scatter(1, masked, maelm.MASK), "the text differs at a position that is not masked")
 
 
 @task("corrupt")
 def test_masks_are_uniform_over_real_tokens():
-    """Any two positions are masked together equally often, and equally often seen by the encoder together."""
+    """All pairs of positions are equally likely to be masked, and to be seen by the encoder as [MASK]."""
     tokens = random_tokens(4000)
     corruption = maelm.corrupt(tokens, tiny(mask_in_encoder=0.5), generator(0))
     seen = is_masked(corruption) * torch.zeros_like(tokens).scatter(1, corruption.kept, 1)
@@ -105,9 +105,9 @@ def test_corrupt_is_a_pure_function():
     tokens, config = random_tokens(), tiny(mask_in_encoder=0.5, encoder_fill="random")
     before, state = tokens.clone(), torch.get_rng_state()
     first, second, other = (maelm.corrupt(tokens, config, generator(seed)) for seed in (3, 3, 4))
-    close(first, second, "the same seed gave another result: do all random numbers come from `generator`?")
+    close(first, second, "the same seed gave a different result: do all random numbers come from `generator`?")
     exact(torch.get_rng_state(), state, "the global random generator was used")
-    assert first.masked.tolist() != other.masked.tolist(), "another seed gave the same masks"
+    assert first.masked.tolist() != other.masked.tolist(), "a different seed gave the same masks"
     maskable = tokens >= maelm.NUM_SPECIAL
     masked = maelm.draw_masks(maskable, 6, generator(0))
     given = [before, before >= maelm.NUM_SPECIAL, masked.clone()]
@@ -120,13 +120,13 @@ def test_delta_is_the_share_of_masks_that_the_encoder_sees():
     for delta, seen in ((0, 0), (0.25, 2), (0.5, 3), (0.75, 4), (1, 6)):  # of 6; round half to even
         corrupted, masked, kept = maelm.corrupt(random_tokens(), tiny(mask_in_encoder=delta), generator(0))
         found = (corrupted.gather(1, kept) == maelm.MASK).sum(1).tolist()
-        assert found == [seen] * 6, f"at delta {delta} the encoder sees {seen} of 6 masks in each sequence"
+        assert found == [seen] * 6, f"at delta {delta}, the encoder sees {seen} of 6 masks in each sequence"
 
 
 @task("corrupt")
 def test_any_number_of_masks_can_be_applied():
     tokens = random_tokens(3)
-    for m, seen in ((1, 0), (2, 1), (23, 12)):  # the config's mask_rate would have 6
+    for m, seen in ((1, 0), (2, 1), (23, 12)):  # the config's mask_rate would give 6
         masked = torch.arange(m).expand(3, -1)
         corruption = maelm.apply_masks(tokens, masked, tiny(mask_in_encoder=0.5), generator(0))
         exact(corruption.masked, masked, "apply_masks applies the masks that it is given")
@@ -146,7 +146,7 @@ def test_a_random_fill_is_any_real_token():
         assert fill.unique().tolist() == list(range(4, V)), "each real token, and no other, can fill a gap"
         exact(corrupted.scatter(1, masked, 0), tokens.scatter(1, masked, 0), "other positions keep their tokens")
         same = (fill[:, 1:] == fill[:, :1]).double().mean()
-        assert same < 2 / V, "gaps of one sequence are filled alike: each draws a token of its own"
+        assert same < 2 / V, "gaps in one sequence get the same token: each must draw its own"
 
 
 @task("corrupt", gate=True)
@@ -155,17 +155,17 @@ def test_masked_tokens_do_not_leak():
         config, tokens = tiny(**maelm.ABLATIONS[name]), random_tokens()
         corruption = maelm.corrupt(tokens, config, generator(1))
         changed = tokens.scatter(1, corruption.masked, 42)
-        leak = f"{name}: with other true tokens at the masked positions the result differs: can the model see them?"
+        leak = f"{name}: the result depends on the true tokens at masked positions: can the model see them?"
         close(maelm.corrupt(changed, config, generator(1)), corruption, leak)
 
 
 @task("Encoder.hidden_states", gate=True)
 def test_removing_equals_hiding():
-    """Encoding only the kept tokens equals encoding all tokens with the masked ones hidden as keys."""
+    """Encoding only the kept tokens equals encoding all tokens with the masked tokens hidden as keys."""
     for fields in (dict(norm="post"), dict(norm="pre")):
         model, tokens, corruption = model_and_batch(**fields)
         h = model.encoder(tokens, torch.arange(24).expand(6, -1), padding=is_masked(corruption))
-        hint = "to remove tokens is to hide them: does each token keep its own position?"
+        hint = "removing tokens must equal hiding them: does each token keep its own position?"
         close(model.encode(corruption), at_positions(h, corruption.kept), hint, atol=1e-5, rtol=1e-4)
 
 
@@ -184,7 +184,7 @@ def test_gaps_are_filled_by_the_two_case_formula():
             rows = [[a, e, e, d, e], [e, e, q, e, s]] if reset else [[a, b, c, d, e], [p, e, q, r, s]]
             expected = torch.stack([torch.stack(row) for row in rows])
             corruption = maelm.Corruption(torch.zeros(2, 5, dtype=torch.int64), masked, kept)
-            exact(model.fill_gaps(h, corruption), expected, f"decoder_reset={reset}: h_i or e_[MASK], by sequence")
+            exact(model.fill_gaps(h, corruption), expected, f"decoder_reset={reset}: h_i or e_[MASK] is misplaced")
             exact(h, before, "h has changed: the caller still needs it")
 
 
@@ -193,11 +193,11 @@ def test_the_mask_embedding_learns_from_every_gap():
     model, _, corruption = model_and_batch()
     h = torch.zeros(6, 18, 32, dtype=torch.bfloat16, requires_grad=True)
     x = model.fill_gaps(h, corruption)
-    assert x.dtype == torch.bfloat16, "the result has another dtype than h"
+    assert x.dtype == torch.bfloat16, "the result does not have the dtype of h"
     x.sum().backward()
     gradient = model.encoder.token_embedding.weight.grad
     assert gradient is not None and h.grad is not None, "no gradient reaches e_[MASK], or none reaches the encoder"
-    assert gradient[maelm.MASK].tolist() == [36] * 32, "e_[MASK] has a gradient from each of the 36 gaps"
+    assert gradient[maelm.MASK].tolist() == [36] * 32, "e_[MASK] must get a gradient from each of the 36 gaps"
     exact(h.grad, torch.ones_like(h), "each h_i is used once")
 
 
@@ -213,7 +213,7 @@ def test_near_distances_have_buckets_of_their_own():
 
 @task("relative_bucket", gate=True)
 def test_far_buckets_begin_where_t5s_begin():
-    """In whole numbers: distance s reaches range i if s^r >= exact^(r - i) farthest^i."""
+    """In integer arithmetic: distance s reaches range i if s^r >= exact^(r - i) farthest^i."""
     for buckets, farthest in ((32, 128), (64, 128), (8, 20), (10, 60), (16, 64), (40, 320), (32, 500)):
         half, own = buckets // 2, buckets // 4
         starts = [own ** (half - own - i) * farthest ** i for i in range(half - own)]
@@ -221,12 +221,12 @@ def test_far_buckets_begin_where_t5s_begin():
         left = maelm.relative_bucket(-torch.arange(600), buckets, farthest).tolist()
         right = maelm.relative_bucket(torch.arange(600), buckets, farthest).tolist()
         wrong = [s for s in range(own, 600) if left[s] != far[s - own]]
-        assert wrong == [], f"{buckets} buckets to {farthest}: distances {wrong[:5]} to the left are in other buckets"
+        assert wrong == [], f"{buckets} buckets up to {farthest}: wrong buckets for distances {wrong[:5]} to the left"
         assert right[1:] == [half + bucket for bucket in left[1:]], "the right side has the upper half of the buckets"
 
 
 def bias_table(heads=4, **fields):
-    """A RelativeBias whose entry for a bucket and a head is bucket + 100 head."""
+    """A RelativeBias whose entry for a bucket and a head is bucket + 100 * head."""
     bias = maelm.RelativeBias(tiny(**fields), heads)
     bias.table.weight.data[:] = torch.arange(len(bias.table.weight))[:, None] + 100 * torch.arange(heads)
     return bias
@@ -238,16 +238,16 @@ def test_relative_bias_is_of_key_minus_query():
     buckets = torch.tensor([[0, 19, 20, 27], [3, 0, 17, 26], [4, 1, 0, 26], [11, 10, 10, 0]])
     expected = torch.stack([buckets + 100 * head for head in range(4)])
     exact(bias_table()(keys), expected[None].float(), "row i, column j: the bucket of key j as query i sees it")
-    buckets = torch.tensor([[0, 7, 7], [3, 0, 5], [3, 1, 0]])  # 8 buckets to distance 20, 40 positions
+    buckets = torch.tensor([[0, 7, 7], [3, 0, 5], [3, 1, 0]])  # 8 buckets up to distance 20, 40 positions
     expected = torch.stack([buckets, buckets + 100])[None].float()
-    exact(bias_table(2, **OTHER)(torch.tensor([[2, 31, 32]])), expected, "another config: other buckets and heads")
+    exact(bias_table(2, **OTHER)(torch.tensor([[2, 31, 32]])), expected, "wrong for other numbers of buckets and heads")
 
 
 @task("RelativeBias.forward", gate=True)
 def test_each_sequence_has_positions_of_its_own():
     positions = torch.tensor([[0, 1, 7], [2, 4, 9]])
     buckets = torch.tensor([[[0, 17, 23], [1, 0, 22], [7, 6, 0]], [[0, 18, 23], [2, 0, 21], [7, 5, 0]]])
-    exact(bias_table()(positions)[:, 3], 300 + buckets.float(), "sequences with other gaps have other biases")
+    exact(bias_table()(positions)[:, 3], 300 + buckets.float(), "sequences with different gaps have different biases")
     assert positions.tolist() == [[0, 1, 7], [2, 4, 9]], "the positions have changed"
 
 
@@ -292,18 +292,18 @@ def test_a_bias_can_hide_keys_and_is_not_changed():
     close(maelm.attention(q, k, v, bias), v[:, :, chosen], "each query can see one key, so it returns that key's value")
     exact([q, k, v, bias], given, "an argument has changed: the next layer uses the same bias")
     half = maelm.attention(*[x.bfloat16() for x in (q, k, v)])
-    assert half.dtype == torch.bfloat16, "the result has another dtype than q, k and v"
+    assert half.dtype == torch.bfloat16, "the result does not have the dtype of q, k and v"
 
 
 @task("attention")
 def test_attention_drops_weights_out():
-    """Of 500 equal weights a fifth is dropped, and a query's result is 1 on average."""
+    """A fifth of 500 equal weights is dropped, and a query's result is 1 on average."""
     out = maelm.attention(torch.zeros(2, 3, 50, 4), torch.zeros(2, 3, 500, 4), torch.ones(2, 3, 500, 4), None, 0.2)
     hint = "dropout is on the weights: it drops whole keys for a query, not features of the result"
     close(out, out[..., :1].expand(-1, -1, -1, 4), hint)
     assert out.mean().item() == pytest.approx(1, abs=0.02), "the weights that stay are not scaled up by 1 / (1 - p)"
-    assert 0.015 < out[..., 0].std(-1).mean() < 0.03, "each query drops a share p of the keys, other keys than others"
-    assert len(out.flatten(0, 1).unique(dim=0)) == 6, "heads or sequences share a mask: each draws its own"
+    assert 0.015 < out[..., 0].std(-1).mean() < 0.03, "each query must drop its own share p of the keys"
+    assert len(out.flatten(0, 1).unique(dim=0)) == 6, "heads or sequences share a dropout mask: each must draw its own"
 
 
 def attention_layer(dropout=0.0):
@@ -332,9 +332,9 @@ def test_attention_has_dropout_in_training_only():
     layer.key_value.bias.data.fill_(1)  # equal keys, and values of ones
     layer.output.load_state_dict(dict(weight=torch.eye(8), bias=torch.zeros(8)))
     heads = layer(x).unflatten(-1, (2, 4))
-    assert heads.std(dim=(1, 2)).min() > 0, "dropout is on the weights of attention, not on the input"
-    close(4 * heads, (4 * heads).round(), "not a number of fifths, scaled up by 1 / (1 - p): is p = self.p?")
-    close(heads, heads[..., :1].expand_as(heads), "dropout is on the weights of attention, not on features")
+    assert heads.std(dim=(1, 2)).min() > 0, "dropout is on the attention weights, not on the input"
+    close(4 * heads, (4 * heads).round(), "not a multiple of 1/4, which is 1/5 times 1 / (1 - p): is p = self.p?")
+    close(heads, heads[..., :1].expand_as(heads), "dropout is on the attention weights, not on features")
 
 
 @task("Attention.forward")
@@ -373,12 +373,12 @@ def test_a_layer_and_its_gradients_equal_pytorchs_own():
         copy_layer(block, theirs)
         x, y = (torch.randn(2, 7, d, generator=generator(0)).requires_grad_() for _ in range(2))
         found, expected = block(x), theirs(y)
-        close(found, expected, f"{heads} heads of {d // heads}: another result", atol=1e-5, rtol=1e-5)
+        close(found, expected, f"{heads} heads of size {d // heads}: not PyTorch's result", atol=1e-5, rtol=1e-5)
         all_learn(found.sin().sum(), block)
         expected.sin().sum().backward()
         ours = torch.cat([block.self_attention.query.weight.grad, block.self_attention.key_value.weight.grad])
         expected = [theirs.self_attn.in_proj_weight.grad, y.grad]
-        close([ours, x.grad], expected, "other gradients: is something detached?", atol=1e-4, rtol=1e-4)
+        close([ours, x.grad], expected, "not PyTorch's gradients: is something detached?", atol=1e-4, rtol=1e-4)
 
 
 @task("Encoder.hidden_states", gate=True)
@@ -401,11 +401,11 @@ def test_all_layers_are_listed_and_learn():
     model, tokens, _ = model_and_batch(norm="pre")
     model.encoder.norm.reset_parameters()
     states = model.encoder.hidden_states(tokens, torch.arange(24)[None])
-    assert [state.shape for state in states] == [(6, 24, 32)] * 3, "the states are H^0, ..., H^L: L + 1"
+    assert [state.shape for state in states] == [(6, 24, 32)] * 3, "the states are H^0, ..., H^L, so there are L + 1"
     at = torch.tensor([[4, 1]] * 6)
     last = model.encoder(tokens, torch.arange(24)[None], at=at)
-    close(last, at_positions(states[-1], at), "of H^L only the indices `at`", atol=1e-5, rtol=1e-4)
-    close(states[0].var(-1, correction=0), torch.ones(6, 24), "H^0 is not normalised", atol=1e-3, rtol=0)
+    close(last, at_positions(states[-1], at), "with `at`, H^L has only these positions", atol=1e-5, rtol=1e-4)
+    close(states[0].var(-1, correction=0), torch.ones(6, 24), "H^0 is not normalized", atol=1e-3, rtol=0)
     all_learn(states[-1].sin().sum(), model.encoder)
 
 
@@ -418,7 +418,7 @@ def test_padding_and_other_sequences_change_nothing():
         states = model.encoder.hidden_states(tokens.masked_fill(padding, maelm.PAD), positions, padding)
         for b, length in enumerate(lengths):
             short = model.encoder.hidden_states(tokens[b:b + 1, :length], positions[:, :length])
-            hint = "a sequence alone has other states than in a batch with padding"
+            hint = "a sequence has different states alone and in a batch with padding"
             close([state[b:b + 1, :length] for state in states], short, hint, atol=1e-5, rtol=1e-4)
 
 
@@ -430,13 +430,13 @@ def test_embeddings_have_dropout_in_training_only():
     exact(calm, again, "two results differ in evaluation mode")
     zeros = training == 0
     assert zeros.float().mean().item() == pytest.approx(0.3, abs=0.05), "a share p of H^0 is 0 in training"
-    assert len(zeros.flatten(0, 1).unique(dim=0)) == 6 * 24, "each vector drops numbers of its own"
+    assert len(zeros.flatten(0, 1).unique(dim=0)) == 6 * 24, "each vector must drop its own numbers"
 
 
 # ---- Eq. (1): the loss ----------------------------------------------------------------------------------------------
 @task("MAELM.forward", gate=True)
 def test_loss_is_the_mean_over_the_masked_positions():
-    """Where the corruption says, not where the config would mask: two masks per sequence instead of six."""
+    """The loss uses the masks of the corruption, even if it has two per sequence and the config would draw six."""
     model, tokens, corruption = model_and_batch()
     before = tokens.clone()
     fewer = maelm.apply_masks(tokens, torch.tensor([[7, 2]] * 6), model.config, generator(0))
@@ -449,7 +449,7 @@ def test_loss_is_the_mean_over_the_masked_positions():
         loss = model(tokens, drawn)
         close(loss, torch.stack(by_hand).mean(), "not the mean of -log p(true token), in the order of `masked`")
     exact(tokens, before, "the tokens have changed")
-    assert model.bfloat16()(tokens, corruption).dtype == torch.float32, "the loss is float32, also of other logits"
+    assert model.bfloat16()(tokens, corruption).dtype == torch.float32, "the loss is float32 for logits of any dtype"
 
 
 @task("MAELM.forward")
@@ -459,13 +459,13 @@ def test_mlm_is_the_textbook_mlm():
     h = model.encoder(tokens.masked_fill(masked, maelm.MASK), torch.arange(24).expand(6, -1))
     logits = model.head(h, model.encoder.token_embedding.weight)
     loss = model(tokens, corruption)
-    close(loss, F.cross_entropy(logits[masked], tokens[masked]), "without a decoder this is a standard MLM")
+    close(loss, F.cross_entropy(logits[masked], tokens[masked]), "without a decoder, this is a standard MLM")
     all_learn(loss, model)
 
 
 @task("MAELM.forward", gate=True)
 def test_mae_lm_is_the_papers_figure_2():
-    """Encoder without masked positions, e_[MASK] in the gaps, decoder over all positions, head at the masked ones."""
+    """Encoder without masked positions, e_[MASK] in the gaps, decoder over all positions, head at masked positions."""
     for fields, (B, n, V) in ((dict(), (6, 24, 300)), (OTHER, (3, 31, 50))):
         model, _, _ = model_and_batch(**fields)
         tokens = random_tokens(B, n, V)

@@ -1,10 +1,10 @@
-"""The evidence in docs/results.md: which of the paper's claims small models show, with seeds and intervals.
+"""The evidence in docs/results.md: which of the paper's claims small models confirm, with seeds and intervals.
 
-    SEEDS="3 4 5" bash runs/evidence.sh TEXT GLUE out/evidence   # pre-train, measure, fine-tune; again to continue
-    python -m bench.evidence --collect out/evidence              # what has ended so far: evidence.json, .md, rank.png
+    SEEDS="3 4 5" bash runs/evidence.sh TEXT GLUE out/evidence   # pre-train, measure, fine-tune; run again to continue
+    python -m bench.evidence --collect out/evidence              # record finished jobs: evidence.json, .md, rank.png
     python -m bench.evidence --report                            # the project's record: docs/results.md and rank.png
 
-runs/evidence.sh says what TEXT and GLUE are; at its end it collects. The verdicts need requirements-test.txt.
+runs/evidence.sh explains TEXT and GLUE, and ends with --collect. The verdicts need requirements-test.txt.
 """
 import math
 import re
@@ -25,7 +25,7 @@ from support.results import rank_after
 RECORD = HERE / "results"
 PAGE = HERE.parent / "docs" / "results.md"
 MODELS = {"mae-lm": "MAE-LM", "mlm": "MLM"}
-DECIDING = ("docs", "sst2")  # for Tables 1 and 3: what models of this size learn
+DECIDING = ("docs", "sst2")  # for Tables 1 and 3: tasks that models of this size learn
 
 
 # ---- 1. From run folders to evidence.json -------------------------------------------------------------------
@@ -41,7 +41,7 @@ def found_in(folder: Path) -> dict[str, object]:
 
 
 def layers_of(model: dict) -> list[dict]:
-    """The ranks of a model in rank.json in the form of evidence.json: by layer, centering and curve."""
+    """The ranks of a model from rank.json, arranged as in evidence.json: by layer, centering and curve."""
     layers = []
     for layer in range(len(model["uncentered"]["with_mask"])):
         ranks = {}
@@ -52,7 +52,7 @@ def layers_of(model: dict) -> list[dict]:
 
 
 def collect(out: Path):
-    """Add jobs of runs/evidence.sh that have ended since then to evidence.json. Raises UserError if none has ended."""
+    """Add newly finished jobs of runs/evidence.sh to evidence.json. Raises UserError if no job has ever finished."""
     path = out / "evidence.json"
     jobs = read_json(path)["jobs"] if path.is_file() else {}
     cpu = f"{cpu_name()}, {torch.get_num_threads()} thread(s)"
@@ -66,19 +66,19 @@ def collect(out: Path):
             jobs[name] = {"command": command, "commit": commit(), "machine": machine, "found": found,
                           "minutes": minutes}
     if not jobs:
-        raise UserError(f"{out}: nothing has ended there; start runs/evidence.sh")
+        raise UserError(f"{out}: no job has ended there; start runs/evidence.sh")
     write_json(path, {"jobs": jobs})
 
 
 # ---- 2. A record and its numbers ----------------------------------------------------------------------------
 class Record(NamedTuple):
-    """The jobs of an evidence.json, by name. Lists and arrays go by seed of pre-training; an array is (seeds,) float64,
-    and NaN where nothing was measured. Ranks are rank_0.9, uncentered."""
+    """The jobs of an evidence.json, by name. Lists and arrays have an entry per pre-training seed. Arrays are (seeds,)
+    float64, with NaN where nothing was measured. Ranks are rank_0.9, uncentered."""
     jobs: dict[str, dict]
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of pre-training."""
+        """The pre-training seeds."""
         return sorted({int(name.split()[-1]) for name in self.jobs if name.startswith("train ")})
 
     def found(self, job: str, model: str) -> list[dict]:
@@ -98,7 +98,7 @@ class Record(NamedTuple):
         return np.array([ranks[layer] for ranks in self.ranks(model, curve)], float)
 
     def score(self, task: str, model: str) -> np.ndarray:
-        """The median over fine-tuning seeds."""
+        """The median score over fine-tuning seeds."""
         return np.array([found.get("median") for found in self.found(task, model)], float)  # None becomes NaN
 
     def score_gap(self, task: str) -> np.ndarray:
@@ -106,14 +106,14 @@ class Record(NamedTuple):
         return self.score(task, "mae-lm") - self.score(task, "mlm")
 
     def rank_after(self, task: str, model: str) -> np.ndarray:
-        """The top rank after fine-tuning: the median over fine-tuning seeds."""
+        """The last layer's rank after fine-tuning: the median over fine-tuning seeds."""
         ranks = [found.get("effective_rank") for found in self.found(task, model)]
         return np.array([rank_after(one, "uncentered") if one else None for one in ranks], float)
 
 
 # ---- 3. Intervals and claims --------------------------------------------------------------------------------
 class Interval(NamedTuple):
-    """A mean, the ends of its 95 % confidence interval, and the two-sided p-value of the hypothesis that it is 0."""
+    """A mean, the ends of its 95 % confidence interval, and the two-sided p-value for a mean of 0."""
     mean: float
     low: float
     high: float
@@ -125,8 +125,8 @@ class Interval(NamedTuple):
 
 
 def interval_of(values: np.ndarray, ranks: int = 0) -> Interval:
-    """The interval, by Student's t, of the mean of numbers by seed, each a sum of `ranks` ranks: these are rounded, so
-    three equal ones are not certain. Endless for one seed; NaN for none."""
+    """The mean of numbers by seed, with its interval by Student's t. Each number sums `ranks` rounded ranks, so even
+    equal numbers are uncertain. For one seed, the interval is infinite; for none, the mean is NaN."""
     from scipy.stats import t
     values = values[np.isfinite(values)]
     n = len(values)
@@ -141,17 +141,17 @@ def holm(p: list[float]) -> list[float]:
     """p-values corrected by Holm's method: the smallest is multiplied by n, the next one by n - 1, and so on."""
     corrected, highest = [1.0] * len(p), 0.0
     for k, i in enumerate(np.argsort(p)):
-        highest = max(highest, (len(p) - k) * p[i])  # never below that of a smaller one
+        highest = max(highest, (len(p) - k) * p[i])  # never below the result for a smaller p
         corrected[i] = min(1.0, highest)
     return corrected
 
 
 class Claim(NamedTuple):
-    """A statement as a number that is above 0 if it holds."""
+    """A statement, as a number that is above 0 if the statement holds."""
     where: str  # in the paper
     statement: str
-    paper: str  # its number
-    size: float | None  # the same for a model of 128 dimensions
+    paper: str  # the paper's number
+    size: float | None  # the number to expect from a model of 128 dimensions
     seeds: np.ndarray  # the number for each pre-training seed
     interval: Interval
     p: float = 1.0  # corrected for the number of claims
@@ -161,7 +161,7 @@ class Claim(NamedTuple):
         return sign if self.p < 0.05 else "inconclusive"
 
     def power(self) -> str:
-        """Whether the paper's number lies in the interval."""
+        """The paper's number, and whether it lies in the interval."""
         if self.size is None or math.isinf(self.interval.high):
             return self.paper
         place = "inside" if self.interval.low <= self.size <= self.interval.high else "outside"
@@ -203,8 +203,8 @@ def verdicts(record: Record) -> str:
 
 
 def draw(record: Record, path: Path):
-    """The README's figure: ranks by layer, the means over the seeds that were measured, if any, with the names on the
-    lines."""
+    """Draw the README's figure, if anything was measured: ranks by layer, as means over the measured seeds, with a name
+    on each line."""
     found = [one for model in MODELS for one in record.found("rank", model) if one]
     if not found:
         return
@@ -229,7 +229,7 @@ def draw(record: Record, path: Path):
 
 
 def write_verdicts(text: str):
-    """Replace the verdicts in docs/results.md. Raises UserError if their place in the page is not marked."""
+    """Replace the verdicts in docs/results.md. Raises UserError if the page does not mark their place."""
     before, start, rest = PAGE.read_text(encoding="utf-8").partition("<!-- verdicts -->")
     _, end, after = rest.partition("<!-- end of verdicts -->")
     if not end:
@@ -238,7 +238,7 @@ def write_verdicts(text: str):
 
 
 def report(folder: Path):
-    """Write evidence.md and rank.png; from the project's record docs/results.md and the README's figure."""
+    """Write evidence.md and rank.png or, for the project's record, docs/results.md and the README's figure."""
     record = Record(read_json(folder / "evidence.json", "jobs")["jobs"])
     page, picture = folder / "evidence.md", folder / "rank.png"
     if folder == RECORD:
@@ -254,7 +254,7 @@ def report(folder: Path):
 def main(argv: list[str] | None = None):
     parser = Parser("bench.evidence", __doc__)
     either = parser.add_mutually_exclusive_group(required=True)
-    either.add_argument("--collect", type=Path, metavar="OUT", help="read what has ended there, and report")
+    either.add_argument("--collect", type=Path, metavar="OUT", help="record the jobs that have ended there, and report")
     either.add_argument("--report", type=Path, metavar="FOLDER", nargs="?", const=RECORD, help="[bench/results]")
     options = parser.parse_args(argv)
     with clear_errors("bench.evidence"):

@@ -1,11 +1,11 @@
-"""Training speed on this machine: tokens per second of a training step, next to transformers' RoBERTa.
+"""Training speed on this machine: tokens per second of a training step, compared with transformers' RoBERTa.
 
     python -m bench.speed                                            # a CPU: toy, small, base; bench/results/speed.json
     python -m bench.speed --device cuda --kinds eager compiled       # a GPU: bench/results/speed-cuda.json
 
-A step is train.py's own, with AdamW: on a GPU of the preset's batch, on a CPU of one small micro-batch. The models
-take turns, so that noise affects all of them alike, and ratios to RoBERTa are taken within a turn. Tokens are random,
-and all n tokens of a sequence count. RoBERTa has no relative positions, and its head reads all positions.
+A step is train.py's own, with AdamW. On a GPU, it processes the preset's batch; on a CPU, one small micro-batch. The
+models take turns, so that noise affects all of them alike, and ratios to RoBERTa are taken within a turn. Tokens are
+random, and all n tokens of a sequence count. RoBERTa has no relative positions, and its head reads all positions.
 """
 import platform
 import re
@@ -25,7 +25,7 @@ from support.worker import Worker, compile_model, make_worker
 from train import PRESETS, make_config, make_settings, train_step
 
 HERE = Path(__file__).resolve().parent
-ROWS = {"cpu": {"toy": 64, "small": 16, "base": 2}, "cuda": {"toy": 64, "small": 256, "base": 64}}  # at a time
+ROWS = {"cpu": {"toy": 64, "small": 16, "base": 2}, "cuda": {"toy": 64, "small": 256, "base": 64}}  # micro-batch
 
 
 def cpu_name() -> str:
@@ -54,7 +54,7 @@ class Roberta(torch.nn.Module):
 
 
 class Contestant:
-    """A model as it is trained, eager or compiled."""
+    """A model whose training is timed, eager or compiled."""
     def __init__(self, size: str, name: str, kind: str, rows: int, worker: Worker):
         self.config = make_config(size, "mlm" if name == "roberta" else name)
         on_gpu = worker.device.type == "cuda"
@@ -89,8 +89,8 @@ class Contestant:
 
 
 def compare(size: str, names: list[str], kind: str, rows: int, turns: int, worker: Worker) -> dict[str, dict]:
-    """Model -> tokens per second by turn; the least, median and largest ratio to RoBERTa within a turn, if that takes
-    part; on a GPU its MFU, if the peak is known, and memory."""
+    """Model -> its tokens per second by turn; the smallest, median and largest ratio to RoBERTa within a turn, if
+    RoBERTa takes part; on a GPU, its memory and, if the GPU's peak is known, its MFU."""
     contestants = {name: Contestant(size, name, kind, rows, worker) for name in names}
     for _ in range(turns):
         for contestant in contestants.values():
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--models", nargs="+", default=["mae-lm", "mlm", "roberta"], choices=[*ABLATIONS, "roberta"],
         help="roberta, or rows of Table 2 [mae-lm mlm roberta]")
     add("--kinds", nargs="+", default=["eager"], choices=["eager", "compiled"], help="[eager]")
-    add("--rows", type=int, help="sequences at a time [64 of the toy, 16 or 256 of small, 2 or 64 of base]")
+    add("--rows", type=int, help="sequences at a time [64 for toy, 16 or 256 for small, 2 or 64 for base]")
     add("--turns", type=int, default=7, help="[7]")
     add("--out", type=Path, help="JSON file [in bench/results]")
     options = parser.parse_args(argv)

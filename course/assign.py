@@ -1,10 +1,10 @@
-"""Assignments: what students get, and how many points their solutions have; see teaching.md.
+"""Assignments: makes homework for students and grades their solutions; see teaching.md.
 
     python test_maelm.py --blank corrupt attention > student.py    # maelm.py without the bodies of these functions
     python test_maelm.py --handout homework                        # a folder for students
     python test_maelm.py --grade homework                          # a folder, a zip, a maelm.py, or a whole class
 
-A task is a function that students write; each of its tests is a point. It is no sandbox: use a container.
+A task is a function that students write, and each of its tests is worth a point. Nothing is sandboxed: use a container.
 """
 import ast
 import re
@@ -19,7 +19,7 @@ HEADER = '"""Functions that you write for a larger program."""\nimport math\n\ni
 CROSS_ATTENTION = "CrossMAELM = None  # a part of Table 2 that is not homework, but conftest.py imports it\n"
 
 
-# ---- 1. What students get -----------------------------------------------------------------------------------
+# ---- 1. The handout -----------------------------------------------------------------------------------------
 def blank(text: str, name: str) -> str:
     """The signature and docstring of a function, followed by its rules from tasks.md if it is a task."""
     function = source(text, name)
@@ -31,7 +31,7 @@ def blank(text: str, name: str) -> str:
 
 
 def unsolved(text: str, task: str) -> str:
-    """`text` without the solution of a task."""
+    """`text` without the solution to a task."""
     for name in functions_of(task):
         node = find(text, name)
         ours = ast.get_source_segment(text, node, padded=True)
@@ -42,7 +42,7 @@ def unsolved(text: str, task: str) -> str:
 
 
 def without(file: str, tasks: list[str]) -> str:
-    """One of our files, without the solutions of these tasks."""
+    """One of our files, without the solutions to these tasks."""
     text = (HERE / file).read_text("utf-8")
     for task in tasks:
         text = unsolved(text, task) if TASKS[task] == file else text
@@ -59,9 +59,9 @@ def student_tests(file: str) -> str:
 
 
 def hand_out(folder: Path):
-    """Make a folder for students. Raises UserError if it exists."""
+    """Make a folder for students. Raises UserError if the folder exists."""
     if folder.exists():
-        raise UserError(f"{folder}: exists; name a new folder")
+        raise UserError(f"{folder}: already exists; name a new folder")
     texts = {"pytest.ini": PYTEST_INI, "support/cross_attention.py": CROSS_ATTENTION}
     for name, page in (("README.md", "course/homework.md"), ("conftest.py", "conftest.py"), ("LICENSE", "LICENSE")):
         texts[name] = (HERE / page).read_text("utf-8")
@@ -80,8 +80,8 @@ def hand_out(folder: Path):
 
 # ---- 2. The command -----------------------------------------------------------------------------------------
 def submissions_in(path: Path) -> dict[str, dict[str, str]]:
-    """The files of a submission by its name, or those of each folder or zip in a folder. Raises UserError if there are
-    none."""
+    """The files of a submission by its name or, for a class, the files of each folder or zip. Raises UserError if there
+    are no files."""
     is_one = path.is_file() or any((path / file).exists() for file in FILES)
     inner = [] if is_one or not path.exists() else sorted(path.iterdir())
     found = {entry.name: read_submission(entry) for entry in inner if entry.is_dir() or entry.suffix == ".zip"}
@@ -92,8 +92,8 @@ def submissions_in(path: Path) -> dict[str, dict[str, str]]:
 
 
 def grade_students(options) -> bool:
-    """Grade one submission, with a line per task, or a class, with a line per student. Returns whether all have full
-    marks. All submissions are read before any of their code runs."""
+    """Grade a submission and print a line per task, or grade a class and print a line per student. Returns whether all
+    have full marks. All submissions are read before any of their code runs."""
     submissions = submissions_in(options.grade)
     if options.json and len(submissions) > 1:
         raise UserError("--json: name one submission, not a class")
@@ -117,15 +117,15 @@ def grade_students(options) -> bool:
 
 
 def main(argv=None) -> int:
-    """The command; returns its exit code: 0, or 1 for less than full marks."""
+    """Run the command. Returns its exit code: 0, or 1 for less than full marks."""
     parser = Parser("test_maelm.py", __doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--blank", nargs="+", metavar="TASK", choices=[*TASKS, "all"],
-                      help="print the file of these functions without them; all: maelm.py")
+                      help="print a file without the bodies of these functions; all: maelm.py")
     what.add_argument("--handout", type=Path, metavar="DIR", help="make a folder for students")
     what.add_argument("--grade", type=Path, metavar="PATH", help="grade a folder, a zip, a maelm.py, or a class")
     parser.add_argument("--only", nargs="+", metavar="TASK", choices=TASKS, default=[], help="grade only these tasks")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", default=60, help="for each task [60]")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", default=60, help="time limit per task [60]")
     parser.add_argument("--verbose", action="store_true", help="show the message of each claim that failed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the grade for Gradescope")
     options = parser.parse_args(argv)

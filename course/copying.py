@@ -1,4 +1,4 @@
-"""Where an MAE-LM and an MLM differ: in the tokens that they predict by copying from the same sequence.
+"""Compares how well an MAE-LM and an MLM predict tokens that they can copy from the same sequence.
 
     python -m course.copying out/toy out/toy-mlm      # run folders or checkpoints of train.py
 """
@@ -18,8 +18,8 @@ from support.subjects import subject_of_run
 
 
 def losses(model: MAELM, tokens, maskable, seed: int):
-    """Mask as many tokens (B, n) as in training, where maskable (B, n) bool is True -> -log p(x_i | x-hat) in nats at
-    the masked positions, and these positions: (B, m) each."""
+    """Mask m of the tokens (B, n) per sequence, as in training, where maskable (B, n) bool is True ->
+    -log p(x_i | x-hat) in nats at the masked positions, and the masked positions: (B, m) each."""
     m = model.config.num_masked(tokens.shape[1])
     generator = torch.Generator().manual_seed(seed)
     masked = draw_masks(maskable, m, generator)
@@ -41,7 +41,7 @@ def which_are_easier(model: MAELM, tokens):
 # ---- 2. Does it copy? ---------------------------------------------------------------------------------------
 def twice(tokens):
     """Sequences [CLS] A [SEP] A, where A is the beginning of tokens (B, n); sequences [CLS] B [SEP] A, where B is the
-    beginning of another sequence; and a mask of the second A."""
+    beginning of another sequence; and a mask that marks the second A."""
     half = tokens.shape[1] // 2
     first = tokens[:, :half]  # [CLS] A
     second = first.clone()
@@ -70,8 +70,8 @@ def does_it_copy(model: MAELM, tokens):
 
 @contextmanager
 def recorded_attention(model: MAELM) -> Iterator[list[torch.Tensor]]:
-    """Collect the attention weights (B, heads, n, n) of each layer that reads gaps, which are the layers of an MLM's
-    encoder or of an MAE-LM's decoder, until the context ends."""
+    """Until the context ends, collect the attention weights (B, heads, n, n) of each layer that reads gaps: the layers
+    of an MLM's encoder or of an MAE-LM's decoder."""
     layers = []
 
     def record(layer: Attention, inputs, output):
@@ -79,7 +79,7 @@ def recorded_attention(model: MAELM) -> Iterator[list[torch.Tensor]]:
         keys, _ = layer.key_value(x).chunk(2, dim=-1)
         q, k = [y.unflatten(-1, (layer.heads, -1)).transpose(1, 2) for y in (layer.query(x), keys)]
         identity = torch.eye(x.shape[1]).expand(*k.shape[:2], -1, -1)
-        layers.append(attention(q, k, identity, bias))  # with the identity as V it returns the softmax
+        layers.append(attention(q, k, identity, bias))  # with the identity as V, attention returns the softmax
 
     stack = model.encoder.stack if model.decoder is None else model.decoder.stack
     hooks = [block.self_attention.register_forward_hook(record) for block in stack.blocks]

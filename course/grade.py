@@ -1,7 +1,7 @@
 """Grading: reads submissions, runs the tests on their functions, and adds up points; see teaching.md.
 
-Each task runs in a fresh copy of this project, with the student's file and our solutions of all other tasks. The points
-come from pytest's report, which is written outside of that copy. It is no sandbox.
+Each task runs in a fresh copy of this project, with the student's file and our solutions to all other tasks. The points
+come from pytest's report, which is written outside the copy. The copy is not a sandbox.
 """
 import ast
 import functools
@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 from support.cli import UserError
 
 HERE = Path(__file__).resolve().parent.parent
-TASKS = {  # function or Class.method: its file; each one calls only those above it
+TASKS = {  # function or Class.method: its file; each function calls only functions above it
     "learning_rate_factor": "train.py",
     "tau_rank": "rank.py",
     "matthews": "support/metrics.py",
@@ -39,10 +39,10 @@ TASKS = {  # function or Class.method: its file; each one calls only those above
     "MAELM.forward": "maelm.py",
 }
 STEPS = {"corrupt": ("draw_masks", "apply_masks")}  # functions that also belong to a task
-SHORTCUTS = {"RelativeBias.forward": ("lookup",)}  # functions that only our solution of a task calls
+SHORTCUTS = {"RelativeBias.forward": ("lookup",)}  # functions that only our solution to a task calls
 TOGETHER = "together"  # claims about all of a student's functions at once
 FILES = ("maelm.py", "rank.py", "train.py", "support/metrics.py")
-TESTS = ("test_maelm.py", "tests/test_homework.py")  # which students get
+TESTS = ("test_maelm.py", "tests/test_homework.py")  # files that students also get
 CLAIMS = (*TESTS, "tests/test_random_inputs.py")
 COPIED = ("*.py", "support/*.py", *CLAIMS)
 PYTEST_INI = "[pytest]\naddopts = --import-mode=importlib --tb=short\npythonpath = .\n"
@@ -58,7 +58,7 @@ BY_HAND = set("""os sys subprocess ctypes gc inspect importlib builtins threadin
 # ---- 1. Reading code ----------------------------------------------------------------------------------------
 @functools.cache
 def parsed(text: str) -> ast.Module:
-    """The syntax tree of a file, or an empty one if it has none: pytest will say why."""
+    """The syntax tree of a file, or an empty tree if the file has syntax errors; pytest will report them."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -85,7 +85,7 @@ def functions_of(task: str) -> tuple[str, ...]:
 
 
 def claims_of(task: str, files: tuple[str, ...] = CLAIMS) -> dict[str, bool]:
-    """The tests of a task, and whether each is a gate, without which the task has no points."""
+    """The tests of a task, and whether each is a gate: a task that fails a gate gets no points."""
     text = "\n".join((HERE / file).read_text("utf-8") for file in files)
     found = re.findall(rf'^@task\("{task}"(, gate=True)?\)\ndef (\w+)', text, re.MULTILINE)
     return {name: bool(gate) for gate, name in found}
@@ -95,14 +95,14 @@ def is_written(text: str, name: str) -> bool:
     """Whether a file defines the function or Class.method `name` in any form other than our blank."""
     owner, _, last = name.rpartition(".")
     node = find(text, name)
-    if node is None:  # by a def inside an if, a lambda, or not at all
+    if node is None:  # defined inside an if, as a lambda, or not at all
         return owner in text and last in text
     is_blank = "NotImplementedError" in ast.unparse(node.body[-1])
     return not is_blank or bool(re.search(rf"^\s*({re.escape(name)}|{last}) = ", text, re.MULTILINE))
 
 
 def suspicious(text: str) -> Counter:
-    """Names by which a file could reach the interpreter or the tests, and how often each occurs."""
+    """Names through which a file could reach the interpreter or the tests, and how often each occurs."""
     nodes = list(ast.walk(parsed(text)))
     code = io.StringIO(ast.unparse(parsed(text)))  # without comments
     names = [token.string for token in tokenize.generate_tokens(code.readline) if token.type == tokenize.NAME]
@@ -125,7 +125,7 @@ def suspicious(text: str) -> Counter:
 
 # ---- 2. Submissions -----------------------------------------------------------------------------------------
 def read_submission(path: Path) -> dict[str, str]:
-    """The texts of a student's files, by their names in FILES. Raises UserError if there are none."""
+    """The texts of a student's files, by their names in FILES. Raises UserError if the path does not exist."""
     if path.suffix == ".zip" and path.is_file():
         with tempfile.TemporaryDirectory() as folder:
             shutil.unpack_archive(path, folder)
@@ -135,7 +135,7 @@ def read_submission(path: Path) -> dict[str, str]:
     if path.is_file():
         return {"maelm.py": path.read_text("utf-8-sig", "replace")}
     texts, names = {}, {Path(file).name: file for file in FILES}
-    for found in sorted(path.rglob("*.py"), key=lambda found: -len(found.parts)):  # of copies, the uppermost counts
+    for found in sorted(path.rglob("*.py"), key=lambda found: -len(found.parts)):  # the uppermost copy counts
         if found.name in names and "__MACOSX" not in found.parts:
             texts[names[found.name]] = found.read_text("utf-8-sig", "replace")
     return texts
@@ -146,7 +146,7 @@ def marks_of(texts: dict[str, str]) -> list[str]:
     lines = []
     for file, text in texts.items():
         names = suspicious(text)
-        if "def main(" in text:  # not the handout's short file but ours, which has some of these names
+        if "def main(" in text:  # a copy of our whole file, which itself has some of these names
             names -= suspicious((HERE / file).read_text("utf-8"))
         if names:
             lines.append(f"read by hand: {file} names {', '.join(sorted(names))}")
@@ -154,7 +154,7 @@ def marks_of(texts: dict[str, str]) -> list[str]:
 
 
 def completed(text: str, file: str, own: list[str]) -> str:
-    """A student's file, followed by our solutions of all tasks except the student's own."""
+    """A student's file, followed by our solutions to all tasks except the student's own."""
     ours, parts = (HERE / file).read_text("utf-8"), [text]
     for task in TASKS:
         if TASKS[task] == file and task not in own:
@@ -168,7 +168,7 @@ def completed(text: str, file: str, own: list[str]) -> str:
 
 # ---- 3. Points ----------------------------------------------------------------------------------------------
 class Result(NamedTuple):
-    """The result of a task: its points, the maximum, a line of status, and a paragraph for each failed claim."""
+    """The result of a task: its points, the maximum, a status line, and a paragraph for each failed claim."""
     task: str
     points: int
     most: int
@@ -195,7 +195,7 @@ def grade(task: str, texts: dict[str, str], seconds: float) -> Result:
         (folder / "pytest.ini").write_text(PYTEST_INI)
         for file in files:
             (folder / file).write_text(completed(texts[file], file, own), "utf-8")
-        # Without conftest.py as a plugin, so that a file that cannot be imported is in the report.
+        # conftest.py is not loaded as a plugin, so that the report includes files that cannot be imported.
         command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", f"--junitxml={report}"]
         for file in CLAIMS:
             command += [f"{file}::{claim}" for claim in claims_of(task, (file,))]
@@ -204,9 +204,9 @@ def grade(task: str, texts: dict[str, str], seconds: float) -> Result:
             subprocess.run(command, cwd=folder, timeout=seconds, stdin=nothing, stdout=nothing, stderr=nothing)
             cases = list(ElementTree.parse(report).iter("testcase"))
         except subprocess.TimeoutExpired:
-            return Result(task, 0, most, f"takes over {seconds:g} s")
+            return Result(task, 0, most, f"takes more than {seconds:g} s")
         except (OSError, ElementTree.ParseError):
-            return Result(task, 0, most, "no report: it ends Python")
+            return Result(task, 0, most, "no report: the code ends Python")
     return counted(task, cases, texts)
 
 
@@ -239,13 +239,13 @@ def explained(traceback: str, texts: dict[str, str]) -> str:
 
 
 def grade_all(texts: dict[str, str], only: list[str], seconds: float) -> list[Result]:
-    """Grade all tasks, or only some, with a process per task."""
+    """Grade all tasks, or only some of them, with one process per task."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda task: grade(task, texts, seconds), only or [*TASKS, TOGETHER]))
 
 
 def gradescope(results: list[Result], marks: list[str]) -> str:
-    """results.json, as Gradescope documents it; students do not see the marks."""
+    """results.json in Gradescope's format. Students do not see the lines of marks_of."""
     tests = [{"name": task, "score": points, "max_score": most, "output": f"{status}\n{details}"}
              for task, points, most, status, details in results]
     tests += [{"name": mark, "score": 0, "max_score": 0, "visibility": "hidden"} for mark in marks]

@@ -7,14 +7,14 @@ from matplotlib.patches import Rectangle
 from maelm import MASK, NUM_SPECIAL, Corruption
 from support.tokenizer import Tokenizer
 
-# The colour of a cell by its text; other cells are gray. Purple always means [MASK].
+# The color of a cell by its text; cells with other texts are gray. Purple always means [MASK].
 SHADES = {"": "white", "[MASK]": "#b8a1dd", "e_[MASK]": "#e4daf5"}
-LOSS = "−log p"  # the text of a cell with a term of the loss begins like this
+LOSS = "−log p"  # cells that show a term of the loss begin with this text
 
 
 def six_tokens(words: list[str], corruption: Corruption) -> tuple[list[str], list[str], list[str]]:
-    """The texts of cells as in Figure 2, for the n positions of one sequence: the encoder's input, the decoder's input
-    and the terms of the loss. A cell is "" if nothing is there."""
+    """The texts of Figure 2's cells for the n positions of one sequence: the encoder's input, the decoder's input and
+    the terms of the loss. The text of an empty cell is ""."""
     encoder = [""] * len(words)
     decoder = ["e_[MASK]"] * len(words)
     loss = [""] * len(words)
@@ -54,8 +54,8 @@ def draw_cells(rows: dict[str, list[str]], weights: dict[str, list[float]] | Non
 
 
 def repeated_words(sequences, tokenizer: Tokenizer) -> Iterator[tuple]:
-    """Find sequences, among (N, n) int64, that contain a long word exactly twice. Yields each such sequence as (1, n),
-    with both positions of one such word."""
+    """Find the sequences, among (N, n) int64, that contain a long word exactly twice. Yields each of these sequences as
+    (1, n), with both positions of the word."""
     for sequence in sequences:
         for token in sequence[sequence >= NUM_SPECIAL].tolist():
             places = (sequence == token).nonzero().flatten().tolist()

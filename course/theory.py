@@ -1,4 +1,4 @@
-"""Lemma 2.1 and Theorem 2.2, computed for a trained model, for lecture 1 in teaching.md.
+"""Lemma 2.1 and Theorem 2.2, computed for a trained model; used in lecture 1 of teaching.md.
 
     python -m course.theory out/toy-mlm       # a run folder or checkpoint of train.py
 """
@@ -16,27 +16,27 @@ from support.subjects import subject_of_run
 
 
 def norm(x) -> float:
-    """||X||_{1,inf} = sqrt(||X||_1 ||X||_inf), the largest column and row sums of |X|; section 2.2."""
+    """||X||_{1,inf} = sqrt(||X||_1 ||X||_inf), from the largest column and row sums of |X|; section 2.2."""
     columns = torch.linalg.matrix_norm(x, 1)
     rows = torch.linalg.matrix_norm(x, torch.inf)
     return float(columns * rows) ** 0.5
 
 
 def residual(h) -> float:
-    """||H - 1 h^T|| / ||H|| (Frobenius), where h is the mean row; 0 if all rows are equal. For lecture.ipynb."""
+    """||H - 1 h^T|| / ||H|| (Frobenius), where h is the mean row; 0 if all rows are equal. Used in lecture.ipynb."""
     return float((h - h.mean(0)).norm() / h.norm())
 
 
 def share_outside(gram, text_gram, dims: int) -> float:
-    """The fraction of the squared length of vectors H, given gram = H^T H (d, d), that lies outside the first `dims`
-    singular directions of a text, given its text_gram (d, d); both float64. For lecture.ipynb."""
+    """The fraction of the squared length of vectors H that lies outside the first `dims` singular directions of a text.
+    Takes gram = H^T H and the same product for the text, (d, d) float64 each. Used in lecture.ipynb."""
     _, directions = torch.linalg.eigh(text_gram)  # ascending
     inside = directions[:, -dims:]  # (d, dims)
     return 1 - float((inside.T @ gram @ inside).trace() / gram.trace())
 
 
 def single_head(attention: nn.Module):
-    """W^QK = W^Q W^K^T / sqrt(d) and W^VO = W^V W^O, (d, d) float64, with all heads as one and no biases; App. A."""
+    """W^QK = W^Q W^K^T / sqrt(d) and W^VO = W^V W^O, (d, d) float64, as one head without biases; App. A."""
     # nn.Linear holds the transpose of the paper's W.
     query = attention.query.weight.double()
     key, value = attention.key_value.weight.double().chunk(2)
@@ -45,17 +45,17 @@ def single_head(attention: nn.Module):
 
 
 def both_sides(real, masks, qk, vo) -> dict[str, float]:
-    """||R'||_{1,inf} and its bound 4 epsilon ||R||^3_{1,inf} in Theorem 2.2, for one layer of pure attention.
-    real H_R (n, d), masks H_M (m, d) float64. U is the best solution of H_M = U H_R, Eq. (3), with U 1 = 1, and U H_R
-    then takes H_M's place, as the proof supposes. Where the proof holds, `eq3` is 0 and
-    `spread` is below 1.256."""
+    """||R'||_{1,inf} and its bound 4 epsilon ||R||^3_{1,inf} in Theorem 2.2, for one layer of pure attention. Takes
+    `real`, which is H_R (n, d), and `masks`, which is H_M (m, d), in float64. U is the best solution of H_M = U H_R,
+    Eq. (3), with U 1 = 1. As in the proof, U H_R then replaces H_M. Where the proof holds, `eq3` is 0 and `spread` is
+    below 1.256."""
     n = len(real)
-    h = real.mean(0)  # of all x the one with the smallest ||H_R - 1 x^T||
+    h = real.mean(0)  # the x with the smallest ||H_R - 1 x^T||
     R = real - h
-    U = (masks - h) @ torch.linalg.pinv(R, rtol=1e-6) + 1 / n  # (m, n); 1^T R = 0, so that U 1 = 1
+    U = (masks - h) @ torch.linalg.pinv(R, rtol=1e-6) + 1 / n  # (m, n); 1^T R = 0, so U 1 = 1
     eq3 = float((masks - U @ real).norm() / masks.norm())
 
-    # Attention of H_R to H = [H_R; U H_R] = [R; U R] + 1 h^T; terms c_i of App. A are equal in a row and cancel.
+    # Attention of H_R to H = [H_R; U H_R] = [R; U R] + 1 h^T; the terms c_i of App. A cancel in each row.
     keys = torch.cat([R, U @ R])  # (n + m, d)
     F = R @ qk @ keys.T  # [F, F'], (n, n + m)
     g = keys @ qk.T @ h  # [g, g'], (n + m,)
@@ -92,9 +92,9 @@ def theorem_2_2(encoder: Encoder, states, masked):
 
 
 ASSUMPTIONS = """\
-  Attention is pure, as App. A assumes: the model's weights for one head, without skip connection, FFN, LayerNorm, bias
-  and relative position. A bound far above ||R'|| says nothing; a spread above 1.256 breaks the proof's
-  exp(x) <= 1 + 2x; with an error in Eq. (3), H_M is not in the row space of H_R."""
+  Attention is pure, as App. A assumes: the model's weights as one head, without skip connections, FFN, LayerNorm,
+  biases or relative positions. A bound far above ||R'|| says nothing. A spread above 1.256 violates the proof's
+  exp(x) <= 1 + 2x. An error in Eq. (3) means that H_M is not in the row space of H_R."""
 
 
 @torch.no_grad()

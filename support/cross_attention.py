@@ -1,7 +1,7 @@
-"""The three rows of Table 2 whose decoder attends to the encoder's output. Skip them when you first read maelm.py.
+"""The three rows of Table 2 whose decoder attends to the encoder's output. Skip this file at a first reading.
 
     bi+cross    self-attention as in MAE-LM, then cross-attention
-    uni+cross   as in BART: position i sees the tokens before it, then cross-attends; all tokens are predicted
+    uni+cross   as in BART: position i sees the tokens before it, then H^L; all tokens are predicted
     cross       cross-attention only
 """
 from dataclasses import replace
@@ -69,7 +69,7 @@ class CrossMAELM(MAELM):
         self.init_parameters()
 
     def forward(self, tokens, corruption):
-        """As in MAELM, but uni+cross predicts all tokens except the first, from the true tokens before them."""
+        """As in MAELM, but uni+cross predicts all tokens except the first, each from the true tokens before it."""
         if self.config.decoder != "uni+cross":
             return super().forward(tokens, corruption)
         B, n = tokens.shape
@@ -79,13 +79,13 @@ class CrossMAELM(MAELM):
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     def decode(self, h, corruption):
-        """As in MAELM. uni+cross does not know the true tokens here, so it sees x-hat."""
+        """As in MAELM. uni+cross does not know the true tokens here, so it reads x-hat."""
         if self.config.decoder == "uni+cross":
             return self.decode_text(h, corruption.corrupted, corruption.masked)
         return self.decoder(self.fill_gaps(h, corruption), h, corruption.masked)
 
     def decode_text(self, h, tokens, at):
-        """For uni+cross: h = H^L (B, r, d) and tokens (B, n) int64 -> the decoder's output at the positions `at` (B,
-        m)."""
+        """For uni+cross: h = H^L (B, r, d) and tokens (B, n) int64 -> the decoder's output at the positions `at`
+        (B, m)."""
         shifted = torch.cat([tokens[:, :1], tokens[:, :-1]], dim=1)  # position i sees x_{i-1}
         return self.decoder(self.encoder.token_embedding(shifted), h, at)

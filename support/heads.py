@@ -27,7 +27,7 @@ class Encoded(NamedTuple):
 
 
 def collate(encoded: Encoded, chosen, device: torch.device):
-    """Inputs of a split, by index (B,) -> tokens (B, m) int64, padding (B, m) bool, and targets. The longest has m."""
+    """Chosen inputs (B,) of a split -> tokens (B, m) int64, padding (B, m) bool, targets. The longest has m tokens."""
     ids = [torch.from_numpy(encoded.ids[i]) for i in chosen]
     tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD).to(device)
     return tokens, tokens == PAD, encoded.targets[chosen].to(device)
@@ -47,8 +47,8 @@ def batches(encoded: Encoded, seed: int, steps: int, batch_size: int) -> Iterato
 
 
 class ClassifierHead(nn.Sequential):
-    """H^L at [CLS] -> logits (B, C), as in RoBERTa: dropout, dense, tanh, dropout, linear. PyTorch's
-    own initialization."""
+    """H^L at [CLS] -> logits (B, C), as in RoBERTa: dropout, dense, tanh, dropout, linear. The initialization is
+    PyTorch's own."""
     def __init__(self, d: int, classes: int, dropout: float):
         super().__init__(
             nn.Dropout(dropout), nn.Linear(d, d), nn.Tanh(),
@@ -69,7 +69,7 @@ class Classification:
 
     def encode(self, examples: list[Example]) -> Encoded:
         """Tokenize examples, each to at most n tokens. Raises UserError as Labels.target does."""
-        targets = [self.labels.target(example) for example in examples]  # before the long part
+        targets = [self.labels.target(example) for example in examples]  # before the slow part
         ids, truncated = [], 0
         for example in tqdm(examples, "tokenizing", leave=False, disable=None):
             found = self.model.encode(example.text, example.text2)
@@ -92,7 +92,7 @@ class Classification:
         return logits
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float | None], dict[str, str]]:
-        """Logits (N, C) -> metrics in percent (None for the rank correlation of equal predictions), and files of
+        """Logits (N, C) -> metrics in percent (None for the correlation of constant predictions), and files of
         predictions by name: a .jsonl with the probability of every label, and a .tsv in the format of GLUE's server."""
         names = self.labels.names
         lines = []

@@ -13,7 +13,7 @@ def accuracy(predicted, true) -> float:
 
 
 def matthews(predicted, true) -> float:
-    """Correlation of two labellings (N,), whose labels are any integers, in [-1, 1]; Matthews, 1975; Gorodkin, 2004."""
+    """The correlation in [-1, 1] of two arrays (N,) of integer labels; Matthews, 1975; Gorodkin, 2004."""
     if np.ptp(true) == 0 or np.ptp(predicted) == 0:
         return 0.0
     both = np.concatenate([true, predicted])
@@ -25,7 +25,7 @@ def matthews(predicted, true) -> float:
 
 
 def mean_ranks(values):
-    """The ranks (N,) of values (N,), from 1; equal values share the mean of their ranks."""
+    """The ranks (N,) of values (N,), counted from 1; equal values share the mean of their ranks."""
     _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = counts.cumsum() - (counts - 1) / 2
     return ranks[index]
@@ -40,7 +40,7 @@ def spearman(predicted, true) -> float:
 
 
 def f1(predicted, true) -> float:
-    """F1 of label 1 for two labellings (N,) with labels 0 and 1, in [0, 1]; 0 if label 1 does not occur."""
+    """F1 in [0, 1] of label 1 for two arrays (N,) of labels 0 and 1; 0 if label 1 does not occur."""
     hits = int((predicted * true).sum())
     marked = int(predicted.sum() + true.sum())
     return 2 * hits / max(1, marked)
@@ -55,13 +55,13 @@ METRICS = {
 
 
 def normalize(answer: str) -> str:
-    """SQuAD's normal form of an answer: in lower case, without punctuation, articles and extra white space."""
+    """SQuAD's normal form of an answer: in lower case, without punctuation, articles or extra white space."""
     kept = "".join(c for c in answer.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
 
 def token_f1(predicted: str, true: str) -> float:
-    """F1 of the words in two answers, in [0, 1]. If an answer is empty, it is 1 if both are empty, and otherwise 0."""
+    """F1 of the words in two answers, in [0, 1]: 1 if both are empty, and 0 if only one of them is empty."""
     p = Counter(normalize(predicted).split())
     t = Counter(normalize(true).split())
     if not p or not t:
@@ -71,7 +71,7 @@ def token_f1(predicted: str, true: str) -> float:
 
 def squad_metrics(questions: list, predictions: dict[str, str], odds: dict[str, float]) -> dict[str, float]:
     """The numbers that the official evaluation prints, in percent, given the answer ("" for none) and the odds of no
-    answer for each id. A best threshold removes the answers whose odds are higher; it adds no answers."""
+    answer for each id. The best threshold removes the answers with higher odds; it never adds answers."""
     scores = {"exact": [], "f1": []}
     for q in questions:
         true = [text for _, text in q.answers if normalize(text)] or [""]  # acceptable answers

@@ -8,12 +8,12 @@ from transformers.utils import can_return_tuple, versions
 
 from .maelm import MASK, Config, Decoder, Encoder, Head, RelativeBias
 
-versions.require_version("transformers>=4.55")  # earlier ones leave new heads without initial weights
+versions.require_version("transformers>=4.55")  # earlier versions leave new heads uninitialized
 
 
 def read(input_ids, attention_mask, position_ids):
-    """Which tokens are real, (B, n) bool (all, if a text is only padding), and their positions (B, n), given or
-    counted."""
+    """Which tokens are real, (B, n) bool, and their positions (B, n), given or counted. In a text of only padding, all
+    tokens count as real."""
     real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     real = (real != 0) | (real == 0).all(1, keepdim=True)
     counted = (real.long().cumsum(1) - 1).clamp(min=0)
@@ -21,17 +21,17 @@ def read(input_ids, attention_mask, position_ids):
 
 
 class MAELMConfig(PretrainedConfig):
-    """config.json: the fields of maelm.Config under "maelm", and those that other programs need, by transformers'
-    names."""
+    """config.json: the fields of maelm.Config under "maelm", and the fields that other programs need, under
+    transformers' names."""
     model_type = "maelm"
 
 
 class MAELMModel(PreTrainedModel):
-    """The encoder. Models with heads are subclasses, and all weights have the names that they have in maelm.MAELM."""
+    """The encoder. Models with heads are subclasses, and all weights have the same names as in maelm.MAELM."""
     config_class = MAELMConfig
     base_model_prefix = "maelm"
     _keys_to_ignore_on_load_unexpected = [r"^(decoder|head|classifier|qa_outputs)\."]  # when only the encoder is loaded
-    accepts_loss_kwargs = False  # so that Trainer divides the loss by its steps of accumulation
+    accepts_loss_kwargs = False  # so that Trainer divides the loss by its number of accumulation steps
 
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
@@ -41,7 +41,7 @@ class MAELMModel(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module):
-        """Initialize the weights that the folder lacks: new heads, and a buffer that is in no file."""
+        """Initialize the weights that the folder lacks: new heads, and a buffer that no file contains."""
         super()._init_weights(module)
         if isinstance(module, RelativeBias):  # transformers creates models on the meta device, which loses this buffer
             module.bucket.copy_(RelativeBias(self.shape, 1).bucket)
@@ -53,7 +53,7 @@ class MAELMModel(PreTrainedModel):
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, position_ids=None,
                 output_hidden_states: bool | None = None, **others) -> outputs.BaseModelOutput:
-        """input_ids (B, n) int64, attention_mask (B, n), 0 = padding, position_ids (B, n) int64; others are ignored."""
+        """input_ids (B, n) int64, attention_mask (B, n), 0 = padding, position_ids (B, n) int64; ignores `others`."""
         n, most = input_ids.shape[1], self.shape.seq_len
         if n > most:
             raise ValueError(f"{n} tokens, but this model reads at most {most}; give the tokenizer truncation=True")
@@ -66,7 +66,7 @@ class MAELMModel(PreTrainedModel):
 
 class MAELMForMaskedLM(MAELMModel):
     """Encoder, decoder and head, to predict [MASK]. In pre-training, [MASK] is removed from the input of an MAE-LM's
-    encoder. Here, it is only hidden as a key, which has the same effect on all other tokens and keeps texts aligned."""
+    encoder. Here, it is only hidden as a key. This has the same effect on all other tokens, and keeps texts aligned."""
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
         self.decoder = Decoder(self.shape) if self.shape.decoder_layers > 0 else None
@@ -79,13 +79,13 @@ class MAELMForMaskedLM(MAELMModel):
         masked = input_ids == MASK
         real, positions = read(input_ids, attention_mask, options.pop("position_ids", None))
         reads_mask = self.shape.mask_in_encoder > 0.5  # whether pre-training would show a single [MASK] to the encoder
-        seen = real if reads_mask else real & ~masked  # by the encoder; the decoder also sees [MASK]
-        seen_at = positions if self.shape.aligned_positions else None  # None counts only the tokens that are left
+        seen = real if reads_mask else real & ~masked  # the encoder's input; the decoder also sees [MASK]
+        seen_at = positions if self.shape.aligned_positions else None  # None: only the seen tokens are counted
         out = super().forward(input_ids, seen, seen_at, return_dict=True, **options)
         z = h = out.last_hidden_state  # (B, n, d)
         embeddings = self.encoder.token_embedding.weight
         if self.decoder is not None:
-            if not reads_mask or self.shape.decoder_reset:  # put e_[MASK] at the gaps, as fill_gaps does
+            if not reads_mask or self.shape.decoder_reset:  # put e_[MASK] in the gaps, as fill_gaps does
                 h = torch.where(masked[:, :, None], embeddings[MASK], h)
             z = self.decoder(h, positions, ~real)  # (B, n, decoder_width)
         logits = self.head(z, embeddings)

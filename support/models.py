@@ -14,29 +14,29 @@ def make_model(config: Config, position_init: str = "normal") -> MAELM:
     if position_init == "sinusoid":
         sinusoid_(model.encoder.position_embedding.weight, config.init_std)
         if model.decoder is not None:
-            # A compromise: init_std is negligible next to h_i^L (about 1), and 1 would drown it.
+            # A compromise: init_std is negligible next to h_i^L (about 1), and an std of 1 would drown h_i^L.
             std = config.init_std if config.decoder == "uni+cross" else 0.25
             sinusoid_(model.decoder.position_embedding.weight, std)
     return model
 
 
 def sinusoid_(table, std: float):
-    """Fill a table (n, d) with sinusoids (Vaswani et al., 2017), whose root mean square is std."""
+    """Fill a table (n, d) with sinusoids (Vaswani et al., 2017) of root mean square std."""
     n, d = table.shape
     rates = 10000 ** -torch.linspace(0, 1, (d + 1) // 2, device=table.device)
     angle = torch.arange(n, device=table.device)[:, None] * rates  # (n, d / 2)
-    waves = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :d]  # an odd d needs one column less
+    waves = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :d]  # an odd d needs one column fewer
     table.data.copy_(std * 2 ** 0.5 * waves)  # the root mean square of sin and cos is 1 / sqrt(2)
 
 
 def check(config: Config) -> Config:
     """Return the Config. Raises ValueError for the first invalid field."""
     c, d, heads, buckets = config, config.encoder_dim, config.encoder_heads, config.rel_pos_buckets
-    width = max(1, d // max(1, heads))  # of a head
+    width = max(1, d // max(1, heads))  # dimensions of a head
     mlm = c.decoder_layers == 0 and c.mask_in_encoder == 1 and c.decoder == "bi"
     whole = c.decoder_dim == 0 or (c.decoder_dim > 0 and c.decoder_dim % width == 0 and not mlm)
     for field, holds, advice in (
-            ("vocab_size", 261 <= c.vocab_size <= 1 << 20, "261 to 1,048,576"),  # a far larger one crashes `tokenizers`
+            ("vocab_size", 261 <= c.vocab_size <= 1 << 20, "261 to 1,048,576"),  # a far larger V crashes `tokenizers`
             ("seq_len", c.seq_len >= 2, "2 or more"),
             ("encoder_layers", 1 <= c.encoder_layers <= 1000, "1 to 1,000"),
             ("encoder_dim", d >= 1, "1 or more"),
@@ -51,7 +51,7 @@ def check(config: Config) -> Config:
             ("encoder_fill", c.encoder_fill in ("mask", "random"), "mask or random"),
             ("decoder", c.decoder in ("bi", "bi+cross", "uni+cross", "cross"), "bi, bi+cross, uni+cross or cross"),
             ("decoder_layers", 1 <= c.decoder_layers <= 1000 or mlm, "1 to 1,000, or 0 with mask_in_encoder=1"),
-            ("decoder_dim", whole, f"0, or with a decoder a multiple of {width}")):
+            ("decoder_dim", whole, f"0 or, with a decoder, a multiple of {width}")):
         if not holds:
             raise ValueError(f"{field}={getattr(config, field)!r}: use {advice}")
     return config

@@ -1,4 +1,4 @@
-"""SQuAD 2.0: windows of the context, the tokens of answers, and the head that predicts them."""
+"""SQuAD 2.0: windows of the context, the tokens of answers, and the head that predicts answers."""
 import functools
 import json
 import math
@@ -16,9 +16,9 @@ from support.tokenizer import Tokenizer
 
 
 def spans_of(tokenizer: Tokenizer, text: str):
-    """Text -> ids, and for each token its first character and the one after its last, without the space before a word;
+    """Text -> token ids, and the start and end character of each token, end exclusive, without the space before a word;
     (length,) each."""
-    found = tokenizer.model.encode(text, add_special_tokens=False)  # tiktoken has the same ids, but no characters
+    found = tokenizer.model.encode(text, add_special_tokens=False)  # tiktoken gives no offsets
     offsets = np.array(found.offsets, np.int64).reshape(-1, 2)
     starts, ends = offsets.T
     space = np.array([*map(str.isspace, text), False])
@@ -27,8 +27,8 @@ def spans_of(tokenizer: Tokenizer, text: str):
 
 
 def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
-    """The first and last token of the first answer, given the tokens' characters (length,); (0, 0) if there is no
-    answer."""
+    """The first and last token of the first answer, given the tokens' starts and ends (length,) in characters; (0, 0)
+    if there is no answer."""
     if not q.answers:
         return 0, 0
     start, text = q.answers[0]
@@ -40,15 +40,15 @@ def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
 
 
 class Spans:
-    """Inputs `[CLS] question [SEP] window of the context [SEP]`; an answer outside the window is at [CLS]."""
+    """Inputs `[CLS] question [SEP] window of the context [SEP]`; the target is [CLS] if the answer is elsewhere."""
     def __init__(self, tokenizer: Tokenizer, config: Config, tune, labels: Labels):
         self.tokenizer, self.config, self.tune, self.labels = tokenizer, config, tune, labels
         self.n = min(tune.seq_len, config.seq_len)
         self.spans_of = functools.cache(functools.partial(spans_of, tokenizer))  # many questions share a context
 
     def encode(self, questions: list[Question]) -> Encoded:
-        """All windows of all questions, of at most n tokens. A window starts every doc_stride tokens, or every half
-        window."""
+        """All windows of all questions, in inputs of at most n tokens. Windows start doc_stride tokens apart, or half a
+        window apart if that is less."""
         ids, targets, windows = [], [], []
         longest = min(self.tune.max_query, self.n // 2)
         for number, q in enumerate(questions):
@@ -75,7 +75,7 @@ class Spans:
         return nn.Linear(self.config.encoder_dim, 2)
 
     def in_passage(self, logits, targets, padding):
-        """Logits (B, m, 2), -inf except at [CLS] and in the window; targets (B, 3) int64, padding (B, m) bool."""
+        """Logits (B, m, 2) with -inf outside [CLS] and the window; targets (B, 3) int64, padding (B, m) bool."""
         position = torch.arange(logits.shape[1], device=logits.device)
         start = targets[:, 2:]
         length = (~padding).sum(1, keepdim=True) - 1  # without the last [SEP]
@@ -103,8 +103,8 @@ class Spans:
         return torch.stack([null, score, first, last], dim=1)
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
-        """Outputs of all windows (N, 4) -> the official metrics, and two files for the official script. They map the id
-        of a question to its answer ("" for none), and to the score of no answer minus that of the best span."""
+        """Outputs of all windows (N, 4) -> the official metrics, and two files for the official script: each question's
+        answer ("" for none), and its score of no answer minus the score of its best span."""
         null = {q.id: math.inf for q in encoded.examples}
         best = {q.id: (-math.inf, "") for q in encoded.examples}  # score and text of the best span
         for window, output in zip(encoded.windows, outputs.tolist()):
