@@ -21,19 +21,17 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from rank import CENTERINGS, Moments, tau_rank
 from support import results
-from support.checkpoints import load_encoder, load_weights, read_tensors, write_tensors
+from support.checkpoints import Pretrained, load_weights, read_tensors, write_tensors
 from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of,
                          require, require_positive)
 from support.corpus import VAL_SHARE, seed_of
 from support.examples import find_files, read_file, read_task, submission
 from support.files import lock_folder, open_folder, read_json, short_hash, write_json, write_texts
 from support.heads import Classification, Encoded, Tuned, batches, collate
-from support.models import make_model
 from support.squad import Spans
 from support.tables import split_name
 from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, Labels, grid, labels_of
@@ -42,6 +40,7 @@ from train import learning_rate_factor
 
 
 # ---- 1. How an encoder is fine-tuned ------------------------------------------------------------------------
+# The comment after a field is also its text in -h and in error messages.
 @dataclass(frozen=True)
 class TuneConfig:
     """Settings of fine-tuning; each task has its own defaults. Raises ValueError if a field is invalid."""
@@ -64,22 +63,6 @@ class TuneConfig:
                 precision=self.precision in ("auto", "fp32", "bf16"))
 
 
-class Pretrained:
-    """The encoder to fine-tune; `random:` keeps only its shape and tokenizer. Raises UserError if it is missing."""
-    def __init__(self, name: str, dropout: float):
-        encoder, self.tokenizer, config, self.settings = load_encoder(Path(name.removeprefix("random:")))
-        self.config = replace(config, dropout=dropout)
-        self.weights = None if name.startswith("random:") else encoder.state_dict()
-
-    def new_encoder(self, seed: int) -> nn.Module:
-        """A copy of the encoder, with dropout. If its weights are random, the seed determines them."""
-        torch.manual_seed(seed)
-        encoder = make_model(self.config, self.settings.get("position_init", "normal")).encoder
-        if self.weights is not None:
-            encoder.load_state_dict(self.weights)
-        return encoder
-
-
 # ---- 2. One run: section 4.1, Tables 5 and 6 ----------------------------------------------------------------
 class Setup(NamedTuple):
     """The things that all runs of a task share. A run is a TuneConfig and a seed."""
@@ -93,25 +76,26 @@ class Setup(NamedTuple):
 
 
 def make_kind(task: str, pretrained: Pretrained, tune: TuneConfig, labels: Labels) -> Classification | Spans:
-    """An object with the methods encode, head, loss, decode and score of a task."""
-    kind = Spans if task == "squad2" else Classification
-    return kind(pretrained.tokenizer, pretrained.config, tune, labels)
+    """The object that knows the inputs, head, loss and metrics of a task; see support/heads.py and support/squad.py."""
+    kind_class = Spans if task == "squad2" else Classification
+    return kind_class(pretrained.tokenizer, pretrained.config, tune, labels)
 
 
 def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterator[int]:
-    """Fine-tune a model in place, without gradient clipping. Yields the step whenever an evaluation is due."""
+    """Fine-tune a model in place, without gradient clipping. This is a generator: it yields the step whenever an
+    evaluation is due, and trains on when the caller has evaluated."""
     encoded = setup.splits["train"]
     steps = math.ceil(tune.epochs * len(encoded.ids) / tune.batch_size)
-    count = min(20, math.ceil(2 * tune.epochs))  # every half epoch
+    count = min(20, math.ceil(2 * tune.epochs))  # evaluations: one per half epoch, but at most 20
     ends = {math.ceil(steps * i / count) for i in range(1, count + 1)}
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), eps=1e-6, weight_decay=tune.weight_decay,
                                   fused=True)
-    drawn = tqdm(batches(encoded, seed, steps, tune.batch_size), f"{setup.task} seed {seed}", steps, leave=False,
-                 disable=None)
-    for step, numbers in enumerate(drawn):
+    drawn = batches(encoded, seed, steps, tune.batch_size)  # for each step, the indices of its inputs
+    bar = tqdm(drawn, desc=f"{setup.task} seed {seed}", total=steps, leave=False, disable=None)
+    for step, indices in enumerate(bar):
         model.train()  # evaluation switched dropout off
-        torch.manual_seed(seed_of(seed, step, 1))  # for dropout
-        tokens, padding, targets = collate(encoded, numbers, setup.worker.device)
+        torch.manual_seed(seed_of(seed, step, 1))  # for dropout; `batches` uses (seed, step)
+        tokens, padding, targets = collate(encoded, indices, setup.worker.device)
         with setup.worker.autocast():
             logits, _ = model(tokens, padding)
         loss = setup.kind.loss(logits, targets, padding)
@@ -134,8 +118,9 @@ def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch
     for start in range(0, len(order), batch_size):
         tokens, padding, targets = collate(encoded, order[start:start + batch_size], device)
         logits, h = model(tokens, padding)
+        # From the targets, Spans takes the start of the passage, but not the answer.
         outputs.append(kind.decode(logits, targets, padding).cpu())
-        moments.add(h[~padding])
+        moments.add(h[~padding])  # H^L of the real tokens; see rank.py
     outputs = torch.cat(outputs)[np.argsort(order)]  # back in the order of the examples
     if outputs.isnan().any() or not moments.gram.isfinite().all():
         return {"value": None, "metrics": {}, "ranks": None}, {}
@@ -154,20 +139,21 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     best = None
     for step in fine_tune(model, setup, tune, seed):
         found, files = evaluate(model, kind, splits["dev"], tune.batch_size, device)
-        if found["ranks"] is None:
-            return found  # diverged: the run has no value, even if an earlier checkpoint had one
+        if found["ranks"] is None:  # diverged (the value alone is also None if all predictions are equal)
+            return found  # without a value, even if an earlier checkpoint had one
         if "dev_mm" in splits:
             mismatched, _ = evaluate(model, kind, splits["dev_mm"], tune.batch_size, device)
             found["metrics"]["accuracy_mm"] = mismatched["value"]
         if best is None or results.height(found["value"]) > results.height(best["value"]):  # the first of equal values
             best = found | {"step": step}
-            if seed == 1:
+            if seed == 1:  # the first seed of the result; a sweep uses seed 0
                 keep(setup, model, files)
     return best
 
 
 def keep(setup: Setup, model: Tuned, predictions: dict[str, str]):
-    """Write encoder.pt, with all that --predict needs, and the predictions for dev. They stay if the run diverges."""
+    """Write encoder.pt, with all that --predict needs, and the predictions for dev. If the run diverges later, they
+    stay."""
     labels = setup.kind.labels
     write_tensors(setup.out / "encoder.pt", {
         "config": asdict(setup.pretrained.config), "model": model.state_dict(), "task": setup.task,
@@ -177,7 +163,8 @@ def keep(setup: Setup, model: Tuned, predictions: dict[str, str]):
 
 # ---- 3. All runs of a task ----------------------------------------------------------------------------------
 def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
-    """Do those `runs` that are missing, and return all. The processes of torchrun share the work by rank."""
+    """Do those `runs` whose files are missing, and return all. The processes of torchrun share the work by rank, and
+    wait for each other's files."""
     mine = runs[setup.worker.rank::setup.worker.world_size]
     missing = [run for run in mine if not results.path_of_run(setup.out, *run).is_file()]
     for number, (tune, seed) in enumerate(missing, start=1):
@@ -197,7 +184,7 @@ def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
 def fingerprint(pretrained: Pretrained, examples: dict[str, list]) -> dict[str, str]:
     """Hashes of an encoder's weights and of a task's examples."""
     weights = [tensor.numpy().tobytes() for tensor in pretrained.new_encoder(seed=0).state_dict().values()]
-    contents = [[example[:4] for example in found] for found in examples.values()]  # without the field `place`
+    contents = [[example[:4] for example in found] for found in examples.values()]  # without the last field, `place`
     return {"weights": short_hash(b"".join(weights)), "examples": short_hash(repr(contents))}
 
 
@@ -205,7 +192,8 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     """Read the encoder and the data, encode the data, and claim the folder. Raises UserError if the folder belongs to
     other settings or data."""
     # A flag overrides the default of the task, which overrides the default of the field.
-    tune = TuneConfig(**DEFAULTS[TASKS[task].group] | fields_of(TuneConfig, vars(options)))
+    defaults, flags = DEFAULTS[TASKS[task].group], fields_of(TuneConfig, vars(options))
+    tune = TuneConfig(**defaults | flags)
     pretrained = Pretrained(options.init, tune.dropout)
     tune = replace(tune, learning_rate=tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2)
     examples = read_task(task, options.data, pretrained.settings.get("val_share", VAL_SHARE))
@@ -214,8 +202,8 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     splits = {split: kind.encode(found) for split, found in examples.items()}
     out = options.out / task if options.task == "glue" else options.out
     if not worker.is_main:
-        results.wait_for(out / "config.json")
-    # Every process compares these with config.json. The encoder may have moved, but not changed.
+        results.wait_for(out / "config.json")  # which the first process writes in open_folder
+    # Compared with config.json by all processes. More --seeds may be added; the encoder may move, but not change.
     settings = {"init": options.init, "task": task, "sweep": options.sweep, **asdict(tune)}
     open_folder(out, settings | fingerprint(pretrained, examples), may_change=["init"])
     if worker.is_main:
@@ -233,7 +221,8 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     tune, kind, dim = setup.tune, setup.kind, setup.pretrained.config.encoder_dim
     sweep = []
     if options.sweep:
-        given = {name: getattr(tune, name) for name in fields_of(TuneConfig, vars(options))}
+        flags = fields_of(TuneConfig, vars(options))
+        given = {name: getattr(tune, name) for name in flags}  # tune has a rate where the flag was 0
         points = grid(TASKS[task].group, dim, given)  # a given flag replaces the grid's values
         # Seed 0, so that the choice does not use the seeds of the result.
         sweep = finish_runs(setup, [(replace(tune, **point), 0) for point in points])
@@ -242,10 +231,12 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     runs = finish_runs(setup, [(tune, seed) for seed in range(1, options.seeds + 1)])
     if not worker.is_main:
         return {}
+    # The ranks before fine-tuning, which do not depend on the new head.
     untuned = Tuned(setup.pretrained.new_encoder(1), kind.head()).to(worker.device)
     before, _ = evaluate(untuned, kind, setup.splits["dev"], tune.batch_size, worker.device)
-    result = {"task": task, "init": options.init, "metric": kind.labels.metrics[0],
-              **results.summarize(runs, before["ranks"], dim), "tune": asdict(tune), "sweep": sweep}
+    summary = results.summarize(runs, before["ranks"], dim)
+    result = {"task": task, "init": options.init, "metric": kind.labels.metrics[0], **summary, "tune": asdict(tune),
+              "sweep": sweep}
     write_json(setup.out / "result.json", result)
     print(results.report(result), f"{setup.out}: result.json", sep="\n")
     return result
@@ -256,15 +247,16 @@ def predict_file(options: argparse.Namespace, device: torch.device):
     """Write the predictions of the model in --init for a file. Raises UserError if --out holds other files."""
     folder, source = Path(options.init), options.predict.expanduser().resolve()
     if not (folder / "encoder.pt").is_file():
-        raise UserError(f"{folder}: has no encoder.pt; finetune.py writes it there, unless the run of seed 1 diverges")
+        raise UserError(f"{folder}: has no encoder.pt, which finetune.py writes at the first checkpoint of seed 1")
     state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale", "pairs")
     task = state["task"]
-    labels = Labels(TASKS[task].metrics, tuple(state["labels"]), state["scale"], state["pairs"])
-    tune = TuneConfig(**fields_of(TuneConfig, read_json(folder / "config.json") | vars(options)))
-    pretrained = Pretrained(options.init, 0.0)
+    labels = Labels(TASKS[task].metrics, names=tuple(state["labels"]), scale=state["scale"], pairs=state["pairs"])
+    values = read_json(folder / "config.json") | vars(options)  # --batch-size overrides that of the run
+    tune = TuneConfig(**fields_of(TuneConfig, values))
+    pretrained = Pretrained(options.init, dropout=0.0)
     kind = make_kind(task, pretrained, tune, labels)
     model = Tuned(pretrained.new_encoder(0), kind.head()).to(device)
-    load_weights(model, state["model"], folder / "encoder.pt")
+    load_weights(model, state["model"], folder / "encoder.pt")  # of encoder and head
     encoded = kind.encode(read_file(task, source, labelled=False))
     with lock_folder(options.out):
         open_folder(options.out, {"predict": str(source), "model": short_hash((folder / "encoder.pt").read_bytes())})
@@ -285,10 +277,11 @@ def parse(argv) -> argparse.Namespace:
     add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
     add("--predict", type=Path, metavar="FILE", help="predict, with the fine-tuned model in --init: lines (.txt), a "
         "table with text[,text2] (.csv, .tsv, .jsonl, .parquet), or a test file of GLUE or SQuAD")
-    parse_others = parse_prediction if parser.parse_known_args(argv)[0].predict else parse_tuning
-    options = parse_others(parser, argv)
+    # The other flags depend on --predict, so it is read first.
+    predicting = parser.parse_known_args(argv)[0].predict
+    options = parse_prediction(parser, argv) if predicting else parse_tuning(parser, argv)
     try:
-        TuneConfig(**fields_of(TuneConfig, vars(options)))
+        TuneConfig(**fields_of(TuneConfig, vars(options)))  # checks the values
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -315,8 +308,11 @@ def parse_tuning(parser: Parser, argv) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: use a positive number")
-    if (task == "docs" and options.data) or (task == "custom" and not options.data):
-        parser.error(f"--task {task} --data {options.data}: custom needs a folder with train and dev, docs takes none")
+    if task == "docs" and options.data:
+        parser.error(f"--data {options.data}: --task docs reads no files; --task custom does")
+    if task == "custom" and not options.data:
+        parser.error("--task custom: needs --data, a folder with train and dev")
+    # out/toy gives toy; out/toy/step_0001900.pt gives toy-step_0001900
     path = Path(options.init.removeprefix("random:")).resolve()
     name = f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.name
     prefix = "random-" if options.init.startswith("random:") else ""
@@ -330,12 +326,15 @@ def main(argv=None):
         worker = make_worker(getattr(options, "precision", "auto"), options.device)  # the flag may be absent
         torch.set_float32_matmul_precision("highest")  # TF32 is too coarse for effective ranks
         if options.predict:
-            return predict_file(options, worker.device) if worker.is_main else None
+            if worker.is_main:
+                predict_file(options, worker.device)
+            return
         tasks = GLUE if options.task == "glue" else [options.task]
         if options.data:
             for task in tasks:  # find missing files before the first run
                 find_files(task, options.data)
-        with lock_folder(options.out) if worker.is_main else nullcontext():
+        locked = lock_folder(options.out) if worker.is_main else nullcontext()
+        with locked:
             found = [run_task(task, options, worker) for task in tasks]
             if options.task == "glue" and worker.is_main:
                 results.table1(found, options.out)

@@ -40,7 +40,8 @@ def tau_rank(values, tau: float) -> int:
         raise ValueError(f"tau={tau}: use 0 < tau < 1")
     if values[0] == 0:  # the largest
         return 0
-    reached = values.cumsum(0) >= (tau - 1e-9) * values.sum()  # 9 of 10 equal values are 0.9, despite rounding
+    # 1e-9, because rounding may put 9 of 10 equal values just below 0.9.
+    reached = values.cumsum(0) >= (tau - 1e-9) * values.sum()
     return int((~reached).sum()) + 1
 
 
@@ -81,12 +82,13 @@ class Moments:
 
 
 # ---- 2. Measuring a model -----------------------------------------------------------------------------------
+# The comment after a field is also its text in -h and in error messages.
 @dataclass(frozen=True)
 class RankConfig:
     """Settings of a measurement; every field is a flag. Raises ValueError for an impossible value."""
     data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; default: the validation text of the run, or docs
     column: str = "text"  # field of a record that holds its text
-    val_share: float = VAL_SHARE  # fraction of the documents of --data to use, above 0, at most 1
+    val_share: float = VAL_SHARE  # fraction of the documents to use: those that train.py holds out; above 0, at most 1
     tokens: int = 1_000_000  # largest number of tokens to read, including special tokens
     tau: float = 0.9  # fraction of the squared singular values, between 0 and 1
     seq_len: int = 512  # tokens per sequence for hf: models, unless their limit is lower
@@ -114,12 +116,13 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     """The moments of layers 0 to L for each curve. Raises UserError if there is too little text."""
     rows = subject.sample(config.tokens)
     count, n = rows.shape
-    first = subject.encode(rows[:1])
-    masks, least = count * round(MASK_RATE * n), 10 * first[-1].shape[-1]
+    states = subject.encode(rows[:1])  # to know L and d
+    masks = count * round(MASK_RATE * n)
+    least = 10 * states[-1].shape[-1]  # fewer vectors would limit the rank
     if masks < least:
         raise UserError(f"{subject.name}: {masks:,} [MASK] are fewer than 10 d = {least:,}, too few for a rank; "
                         "raise --tokens, or give more text: --data, --val-share 1")
-    moments = {curve: [Moments() for _ in first] for curve in CURVES}
+    moments = {curve: [Moments() for _ in states] for curve in CURVES}
     for start in tqdm(range(0, count, config.batch_size), subject.name, leave=False, disable=None):
         tokens = rows[start:start + config.batch_size]  # (B, n)
         masked = masks_for(subject, tokens, seed_of(config.seed, start))
@@ -143,19 +146,19 @@ def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float)
 
 
 # ---- 3. Table and figure ------------------------------------------------------------------------------------
-def print_table(name: str, model: dict, tau: float):
-    """Print the ranks of a model by layer, centering and curve."""
-    n = model["n"]
-    print(f"{name}: rank_{tau} of {n['without_mask']:,} tokens ({n['mask_only']:,} [MASK]), d = {model['d']}, text "
-          f"{model['text']}\n"
+def print_table(name: str, entry: dict, tau: float):
+    """Print an entry of rank.json: the ranks by layer, centering and curve."""
+    n = entry["n"]
+    print(f"{name}: rank_{tau} of {n['without_mask']:,} tokens ({n['mask_only']:,} [MASK]), d = {entry['d']}, text "
+          f"{entry['text']}\n"
           "            uncentered (formula) |        centered (variance)\n"
           "layer     with  without   [MASK] |     with  without   [MASK]")
-    for layer in range(len(model["uncentered"]["with_mask"])):
+    for layer in range(len(entry["uncentered"]["with_mask"])):
         halves = []
         for centering in CENTERINGS:
-            halves.append("".join(f"{model[centering][curve][layer]:>9}" for curve in CURVES))
+            halves.append("".join(f"{entry[centering][curve][layer]:>9}" for curve in CURVES))
         print(f"{layer:>5}{' |'.join(halves)}")
-    if not model["trained_on_mask"]:
+    if not entry["trained_on_mask"]:
         print("its encoder never read [MASK] in training: for it, [MASK] is an unknown token")
 
 
@@ -163,14 +166,15 @@ LINES = {"with_mask": (0, "o-", "input with [MASK]"), "without_mask": (0, "s--",
          "mask_only": (1, "^-", "[MASK] vectors")}  # curve: panel, style, label
 
 
-def draw(models: dict[str, dict], config: RankConfig):
+def draw(entries: dict[str, dict], config: RankConfig):
     """Write rank.png as Figure 1: (a) rank with and without [MASK] in the input, (b) rank of [MASK], by layer."""
     with figure(config.out / "rank.png", panels=2) as (_, axes):
-        for number, (name, model) in enumerate(models.items()):
+        for number, (name, entry) in enumerate(entries.items()):
             for curve, (panel, style, label) in LINES.items():
-                axes[panel].plot(model["uncentered"][curve], style, color=f"C{number}", label=f"{name}, {label}")
+                axes[panel].plot(entry["uncentered"][curve], style, color=f"C{number}", label=f"{name}, {label}")
         for axis, title in zip(axes, ("(a) all tokens", "(b) [MASK] tokens")):
-            axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {config.tau}", title=title, ylim=0)
+            axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {config.tau}", title=title)
+            axis.set_ylim(bottom=0)
             axis.xaxis.get_major_locator().set_params(integer=True)
             axis.legend(fontsize="small")
 
@@ -190,16 +194,16 @@ def main(argv=None):
             parser.error(f"{name}: no such run folder or checkpoint")
     with clear_errors("rank.py"), lock_folder(config.out, sign="rank.json"):
         device = make_worker("fp32", config.device).device
-        torch.set_float32_matmul_precision("highest")  # TF32, as in training, is too coarse for a covariance
-        models = {}
+        torch.set_float32_matmul_precision("highest")  # TF32, which make_worker allows, is too coarse for a covariance
+        entries = {}
         for name in options.models:
             open_subject = subject_of_hub if name.startswith("hf:") else subject_of_run
             with explain_out_of_memory("--batch-size"):
                 subject = open_subject(name, config, device)
-                models[name] = model_ranks(subject, measure(subject, config), config.tau)
-            print_table(name, models[name], config.tau)
-        write_json(config.out / "rank.json", {"tau": config.tau, "models": models})
-        draw(models, config)
+                entries[name] = model_ranks(subject, measure(subject, config), config.tau)
+            print_table(name, entries[name], config.tau)
+        write_json(config.out / "rank.json", {"tau": config.tau, "models": entries})
+        draw(entries, config)
         print(f"{config.out}: rank.json, rank.png")
 
 

@@ -30,17 +30,18 @@ from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out
 from support.corpus import (SPLITS, VAL_SHARE, Rows, describe, evenly, prepared_corpus, rows_of_step, seed_of,
                             unigram_entropy)
 from support.documents import CACHE
-from support.files import changes, lock_folder, refuse_changes, short_hash, write_json
+from support.files import changes, lock_folder, write_json
 from support.fill_mask import examples
 from support.log import Progress, draw_loss, start_wandb
 from support.models import check, make_model
 from support.optim import make_optimizers
-from support.start import Inputs, Start, load_start, refuse_many_masks, settings_to_resume
+from support.start import Start, copy_fitting_weights, inputs_of, load_start, refuse_many_masks, settings_to_resume
 from support.tokenizer import Tokenizer
 from support.worker import Worker, compile_model, make_worker
 
 
 # ---- 1. Settings: Table 4 -----------------------------------------------------------------------------------
+# The comment after a field is also its text in -h and in error messages.
 @dataclass(frozen=True)
 class Recipe:
     """The settings besides Config that affect the weights. The defaults are the paper's for base."""
@@ -146,11 +147,11 @@ class Settings(NamedTuple):
         return asdict(self.config) | asdict(self.recipe) | asdict(self.options)
 
 
-def make_settings(start: dict, flags: dict) -> Settings:
-    """Combine settings: flags override `start`, such as a preset. Raises ValueError if a value is invalid."""
-    settings = Settings(*[kind(**fields_of(kind, start | flags)) for kind in KINDS])
-    check(settings.config)
-    return settings
+def make_settings(base: dict, flags: dict) -> Settings:
+    """Combine settings: flags override `base`, such as a preset. Raises ValueError if a value is invalid."""
+    config, recipe, options = [kind(**fields_of(kind, base | flags)) for kind in KINDS]
+    check(config)  # the other two check themselves
+    return Settings(config, recipe, options)
 
 
 def make_config(preset: str = "base", ablation: str = "mae-lm", **flags) -> Config:
@@ -175,8 +176,8 @@ def parse(argv) -> Command:
     add("--out", type=Path, help="run folder [out/PRESET-ABLATION; with --init, the name of its run replaces PRESET]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
     add("--change-recipe", action="store_true", help="continue the run in --out with another recipe")
-    add("--fill-mask", help=SUPPRESS)
-    shown = PRESETS[parser.parse_known_args(argv)[0].preset or "toy"]
+    add("--fill-mask", help=SUPPRESS)  # a flag of older versions; see make_command
+    shown = PRESETS[parser.parse_known_args(argv)[0].preset or "toy"]  # whose values -h shows
     for kind in KINDS:
         add_flags(parser, kind, shown)
     try:
@@ -186,9 +187,10 @@ def parse(argv) -> Command:
 
 
 def start_of(given: dict, flags: Namespace) -> Start:
-    """The start of a run: the run that --init names, or a preset, perhaps with the tokenizer of --tokenizer."""
+    """The run that --init names, or a preset. `given` holds those of the `flags` that are fields of KINDS."""
     if given.get("init"):
-        return load_start(given["init"], PRESETS.get(flags.preset), flags.ablation, *KINDS)
+        recipe = PRESETS[flags.preset] if flags.preset else None  # None keeps the recipe of that run
+        return load_start(given["init"], recipe, flags.ablation, *KINDS)
     preset = PRESETS[flags.preset or "toy"]
     if not given.get("tokenizer"):
         return Start(preset)
@@ -206,8 +208,8 @@ def make_command(flags: Namespace) -> Command:
         given |= fields_of(kind, vars(flags))
     start = start_of(given, flags)
     settings = make_settings(start.settings | ABLATIONS[flags.ablation or "mae-lm"], given)
-    start.refuse_changes(settings.fields())
-    if start.folder is None:
+    start.require_fixed(settings.fields())
+    if start.folder is None:  # toy or toy-mlm; with --init NAME, NAME-more or NAME-mlm
         name = f"{flags.preset or 'toy'}-{flags.ablation or 'mae-lm'}".removesuffix("-mae-lm")
     else:
         name = f"{start.folder.resolve().name}-{flags.ablation or 'more'}"
@@ -234,36 +236,29 @@ def open_run(command: Command, worker: Worker) -> Run:
     """Start a run, or resume the run in --out. Raises UserError if --out holds another run."""
     settings, out, start, flags = command
     config, recipe, options = settings
-    resumed = settings_to_resume(out, settings, start.weights, flags.change_recipe)  # {} for a new run
-    wandb = start_wandb(options.wandb if worker.is_main else "", out, settings.fields())
+    before = settings_to_resume(out, settings, start.weights, flags.change_recipe)  # config.json, or {} for a new run
+    wandb = start_wandb(options.wandb if worker.is_main else "", out, settings.fields())  # early, because it may fail
 
-    # A run that resumes keeps its corpus, with its tokenizer, even if the text has changed.
-    corpus = prepared_corpus(resumed | settings.fields(), start.tokenizer)
-    # Recorded in config.json, so that the run can only continue with the same inputs.
-    inputs = Inputs(corpus.name, short_hash((corpus / "tokenizer.json").read_bytes()),
-                    resumed["init_weights"] if resumed else start.weights)
-    if resumed.get("corpus"):  # a run of an older version has not recorded it
-        refuse_changes(out, changes(resumed, asdict(inputs)))
-    record = asdict(inputs) | settings.fields()
+    # before["corpus"] names the corpus of a run that resumes, which keeps it even if the text has changed.
+    corpus = prepared_corpus(before | settings.fields(), start.tokenizer)
+    record = settings.fields() | inputs_of(out, corpus, before, start)
     rows = {split: Rows(corpus, split, config.seq_len) for split in SPLITS}
     refuse_many_masks(config, list(rows.values()))
     torch.manual_seed(recipe.seed)
     model = make_model(config, recipe.position_init).to(worker.device)
-    changed = changes(resumed, settings.fields()) if resumed else {}
+    changed = changes(before, settings.fields()) if before else {}
     run = Run(out, settings, worker, rows, model, make_optimizers(model, recipe, worker.dtype), changed, wandb)
 
     if worker.is_main:
         write_json(out / "config.json", record)
         shutil.copyfile(corpus / "tokenizer.json", out / "tokenizer.json")
         set_damaged_aside(out)
-    worker.init_process_group()
-    worker.all_reduce(0)  # waits until the first process has checked --out
+    worker.init_process_group()  # not earlier: preparing a corpus may take longer than torch.distributed waits
+    worker.barrier()  # until the first process has checked --out
     if found := checkpoints(out):
         run.step, run.seconds = load_checkpoint(found[-1], model, run.optimizers)
     elif start.model is not None:
-        here, there = model.state_dict(), start.model.state_dict()
-        model.load_state_dict({name: x for name, x in there.items() if name in here and x.shape == here[name].shape},
-                              strict=False)  # new layers and other shapes keep their random weights
+        copy_fitting_weights(start.model, model)
     worker.agree(record | {"step": run.step})
     return run
 
@@ -296,10 +291,11 @@ def train_step(model: nn.Module, optimizers: list, batches: list[tuple], step: i
     """Take one optimizer step. Returns this process's mean loss and the gradient norm before clipping, scalars."""
     total = torch.zeros((), device=worker.device)
     for i, batch in enumerate(batches):  # gradients accumulate in p.grad
-        torch.manual_seed(seed_of(recipe.seed, step, i * worker.world_size + worker.rank, 1))  # for dropout
-        wait = worker.world_size > 1 and i < len(batches) - 1
+        number = worker.rank + i * worker.world_size  # of this micro-batch, as in batch_of_step
+        torch.manual_seed(seed_of(recipe.seed, step, number, 1))  # for dropout; the seed of the masks has no 1
         # DDP averages the gradients over processes in the backward pass, except under no_sync.
-        with model.no_sync() if wait else nullcontext():
+        more_follow = worker.world_size > 1 and i < len(batches) - 1
+        with model.no_sync() if more_follow else nullcontext():
             with worker.autocast():
                 loss = model(*worker.put(*batch)) / len(batches)
             loss.backward()
@@ -323,9 +319,10 @@ def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> f
     size, total, count = options.micro_batch_size, 0.0, 0
     # The processes take turns; sequences are counted, because the last micro-batch may be smaller.
     for start in range(worker.rank * size, len(tokens), worker.world_size * size):
-        part = tokens[start:start + size]
+        chosen = slice(start, start + size)
+        part, masks = tokens[chosen], Corruption(*[x[chosen] for x in corruption])
         with worker.autocast():
-            loss = model(*worker.put(part, Corruption(*[x[start:start + size] for x in corruption])))
+            loss = model(*worker.put(part, masks))
         total += loss.item() * len(part)
         count += len(part)
     model.train()
@@ -346,7 +343,7 @@ def loop(run: Run, progress: Progress) -> int:
         coming = ahead.submit(batch_of_step, run.step, rows, settings, worker)
         while run.step < settings.last_step and not stopped:
             batches = coming.result()
-            coming = ahead.submit(batch_of_step, run.step + 1, rows, settings, worker)
+            coming = ahead.submit(batch_of_step, run.step + 1, rows, settings, worker)  # unused after the last step
             progress.recent.append(train_step(network, run.optimizers, batches, run.step, settings.recipe, worker))
             run.step += 1
 
@@ -356,6 +353,7 @@ def loop(run: Run, progress: Progress) -> int:
             finished = run.step == settings.last_step
             saving = stopped or finished or run.step % options.checkpoint_interval == 0
             evaluating = finished or run.step % options.eval_interval == 0
+            # All processes log and evaluate together, because they exchange losses; only the first one saves.
             if saving or evaluating or run.step % options.log_interval == 0:
                 progress.log_steps()  # also adds the time since the last line to run.seconds
                 if evaluating:
@@ -364,7 +362,7 @@ def loop(run: Run, progress: Progress) -> int:
                     save_checkpoint(run.out, run.step, model, run.optimizers, run.seconds, options.keep_checkpoints)
                     draw_loss(run.out)
                 progress.since = time.perf_counter()  # evaluating and saving are not training
-    worker.all_reduce(0)  # waits until the first process has saved
+    worker.barrier()  # until the first process has saved
     if not stopped:
         return 0
     return signals[0] if signals else SIGTERM  # if this process received no signal, another one did
@@ -377,7 +375,7 @@ def pretrain(run: Run) -> int:
         if worker.is_main:
             print(f"{out} is finished at step {run.step}; to train it for longer, start another run with --init {out}")
         return 0
-    large = worker.device.type == "cuda" and run.settings.config.encoder_dim >= 256  # small models train faster without
+    large = worker.device.type == "cuda" and run.settings.config.encoder_dim >= 256  # others are faster uncompiled
     if options.compile == "on" or (options.compile == "auto" and large):
         compile_model(run.model)
     progress = Progress(run)
@@ -400,16 +398,18 @@ def main(argv=None):
     with clear_errors("train.py"):
         command = parse(argv)
         settings, out = command.settings, command.out
-        worker = make_worker(settings.recipe.precision, settings.options.device, settings.config.encoder_dim < 256)
+        small = settings.config.encoder_dim < 256  # and thus no faster on an Apple GPU
+        worker = make_worker(settings.recipe.precision, settings.options.device, small)
         worker.micro_batch(settings.recipe.batch_size, settings.options.micro_batch_size)  # check it early
         if command.flags.prepare:
             print(describe(prepared_corpus(settings.fields(), command.start.tokenizer)))
             return
+        # A folder with other files is refused, unless it has a config.json with these two fields.
         locked = lock_folder(out, "config.json", "max_steps", "encoder_dim") if worker.is_main else nullcontext()
         try:
             with locked, explain_out_of_memory():
                 code = pretrain(open_run(command, worker))
-                worker.destroy_process_group(code)
+                worker.destroy_process_group(code)  # under torchrun, the process ends here
         except torch._dynamo.exc.TorchDynamoException as error:
             raise UserError(f"the model cannot be compiled ({root_cause(error)}); use --compile off") from error
     if code:

@@ -4,7 +4,7 @@ import struct
 import sys
 import zipfile
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -134,6 +134,22 @@ def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encode
     names = [name.removeprefix("encoder.") for name in state["model"] if name.startswith("encoder.")]
     load_weights(encoder, {name: state["model"][f"encoder.{name}"] for name in names}, file)
     return encoder.to(device).eval(), load_tokenizer(file.parent), state["config"], run_settings(file.parent)
+
+
+class Pretrained:
+    """The encoder to fine-tune; `random:` keeps only its shape and tokenizer. Raises UserError if it is missing."""
+    def __init__(self, name: str, dropout: float):
+        encoder, self.tokenizer, config, self.settings = load_encoder(Path(name.removeprefix("random:")))
+        self.config = replace(config, dropout=dropout)
+        self.weights = None if name.startswith("random:") else encoder.state_dict()
+
+    def new_encoder(self, seed: int) -> nn.Module:
+        """A copy of the encoder, with dropout. If its weights are random, the seed determines them."""
+        torch.manual_seed(seed)
+        encoder = make_model(self.config, self.settings.get("position_init", "normal")).encoder
+        if self.weights is not None:
+            encoder.load_state_dict(self.weights)
+        return encoder
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -3,6 +3,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import nn
+
 from maelm import ABLATIONS, MAELM, Config
 from support.checkpoints import checkpoint_of, checkpoints, load_model
 from support.cli import UserError
@@ -35,8 +37,8 @@ class Start(NamedTuple):
     model: MAELM | None = None  # of --init
     weights: str | None = None  # a hash of the checkpoint of --init
 
-    def refuse_changes(self, settings: dict):
-        """Raises ValueError if flags have changed a setting that the start fixes."""
+    def require_fixed(self, settings: dict):
+        """Raises ValueError if flags have changed a setting that is fixed."""
         for name in self.fixed:
             if settings[name] != self.settings[name]:
                 raise ValueError(f"{name}={settings[name]!r}: the run of --init, or --tokenizer, has "
@@ -100,6 +102,25 @@ def settings_to_resume(out: Path, settings, weights: str | None, change_recipe: 
         advice += ", or continue this run with --change-recipe"
     refuse_changes(out, changed, advice)
     return there
+
+
+def inputs_of(out: Path, corpus: Path, before: dict, start: Start) -> dict:
+    """The Inputs of a run, as a dictionary, given `before`, its earlier config.json or {}. Raises UserError if the run
+    had other inputs; an older version may not have recorded them."""
+    vocabulary = short_hash((corpus / "tokenizer.json").read_bytes())
+    inputs = asdict(Inputs(corpus.name, vocabulary, before["init_weights"] if before else start.weights))
+    if before.get("corpus"):
+        refuse_changes(out, changes(before, inputs))
+    return inputs
+
+
+def copy_fitting_weights(source: nn.Module, target: nn.Module):
+    """Copy the weights of a model to another one. New layers and layers of another shape keep their random weights."""
+    weights = target.state_dict()
+    for name, weight in source.state_dict().items():
+        if name in weights and weight.shape == weights[name].shape:
+            weights[name] = weight
+    target.load_state_dict(weights)
 
 
 def refuse_many_masks(config: Config, splits: list[Rows]):

@@ -54,6 +54,10 @@ class Worker(NamedTuple):
         dist.all_reduce(total)
         return total.tolist()
 
+    def barrier(self):
+        """Wait until all processes get here."""
+        self.all_reduce(0)
+
     def gather(self, value: object) -> list:
         """The values of all processes, by rank. Waits for all processes."""
         found = [value] * self.world_size

@@ -265,7 +265,7 @@ def test_glue_is_the_average_of_eight(finished, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flags, message", [
     ("--init no/such", "no/such: not a run folder"), ("--init no --predict a.txt", "no: has no encoder.pt"),
-    ("--task sst3", "invalid choice: 'sst3'"), ("--task custom", "custom needs a folder"),
+    ("--task sst3", "invalid choice: 'sst3'"), ("--task custom", "--task custom: needs --data"),
     ("--epochs inf", "epochs=inf: use"), ("--seeds 0", "--seeds 0: use a positive number"),
     ("--task rte --data no/such", "no/such: needs one file train")])
 def test_a_bad_command_gets_one_line(flags, message, tmp_path, capsys):
