@@ -40,8 +40,7 @@ def hub(tmp_path_factory):
 
 def write_run(folder, uncased=False, **fields):
     """Write a run folder with random weights; returns its model."""
-    shape = dict(vocab_size=V, seq_len=N, norm="pre") | fields
-    model, _, _ = model_and_batch(**shape)
+    model, _, _ = model_and_batch(**dict(vocab_size=V, seq_len=N, norm="pre") | fields)
     save_checkpoint(folder, 7, model, [], 0.0, 0)
     Tokenizer.train(little_documents(50), V, uncased).save(folder)
     return model
