@@ -24,14 +24,6 @@ def solved(*names):
     return texts
 
 
-def hand_in(folder, texts):
-    """Write a submission; returns its folder."""
-    for file, text in texts.items():
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_text(text)
-    return folder
-
-
 def grades(capsys, *arguments):
     """The lines that the grader prints."""
     main(["--grade", *map(str, arguments)])
@@ -111,7 +103,10 @@ def test_what_goes_wrong_in_a_task_costs_that_task_only(tmp_path, capsys):
         "corrupt 0/10 no points without test_every_sequence_has_exactly_m_masks; failed: test_every",
     ]
     only = [line.partition(" ")[0] for line in expected]
-    folder, results = hand_in(tmp_path / "student", texts), tmp_path / "results.json"
+    folder, results = tmp_path / "student", tmp_path / "results.json"
+    (folder / "support").mkdir(parents=True)
+    for file, text in texts.items():
+        (folder / file).write_text(text)
     found = grades(capsys, folder, "--only", *only, "--verbose", "--json", results)
     assert all(any(line.startswith(start) for line in found) for start in expected), found
     assert any(re.match(r" +maelm.py:\d+ in attention: logits = .* unknown", line) for line in found)

@@ -11,7 +11,6 @@ import train
 from tests.common import ROOT, arguments
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("[bcd]*/*.md")]
-SCRIPTS = [*ROOT.glob("runs/*.sh")]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAY_IMPORT = {"maelm": set(), "support": {"maelm"}, "rank": {"maelm", "support"}, "train": {"maelm", "support"},
               "finetune": {"maelm", "support", "rank", "train"}}
@@ -27,7 +26,7 @@ def commands(page):
 
 def test_every_flag_of_the_pages_exists(capsys):
     pages = [page.read_text(encoding="utf-8") for page in PAGES]
-    pages += [f"```sh\n{script.read_text().replace('on_node', 'torchrun')}```" for script in SCRIPTS]
+    pages += [f"```sh\n{script.read_text().replace('on_node', 'torchrun')}```" for script in ROOT.glob("runs/*.sh")]
     for page in pages:
         for program, flags in commands(page):
             module = program.replace("test_maelm.py", "course.assign").removesuffix(".py").replace("/", ".")

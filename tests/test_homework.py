@@ -9,7 +9,7 @@ import torch
 import maelm
 import rank
 import train
-from conftest import generator
+from conftest import generator, tiny
 from support import metrics
 
 task = pytest.mark.task
@@ -20,10 +20,9 @@ LOSS, DEVIATION = 0.72, 0.04  # of our solutions after 50 steps, over seeds 0 to
 # ---- The learning rate ----------------------------------------------------------------------------------------------
 @task("learning_rate_factor")
 def test_warm_up_ends_at_the_peak():
-    found = [train.learning_rate_factor(step, 4, 12) for step in range(4)]
-    assert found == pytest.approx([0.25, 0.5, 0.75, 1]), "4 steps of warm-up: 1/4 at step 0, the peak at step 3"
-    found = [train.learning_rate_factor(step, 2, 12) for step in range(2)]
-    assert found == pytest.approx([0.5, 1]), "2 steps of warm-up: 1/2 at step 0, the peak at step 1"
+    for n, expected in ((4, [0.25, 0.5, 0.75, 1]), (2, [0.5, 1])):
+        found = [train.learning_rate_factor(step, n, 12) for step in range(n)]
+        assert found == pytest.approx(expected), f"{n} steps of warm-up: 1/{n} at step 0, the peak at step {n - 1}"
 
 
 @task("learning_rate_factor")
@@ -149,9 +148,8 @@ def test_what_has_no_rank_is_refused():
 # ---- All together ---------------------------------------------------------------------------------------------------
 def fifty_steps(seed):
     """Train a tiny model on texts that count up from one of four numbers -> model, corruption, tokens, losses."""
-    config = maelm.Config(vocab_size=20, seq_len=24, encoder_layers=2, encoder_dim=32, encoder_heads=2, dropout=0.0,
-                          decoder_layers=1, mask_rate=0.25, init_std=0.1, norm="pre", rel_pos_buckets=8,
-                          rel_pos_max_distance=20)
+    config = tiny(vocab_size=20, encoder_heads=2, decoder_layers=1, init_std=0.1, norm="pre", rel_pos_buckets=8,
+                  rel_pos_max_distance=20)
     torch.manual_seed(0)
     model, draw, losses = maelm.MAELM(config), generator(seed), []
     optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.95))

@@ -40,8 +40,7 @@ def hub(tmp_path_factory):
 
 def write_run(folder, uncased=False, **fields):
     """Write a run folder with random weights; returns its model."""
-    shape = dict(vocab_size=V, seq_len=N, norm="pre") | fields
-    model, _, _ = model_and_batch(**shape)
+    model, _, _ = model_and_batch(**dict(vocab_size=V, seq_len=N, norm="pre") | fields)
     save_checkpoint(folder, 7, model, [], 0.0, 0)
     Tokenizer.train(little_documents(50), V, uncased).save(folder)
     return model
@@ -118,11 +117,8 @@ def assert_same(model, encoder, with_head=None, order=SAME_IDS):
     (False, dict(decoder="uni+cross")), (False, dict(encoder_fill="random", mask_in_encoder=1.0))])
 def test_an_export_computes_what_our_model_does(has_head, fields, hub, tmp_path):
     model, folder = exported(tmp_path, **fields)
-    with_head = None
-    if has_head:
-        with_head = hub.AutoModelForMaskedLM.from_pretrained(folder, **TRUST)
-    else:
-        assert "AutoModelForMaskedLM" not in json.loads((folder / "config.json").read_text())["auto_map"]
+    assert has_head == ("AutoModelForMaskedLM" in json.loads((folder / "config.json").read_text())["auto_map"])
+    with_head = hub.AutoModelForMaskedLM.from_pretrained(folder, **TRUST) if has_head else None
     assert_same(model, hub.AutoModel.from_pretrained(folder, **TRUST), with_head)
 
 
@@ -140,21 +136,15 @@ def test_an_exported_tokenizer_gives_our_ids(uncased, hub, tmp_path):
     assert batch["input_ids"][1] == [CLS, *ours.encode("a"), SEP] + [PAD] * (N - 3)
 
 
-def write_tuned(folder, task, labels=(), scale=1.0):
-    """Write what finetune.py keeps; returns its model."""
-    model = write_run(folder)
-    head = torch.nn.Linear(32, 2) if task == "squad2" else ClassifierHead(32, max(1, len(labels)), 0.0)
-    tuned = Tuned(model.encoder, head).eval()
-    write_tensors(folder / "encoder.pt", {"config": asdict(model.config), "model": tuned.state_dict(),
-                                          "task": task, "labels": list(labels), "scale": scale})
-    return tuned
-
-
 @pytest.mark.parametrize("task, labels, scale", [
     ("rte", ["no", "so", "yes"], 1.0), ("stsb", [], 5.0), ("squad2", [], 1.0)])
 @torch.no_grad()
 def test_a_fine_tuned_model_gives_the_same_logits(task, labels, scale, hub, tmp_path):
-    tuned = write_tuned(tmp_path / "run", task, labels, scale)
+    model = write_run(tmp_path / "run")
+    head = torch.nn.Linear(32, 2) if task == "squad2" else ClassifierHead(32, max(1, len(labels)), 0.0)
+    tuned = Tuned(model.encoder, head).eval()
+    write_tensors(tmp_path / "run" / "encoder.pt", {"config": asdict(model.config), "model": tuned.state_dict(),
+                                                    "task": task, "labels": labels, "scale": scale})
     convert.main(["export", str(tmp_path / "run"), str(tmp_path / "hub")])
     tokens, real = texts()
     inputs = dict(input_ids=tokens, attention_mask=real.long())

@@ -14,12 +14,6 @@ from tests.common import ROOT, write_corpus
 NOTEBOOK = ROOT / "course" / "lecture.ipynb"
 
 
-def read_notebook():
-    """The notebook, and its code cells by id."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    return notebook, {cell.id: cell for cell in notebook.cells if cell.cell_type == "code"}
-
-
 def pictures(notebook):
     """The number of pictures that the cells of a notebook show."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -27,18 +21,18 @@ def pictures(notebook):
 
 
 def test_lecture_draws_what_rank_measures(tmp_path):
-    notebook, cells = read_notebook()
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     committed = pictures(notebook)
     text = write_corpus(tmp_path / "text.txt", 1000)
-    cells["settings"].source += f"\nTEXT, SHARE, STEPS = {str(text)!r}, 1.0, 20"
+    settings, = [cell for cell in notebook.cells if cell.id == "settings"]
+    settings.source += f"\nTEXT, SHARE, STEPS = {str(text)!r}, 1.0, 20"
     notebook.cells.append(nbformat.v4.new_code_cell("import json\nprint(json.dumps(found))"))
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": NOTEBOOK.parent}}).execute()
     found = json.loads(notebook.cells[-1].outputs[0].text)
     assert pictures(notebook) == committed == 15
 
-    out = tmp_path / "rank"
-    rank.main(["models/mae-lm", "models/mlm", "--data", str(text), "--val-share", "1", "--out", str(out)])
-    measured = read_json(out / "rank.json")["models"]
+    rank.main(["models/mae-lm", "models/mlm", "--data", str(text), "--val-share=1", "--out", str(tmp_path / "rank")])
+    measured = read_json(tmp_path / "rank" / "rank.json")["models"]
     assert list(found.values()) == list(measured.values())
 
 
@@ -50,8 +44,9 @@ def test_the_first_cell_alone_fetches_the_repository_once(tmp_path):
         subprocess.run(command, check=True)
         (origin / "course").mkdir(exist_ok=True)
         (origin / "course" / "lecture.py").touch()
-    _, cells = read_notebook()
-    first = next(iter(cells.values())).source + "\nprint(os.getcwd() == sys.path[0], os.getcwd())"
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    first = next(cell.source for cell in cells if cell.cell_type == "code")
+    first += "\nprint(os.getcwd() == sys.path[0], os.getcwd())"
     for address in (str(origin), ""):  # without an address, it is found where it was fetched
         end = subprocess.run([sys.executable, "-c", first], cwd=alone, capture_output=True, text=True,
                              env={**os.environ, "MAELM_REPOSITORY": address})

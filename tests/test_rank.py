@@ -24,12 +24,8 @@ POSITIONS = torch.randn(20, 8, generator=generator(1))
 
 def built(kind, n=2000, d=48):
     """(n, d) float32 with a known kind of spectrum, rotated, and a mean row that is not small."""
-    random = np.random.default_rng(len(kind))
-    scale = {
-        "geometric": 0.8 ** np.arange(d),
-        "two-step": np.where(np.arange(d) < 7, 9, 0.3),
-        "rogue": 0.9 ** np.arange(d),
-    }[kind]
+    random, i = np.random.default_rng(len(kind)), np.arange(d)
+    scale = {"geometric": 0.8 ** i, "two-step": np.where(i < 7, 9, 0.3), "rogue": 0.9 ** i}[kind]
     rotation = np.linalg.qr(random.standard_normal((d, d)))[0]
     h = random.standard_normal((n, d)) * scale @ rotation + random.standard_normal(d)
     if kind == "rogue":
@@ -116,7 +112,7 @@ def test_masks_are_15_percent_of_real_tokens():
     assert torch.equal(masked[~at], rows[~at]) and not torch.equal(masked, measure(1)[1])
 
 
-def test_the_command_writes_ranks_and_a_figure(text, finished, tmp_path):
+def test_the_command_writes_ranks_and_a_figure_and_over_no_other_file(text, finished, tmp_path, capsys):
     names = [str(path) for path in (finished, *checkpoints(finished))]
     command = [*names, *f"--data {text} --val-share 1 --tau 0.5 --out {tmp_path}".split()]
     rank.main(command)
@@ -129,12 +125,9 @@ def test_the_command_writes_ranks_and_a_figure(text, finished, tmp_path):
     assert folder == last and folder["centered"] != first["centered"]  # a folder is its newest checkpoint
     ranks = folder["centered"]["mask_only"]
     assert len(ranks) == 3 and 1 <= ranks[2] <= folder["d"] == 32
-
-
-def test_files_of_others_are_not_written_over(finished, tmp_path, capsys):
-    (tmp_path / "config.json").write_text("{}")
-    assert "not empty" in fails(lambda: rank.main([str(finished), "--out", str(tmp_path)]), capsys)
-    assert contents(tmp_path) == {"config.json": b"{}"}
+    (tmp_path / "rank.json").rename(tmp_path / "config.json")
+    before = contents(tmp_path)
+    assert "not empty" in fails(lambda: rank.main(command), capsys) and contents(tmp_path) == before
 
 
 def test_a_run_is_measured_on_its_validation_text(finished):
@@ -168,10 +161,8 @@ def test_a_hub_encoder_keeps_its_frame(text, tmp_path):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (". no/such", "no/such: no such run folder"),
-    ("hf:no/such", "transformers cannot load it"), (". --tau 1.5", "tau="),
-    ("RUN --tokens 1000", "fewer than 10 d = 320"),
-    (f". --seed {2 ** 63}", "seed=92233")])
+    (". no/such", "no/such: no such run folder"), ("hf:no/such", "transformers cannot load it"),
+    (". --tau 1.5", "tau="), (f". --seed {2 ** 63}", "seed=92233"), ("RUN --tokens 1000", "fewer than 10 d = 320")])
 def test_a_bad_command_gets_one_line(flags, message, finished, capsys):
     assert message in fails(lambda: rank.main(flags.replace("RUN", str(finished)).split()), capsys)
 
@@ -203,8 +194,7 @@ def test_copying_is_seen_in_a_model_that_copies(finished, capsys):
 
     rows = torch.randint(maelm.NUM_SPECIAL, 300, (8, 22), generator=generator(0))
     same, other, second = copying.twice(rows)
-    copier = Copier()
-    found = [copying.losses(copier, text, second, seed=1)[0].mean() for text in (same, other)]
+    found = [copying.losses(Copier(), text, second, seed=1)[0].mean() for text in (same, other)]
     assert found[0] < 1e-3 and found[1] > 30
     copying.main([str(finished)])
     assert "masks in the second A" in capsys.readouterr().out
