@@ -123,11 +123,6 @@ def test_init_gives_an_mlm_a_new_decoder(text, tmp_path):
     torch.testing.assert_close(after.encoder.state_dict(), before.encoder.state_dict())
 
 
-def recipe_of(*flags):
-    """The recipe that a command line has."""
-    return train.parse([str(flag) for flag in flags]).settings.recipe
-
-
 def test_the_run_of_init_takes_the_place_of_a_preset(text, finished, tmp_path):
     there = read_json(finished / "config.json")
     own = train.parse(["--init", str(finished)]).settings
@@ -136,14 +131,15 @@ def test_the_run_of_init_takes_the_place_of_a_preset(text, finished, tmp_path):
     assert asdict(own.recipe) == {name: there[name] for name in asdict(own.recipe)} | rates
     assert own.recipe.data == str(text) and asdict(own.config) == {name: there[name] for name in asdict(own.config)}
     assert own.options.eval_interval == 3 and own.options.device == "auto"  # another machine may have another device
-    assert recipe_of("--init", finished, "--learning-rate", 1e-3).learning_rate == 1e-3
-    small = recipe_of("--init", finished, "--preset", "small")
+    assert train.parse(["--init", str(finished), "--learning-rate=1e-3"]).settings.recipe.learning_rate == 1e-3
+    small = train.parse(["--init", str(finished), "--preset=small"]).settings.recipe
     assert (small.learning_rate, small.max_steps, small.data) == (2e-3, 20_000, str(text))
 
     child = short_run(text, tmp_path / "child", "--init", finished, "--stop-at", 1)
-    assert recipe_of("--init", child).learning_rate == read_json(child / "config.json")["learning_rate"] == 0.0012
+    assert read_json(child / "config.json")["learning_rate"] == 0.0012
+    assert train.parse(["--init", str(child)]).settings.recipe.learning_rate == 0.0012
     write_json(child / "config.json", asdict(own.config) | {"init": "hf:roberta"})  # as support.convert leaves it
-    imported = recipe_of("--init", child)
+    imported = train.parse(["--init", str(child)]).settings.recipe
     assert (imported.optimizer, imported.learning_rate, imported.max_steps) == ("adamw", 1e-4, 10_000)
 
 
