@@ -262,8 +262,8 @@ def test_parameter_counts_differ_from_the_official_model_by_two_vocabulary_rows_
 
 
 def test_flags_override_ablations_and_ablations_presets():
-    config, recipe, _ = train.parse("--preset base++ --ablation enc-mask --encoder-layers 6 --seed 3".split()).settings
-    assert config == Config(vocab_size=64000, rel_pos_buckets=64, mask_in_encoder=1.0, encoder_layers=6)
+    config, recipe, _ = train.parse("--preset base++ --ablation enc-mask --rel-pos-buckets 8 --seed 3".split()).settings
+    assert config == Config(vocab_size=64000, rel_pos_buckets=8, mask_in_encoder=1.0)
     assert (recipe.learning_rate, recipe.seed, recipe.batch_size) == (2e-4, 3, 2048)
     for preset in train.PRESETS:  # sizes of Table 2 are the same in all of them
         layers = [train.make_config(preset, name).decoder_layers for name in ("dec-2", "dec-6")]
