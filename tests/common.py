@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map_only
 
 import train
 from conftest import TINY
@@ -62,12 +62,8 @@ def last_checkpoint(out):
 
 def same(out, other):
     """Whether two runs end with bitwise the same weights and optimizer states."""
-    numbers = []
-    for folder in (out, other):
-        state = last_checkpoint(folder)
-        leaves = tree_leaves((state["model"], state["optimizers"]))
-        numbers.append([x.tolist() if isinstance(x, torch.Tensor) else x for x in leaves])
-    return numbers[0] == numbers[1]
+    found, expected = [tree_map_only(torch.Tensor, torch.Tensor.tolist, last_checkpoint(run)) for run in (out, other)]
+    return (found["model"], found["optimizers"]) == (expected["model"], expected["optimizers"])
 
 
 def losses(out, name="loss"):
@@ -77,8 +73,7 @@ def losses(out, name="loss"):
 
 def contents(folder):
     """The files of a folder with their bytes, but not those with a dot in front."""
-    files = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    return {path.name: path.read_bytes() for path in files}
+    return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
 
 
 def fails(command, capsys):

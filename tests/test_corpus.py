@@ -18,15 +18,15 @@ from maelm import CLS, NUM_SPECIAL, SEP
 from support import corpus, documents
 from support.cli import UserError
 from support.corpus import Rows, rows_of_step
+from support.files import json_lines
 from support.tokenizer import Tokenizer
 from tests.common import contents, fails, little_documents, sentence, write_corpus
 
 
-def prepared(data, cache, **change):
+def prepared(data, cache, tokenizer=None, **change):
     """The folder of a little corpus in a folder `cache`."""
-    how = dict(vocab_size=320, uncased=True, val_share=0.1) | change
-    tokenizer = how.pop("tokenizer", None)
-    return corpus.prepared_corpus(how | {"data": str(data), "cache": str(cache)}, tokenizer)
+    how = dict(data=str(data), cache=str(cache), vocab_size=320, uncased=True, val_share=0.1)
+    return corpus.prepared_corpus(how | change, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_every_format_gives_the_same_documents(tmp_path):
     expected = little_documents(40)
     plain = "\n \n".join(expected).encode()
     records = [{"id": 1, "text": text} for text in expected] + [{"text": None, "other": {"a": []}}, {"id": "x"}]
-    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    lines = json_lines(records).encode()
     files = {"a.txt": b"\xef\xbb\xbf" + plain, "a.txt.xz": lzma.compress(plain), "a.jsonl": lines,
              "A.Jsonl.GZ": gzip.compress(lines), "a.json": json.dumps(records, indent=1).encode(),
              "a.json.bz2": bz2.compress(lines), "a[1]/Book [vol 2].TXT": plain, "a[1]/.a.txt": b"hidden",
@@ -87,15 +87,13 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
     ("a.jsonl", b'["text"]', "a.jsonl, record 1: needs an object such as"),
     ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
     ("a.txt", b"good text\n\ncaf\xe9", "a.txt, line 3: not UTF-8; convert the file"),
-    ("a.txt", "text".encode("utf-16"), "a.txt, line 1: not UTF-8"),
     ("a.txt", "text".encode("utf-16-le"), "a.txt, line 1: not UTF-8"),
     ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),
     ("a.parquet", b"PAR1 not really", "a.parquet: cannot be read .Parquet magic bytes not found"),
     ("a.txt", b"few", "its train split has . tokens, too few for a row of seq_len=64"),
     ("a.txt", b"\n", "a.txt: there is no text in it"),
     ("a.csv", b"a,b", "a.csv: no such file or folder, or none with .txt, .jsonl"),
-    ("b[2].txt", None, "b.2..txt: no such file or folder"),
-])
+    ("b[2].txt", None, "b.2..txt: no such file or folder")])
 def test_unreadable_input_gets_one_line(name, content, message, tmp_path, capsys):
     (tmp_path / "b1.txt").write_text("The name of another file is not its pattern.")
     if content is not None:
@@ -175,7 +173,7 @@ def test_the_fewest_real_tokens_are_counted_once(folder, tmp_path, monkeypatch):
 def test_a_corpus_is_its_content_and_how_it_was_prepared(tmp_path, monkeypatch):
     text, records = write_corpus(tmp_path / "text.txt"), tmp_path / "a.jsonl"
     first = prepared(text, tmp_path)
-    records.write_text("".join(json.dumps({"id": 1, "body": document}) + "\n" for document in little_documents()))
+    records.write_text(json_lines({"id": 1, "body": document} for document in little_documents()))
     assert contents(prepared(records, tmp_path, column="body"))["train.bin"] == contents(first)["train.bin"]
     given = prepared(text, tmp_path, tokenizer=Tokenizer.load(first))  # as for a run whose corpus is gone
     assert contents(given) == contents(first)
@@ -215,7 +213,7 @@ def test_a_run_keeps_its_corpus_and_tokenizer(tmp_path, capsys):
 @pytest.mark.parametrize("documents, share", [(1, 0.01), (3, 0.01), (2, 0.4), (1, 0.999)])
 def test_few_documents_have_both_splits(documents, share, tmp_path):
     texts = [" ".join(map(sentence, range(i, 3000 + i))) for i in range(documents)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "a.jsonl").write_text(json_lines({"text": text} for text in texts))
     folder = prepared(tmp_path / "a.jsonl", tmp_path, val_share=share)
     train, val = [np.fromfile(folder / f"{split}.bin", np.uint16) for split in ("train", "val")]
     assert share / 2 <= len(val) / (len(train) + len(val)) <= max(2 * share, 0.1)
@@ -233,11 +231,10 @@ def test_the_tokenizers_sample_is_spread_evenly(monkeypatch):
 
 def test_prepare_tells_what_it_made_and_dropped(tmp_path, capsys):
     texts = [*little_documents(100), "", None, "  "]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "a.jsonl").write_text(json_lines({"text": text} for text in texts))
     flags = f"--data {tmp_path}/a.jsonl --cache {tmp_path} --vocab-size 320 --prepare".split()
     train.main(flags)
-    first, second, line = capsys.readouterr().out.splitlines()
-    assert "preparing" in first and "prepared in" in second
+    *_, line = capsys.readouterr().out.splitlines()
     assert re.search(r"100 documents, [\d,]+ training tokens, [\d,]+ val.*3 empty, 0 near-duplicates", line)
     train.main(flags)
     assert capsys.readouterr().out == line + "\n"
@@ -278,5 +275,3 @@ def test_every_epoch_is_a_new_permutation(total, batch):
     assert (np.sort(epochs) == np.arange(total)).all()
     if total > 90:
         assert len(np.unique([np.arange(total), *epochs], axis=0)) == 4
-        assert (steps[7] == rows_of_step(5, 7, batch, total)).all()
-        assert (steps[7] != rows_of_step(6, 7, batch, total)).any()

@@ -1,9 +1,9 @@
 """Claims about pre-training: train.py, support/optim.py, support/start.py, support/fill_mask.py."""
+import re
 import shutil
 import sys
 import time
 from dataclasses import asdict
-from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -12,11 +12,10 @@ import scipy.stats
 import torch
 
 import train
-from conftest import tiny
-from maelm import CLS, MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head
+from conftest import random_tokens, tiny
+from maelm import MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head
 from support import fill_mask, log, optim
 from support.checkpoints import load_model
-from support.cli import printable
 from support.corpus import evenly, rows_of_step, unigram_entropy
 from support.files import read_json, write_json
 from support.log import read_log
@@ -25,13 +24,6 @@ from tests.common import contents, fails, last_checkpoint, losses, same, short_r
 
 CPU = torch.device("cpu")
 TINY = tiny()
-
-
-def random_rows(total):
-    """Rows of random tokens (total, 24) int64 that start with [CLS]."""
-    rows = np.random.default_rng(0).integers(NUM_SPECIAL, 300, (total, 24))
-    rows[:, 0] = CLS
-    return rows
 
 
 # ---- Runs -----------------------------------------------------------------------------------------------------------
@@ -45,8 +37,7 @@ def test_a_run_folder_holds_what_the_readme_says(finished):
     assert start["torch"] == torch.__version__ and (start["processes"], start["micro_batch"]) == (1, 4)
     steps = [line for line in log if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
-    assert steps[-1].keys() == {"step", "loss", "grad_norm", "lr", "muon_lr", "tokens", "epoch", "tokens_per_second",
-                                "seconds"}
+    assert steps[-1].keys() == set("step loss grad_norm lr muon_lr tokens epoch tokens_per_second seconds".split())
     assert steps[-1]["tokens"] == 6 * 8 * 24 and steps[-1]["grad_norm"] > 0
 
 
@@ -58,8 +49,7 @@ def test_the_seed_decides_everything(text, finished, tmp_path):
 def test_a_finished_run_is_never_overwritten(text, finished, capsys):
     before = contents(finished)
     short_run(text, finished)
-    printed = capsys.readouterr().out
-    assert "is finished at step 6; to train it for longer" in printed and f"--init {finished}" in printed
+    assert re.search(f"finished at step 6; .* --init {finished}", capsys.readouterr().out)
     assert contents(finished) == before
 
 
@@ -76,22 +66,18 @@ def test_training_learns_the_little_language(ablation, text, tmp_path, capsys):
     assert first.startswith("[MASK] 1: some 0.") and second.startswith("[MASK] 2: today 0.")
 
 
-def test_a_terminal_obeys_no_token():
-    assert printable("a\x1b[31m\x07 é\u202e") == r"a\x1b[31m\x07 é\u202e"
-
-
 # ---- Batches and evaluation -----------------------------------------------------------------------------------------
 def batch(rank, world, step=7, seed=0):
     """The micro-batches of 4 rows that a process has in a step of 24 rows."""
     flags = dict(mask_in_encoder=0.5, encoder_fill="random", batch_size=24, micro_batch_size=4, seed=seed)
     settings = train.make_settings(asdict(TINY), flags)
-    return train.batch_of_step(step, random_rows(200), settings, Worker(rank, world, CPU, torch.float32))
+    return train.batch_of_step(step, random_tokens(200).numpy(), settings, Worker(rank, world, CPU, torch.float32))
 
 
 def test_rows_and_masks_depend_on_seed_and_step():
     whole = batch(0, 1)
-    rows = torch.cat([tokens for tokens, _ in whole]).numpy()
-    assert np.array_equal(rows, random_rows(200)[rows_of_step(0, 7, 24, 200)])
+    rows = torch.cat([tokens for tokens, _ in whole])
+    assert torch.equal(rows, random_tokens(200)[rows_of_step(0, 7, 24, 200)])
     masks = torch.stack([corruption.masked for _, corruption in whole])
     assert len(masks.unique(dim=0)) == 6  # other masks in each micro-batch
     for world in (1, 2, 3):
@@ -105,7 +91,7 @@ def test_rows_and_masks_depend_on_seed_and_step():
 
 @pytest.mark.parametrize("total, wanted", [(1000, 37), (20, 37)])
 def test_evaluation_rows_are_spread_over_the_validation_part(total, wanted):
-    rows = random_rows(total)
+    rows = random_tokens(total).numpy()
     rows[:, -1] = NUM_SPECIAL + np.arange(total)
     tokens = evenly(rows, wanted)
     read = (tokens[:, -1] - NUM_SPECIAL).tolist()
@@ -116,10 +102,16 @@ def test_evaluation_rows_are_spread_over_the_validation_part(total, wanted):
 
 
 # ---- Starting from weights ------------------------------------------------------------------------------------------
-def test_init_copies_the_weights(text, finished, tmp_path):
-    out = short_run(text, tmp_path / "run", "--init", finished, "--seed", 5, "--stop-at", 1)
-    assert losses(out, "val_loss")[0][1] == losses(finished, "val_loss")[-1][1]
-    assert contents(out)["tokenizer.json"] == contents(finished)["tokenizer.json"]
+def test_init_copies_the_weights_once(text, finished, tmp_path, capsys):
+    """The same command continues: the weights that were loaded do not change any more."""
+    first = short_run(text, tmp_path / "first", "--stop-at", 3)
+    flags = [text, tmp_path / "run", "--seed", 5, "--init"]
+    out = short_run(*flags, first, "--stop-at", 2)
+    assert losses(out, "val_loss")[0][1] == losses(first, "val_loss")[-1][1]
+    assert contents(out)["tokenizer.json"] == contents(first)["tokenizer.json"]
+    short_run(text, first)
+    assert last_checkpoint(short_run(*flags, first))["step"] == 6
+    assert "init_weights=" in fails(lambda: short_run(*flags, finished), capsys)
 
 
 def test_init_gives_an_mlm_a_new_decoder(text, tmp_path):
@@ -131,11 +123,6 @@ def test_init_gives_an_mlm_a_new_decoder(text, tmp_path):
     torch.testing.assert_close(after.encoder.state_dict(), before.encoder.state_dict())
 
 
-def recipe_of(*flags):
-    """The recipe that a command line has."""
-    return train.parse([str(flag) for flag in flags]).settings.recipe
-
-
 def test_the_run_of_init_takes_the_place_of_a_preset(text, finished, tmp_path):
     there = read_json(finished / "config.json")
     own = train.parse(["--init", str(finished)]).settings
@@ -144,34 +131,25 @@ def test_the_run_of_init_takes_the_place_of_a_preset(text, finished, tmp_path):
     assert asdict(own.recipe) == {name: there[name] for name in asdict(own.recipe)} | rates
     assert own.recipe.data == str(text) and asdict(own.config) == {name: there[name] for name in asdict(own.config)}
     assert own.options.eval_interval == 3 and own.options.device == "auto"  # another machine may have another device
-    assert recipe_of("--init", finished, "--learning-rate", 1e-3).learning_rate == 1e-3
-    small = recipe_of("--init", finished, "--preset", "small")
+    assert train.parse(["--init", str(finished), "--learning-rate=1e-3"]).settings.recipe.learning_rate == 1e-3
+    small = train.parse(["--init", str(finished), "--preset=small"]).settings.recipe
     assert (small.learning_rate, small.max_steps, small.data) == (2e-3, 20_000, str(text))
 
     child = short_run(text, tmp_path / "child", "--init", finished, "--stop-at", 1)
-    assert recipe_of("--init", child).learning_rate == read_json(child / "config.json")["learning_rate"] == 0.0012
+    assert read_json(child / "config.json")["learning_rate"] == 0.0012
+    assert train.parse(["--init", str(child)]).settings.recipe.learning_rate == 0.0012
     write_json(child / "config.json", asdict(own.config) | {"init": "hf:roberta"})  # as support.convert leaves it
-    imported = recipe_of("--init", child)
+    imported = train.parse(["--init", str(child)]).settings.recipe
     assert (imported.optimizer, imported.learning_rate, imported.max_steps) == ("adamw", 1e-4, 10_000)
-
-
-def test_the_run_of_init_may_go_on(text, finished, tmp_path, capsys):
-    """The same command continues: the weights that were loaded do not change any more."""
-    first = short_run(text, tmp_path / "first", "--stop-at", 3)
-    flags = [text, tmp_path / "run", "--init", first]
-    short_run(*flags, "--stop-at", 2)
-    short_run(text, first)
-    assert last_checkpoint(short_run(*flags))["step"] == 6
-    assert "init_weights=" in fails(lambda: short_run(text, tmp_path / "run", "--init", finished), capsys)
 
 
 def test_settings_of_init_are_checked(finished, tmp_path, capsys):
     path = shutil.copytree(finished, tmp_path / "run") / "config.json"
     path.write_text('{"init": "", "bert_trick": 1}')
-    command = partial(train.main, ["--init", str(path.parent)])
-    assert f"{path}: this version of maelm does not know the field 'bert_trick'" in fails(command, capsys)
+    flags = ["--init", str(path.parent)]
+    assert f"{path}: this version of maelm does not know the field" in fails(lambda: train.main(flags), capsys)
     path.unlink()
-    assert f"{path}: missing" in fails(command, capsys)
+    assert f"{path}: missing" in fails(lambda: train.main(flags), capsys)
 
 
 def test_saving_is_not_training(text, tmp_path, monkeypatch):
@@ -183,22 +161,17 @@ def test_saving_is_not_training(text, tmp_path, monkeypatch):
 
 
 # ---- Optimizers -----------------------------------------------------------------------------------------------------
-def steps_of_muon(make):
-    """Matrices after three steps of an optimizer that `make` makes of them."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (8, 8), (32, 8), (8, 8), (8, 32)
-    matrices = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
-    optimizer = make(matrices)
-    for _ in range(3):
-        for matrix in matrices:
-            matrix.grad = torch.randn(matrix.shape, generator=generator)
-        optimizer.step()
-    return matrices
-
-
 def test_muon_in_bf16_is_pytorchs_muon():  # needs torch 2.9 or later, which has a Muon
-    theirs = steps_of_muon(lambda matrices: torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1))
-    ours = steps_of_muon(lambda matrices: optim.Muon(matrices, 0.02, 0.1, torch.bfloat16))
+    torch.manual_seed(0)
+    ours = [torch.randn(shape, requires_grad=True) for shape in ((8, 8), (32, 8), (8, 8), (8, 32))]
+    theirs = [matrix.detach().clone().requires_grad_() for matrix in ours]
+    optimizers = optim.Muon(ours, 0.02, 0.1, torch.bfloat16), torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1)
+    for _ in range(3):
+        for mine, other in zip(ours, theirs):
+            mine.grad = torch.randn(mine.shape)
+            other.grad = mine.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)  # a step moves a number by about 0.02
 
 
@@ -257,37 +230,23 @@ def test_wandb_cannot_end_a_run(text, finished, tmp_path, monkeypatch, capsys):
     assert "wandb login" in fails(lambda: short_run(text, tmp_path / "new", *flags), capsys)
 
 
-TABLE_4 = {  # base, base++, large++
-    "max_steps": (125_000, 2_000_000, 1_000_000),
-    "learning_rate": (5e-4, 2e-4, 1e-4),
-    "batch_size": (2048, 2048, 2048),
-    "warmup_steps": (10_000, 10_000, 10_000),
-    "seq_len": (512, 512, 512),
-    "rel_pos_buckets": (32, 64, 128),
-    "rel_pos_max_distance": (128, 128, 256),
-    "adam_epsilon": (1e-6, 1e-6, 1e-6),
-    "adam_beta1": (0.9, 0.9, 0.9),
-    "adam_beta2": (0.98, 0.98, 0.98),
-    "clip_norm": (2.0, 2.0, 1.0),
-    "dropout": (0.1, 0.1, 0.1),
-    "weight_decay": (0.01, 0.01, 0.01),
-    "decoder_layers": (4, 4, 4),  # these four: section 4.1
-    "mask_rate": (0.15, 0.15, 0.15),
-    "vocab_size": (32768, 64000, 64000),
-    "uncased": (True, False, False),
+EVERY_COLUMN = dict(  # of Table 4, and section 4.1
+    batch_size=2048, warmup_steps=10_000, seq_len=512, adam_epsilon=1e-6, adam_beta1=0.9, adam_beta2=0.98, dropout=0.1,
+    weight_decay=0.01, decoder_layers=4, mask_rate=0.15)
+TABLE_4 = {
+    "base": dict(max_steps=125_000, learning_rate=5e-4, clip_norm=2.0, rel_pos_buckets=32, rel_pos_max_distance=128,
+                 vocab_size=32768, uncased=True),
+    "base++": dict(max_steps=2_000_000, learning_rate=2e-4, clip_norm=2.0, rel_pos_buckets=64, rel_pos_max_distance=128,
+                   vocab_size=64000, uncased=False),
+    "large++": dict(max_steps=1_000_000, learning_rate=1e-4, clip_norm=1.0, rel_pos_buckets=128,
+                    rel_pos_max_distance=256, vocab_size=64000, uncased=False),
 }
 
 
-def test_presets_hold_table_4():
-    for column, preset in enumerate(("base", "base++", "large++")):
-        fields = train.make_settings(train.PRESETS[preset], {}).fields()
-        assert {name: fields[name] for name in TABLE_4} == {name: row[column] for name, row in TABLE_4.items()}
-
-
-def test_sizes_of_table_2_are_the_same_in_every_preset():
-    for preset in train.PRESETS:
-        layers = [train.make_config(preset, name).decoder_layers for name in ("dec-2", "dec-6")]
-        assert [*layers, train.make_config(preset, "dec-512").decoder_width] == [2, 6, 512]
+@pytest.mark.parametrize("preset", TABLE_4)
+def test_presets_hold_table_4(preset):
+    fields = train.make_settings(train.PRESETS[preset], {}).fields()
+    assert fields == fields | EVERY_COLUMN | TABLE_4[preset]
 
 
 @pytest.mark.parametrize("preset, encoder, total", [("base", 110_616_960, 139_988_098),
@@ -303,7 +262,9 @@ def test_parameter_counts_differ_from_the_official_model_by_two_vocabulary_rows_
 
 
 def test_flags_override_ablations_and_ablations_presets():
-    command = train.parse("--preset base++ --ablation enc-mask --encoder-layers 6 --seed 3".split())
-    config, recipe, _ = command.settings
-    assert config == Config(vocab_size=64000, rel_pos_buckets=64, mask_in_encoder=1.0, encoder_layers=6)
+    config, recipe, _ = train.parse("--preset base++ --ablation enc-mask --rel-pos-buckets 8 --seed 3".split()).settings
+    assert config == Config(vocab_size=64000, rel_pos_buckets=8, mask_in_encoder=1.0)
     assert (recipe.learning_rate, recipe.seed, recipe.batch_size) == (2e-4, 3, 2048)
+    for preset in train.PRESETS:  # sizes of Table 2 are the same in all of them
+        layers = [train.make_config(preset, name).decoder_layers for name in ("dec-2", "dec-6")]
+        assert [*layers, train.make_config(preset, "dec-512").decoder_width] == [2, 6, 512]
