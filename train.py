@@ -12,7 +12,7 @@ unfinished run.
 import shutil
 import sys
 import time
-from argparse import SUPPRESS, Namespace
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -176,7 +176,6 @@ def parse(argv) -> Command:
     add("--out", type=Path, help="run folder [out/PRESET-ABLATION; with --init, the name of its run replaces PRESET]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
     add("--change-recipe", action="store_true", help="continue the run in --out with another recipe")
-    add("--fill-mask", help=SUPPRESS)  # a flag of older versions; see make_command
     shown = PRESETS[parser.parse_known_args(argv)[0].preset or "toy"]  # whose values -h shows
     for kind in KINDS:
         add_flags(parser, kind, shown)
@@ -201,8 +200,6 @@ def start_of(given: dict, flags: Namespace) -> Start:
 def make_command(flags: Namespace) -> Command:
     """Combine settings: a flag overrides --ablation, which overrides the preset or the run of --init. Raises ValueError
     for flags that conflict."""
-    if flags.fill_mask is not None:
-        raise ValueError("--fill-mask is a program of its own now: python -m support.fill_mask RUN TEXT")
     given = {}
     for kind in KINDS:
         given |= fields_of(kind, vars(flags))

@@ -226,16 +226,11 @@ class Rows:
         return np.insert(self.pieces[indices].astype(np.int64), 0, CLS, axis=1)
 
     def fewest_real_tokens(self) -> int:
-        """The smallest number of real tokens in a row. The first call reads the whole text and saves the number."""
-        path = Path(self.pieces.filename).with_suffix(f".{self.pieces.shape[1] + 1}.json")
-        with suppress(OSError, UserError, KeyError):
-            return read_json(path)["fewest_real_tokens"]
+        """The smallest number of real tokens in a row. This reads the whole split."""
         fewest = self.pieces.shape[1]
         for start in range(0, len(self), 65_536):
             real = self.pieces[start:start + 65_536] >= NUM_SPECIAL
             fewest = min(fewest, int(real.sum(1).min()))
-        with suppress(OSError):  # the disk may be read-only
-            write_json(path, {"fewest_real_tokens": fewest})
         return fewest
 
 

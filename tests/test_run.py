@@ -251,7 +251,6 @@ def test_another_run_is_refused_with_what_differs(flags, message, text, copy, fi
     ("--ablation bert", "invalid choice: 'bert' .*mae-lm.*dec-1024"),
     ("--batch-size 0", "batch_size=0: use a positive number"),
     ("--vocab-size 1000000000", "vocab_size=1000000000: use 261 to 1,048,576"),
-    ("--fill-mask text", "python -m support.fill_mask RUN TEXT"),
     ("--micro-batch-size 3", "batch_size=8 is not a multiple of micro_batch_size=3 times 1"),
     ("--mask-rate 0.99", "mask_rate=0.99 masks 24 of 24 tokens in a sequence: use 1 to"),
     ("--max-steps 30 --warmup-steps 100", "warmup_steps=100: longer than the run, max_steps=30; lower --warmup-steps"),
