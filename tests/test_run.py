@@ -170,7 +170,7 @@ def test_a_run_goes_on_before_a_damaged_checkpoint(text, finished, copy, capsys)
         with pytest.raises(UserError, match="step_0000006.pt: damaged, or not written"):
             checkpoints.load_model(copy)
         assert same(short_run(text, copy), finished)
-        assert "is damaged, and is now step_0000006.pt.damaged" in capsys.readouterr().err
+        assert "is damaged and was renamed to step_0000006.pt.damaged" in capsys.readouterr().err
         assert (copy / "step_0000006.pt.damaged").read_bytes() == damaged
     (copy / "step_0000006.pt").unlink()
     (copy / "step_0000003.pt").write_bytes(b"torn")
@@ -209,9 +209,9 @@ def test_fields_may_be_added(text, finished, tmp_path):
 
 
 @pytest.mark.parametrize("part, change, message", [
-    ("model", {"head.bias": torch.zeros(7)}, "its weights have other names or shapes"),
+    ("model", {"head.bias": torch.zeros(7)}, "its weights have different names or shapes"),
     ("config", {"bert_trick": False}, "this version of maelm does not know the field 'bert_trick'"),
-    ("config", {"dropout": "none"}, "dropout='none' has a wrong type"),
+    ("config", {"dropout": "none"}, "dropout='none' has the wrong type"),
 ])
 def test_a_checkpoint_that_is_not_of_this_model_is_refused(part, change, message, copy):
     state = last_checkpoint(copy)
@@ -247,14 +247,14 @@ def test_a_folder_in_use_or_of_something_else_is_refused(text, copy, tmp_path, c
     (copy / ".theirs.tmp").touch()
     with lock_folder(copy):
         assert (copy / ".theirs.tmp").exists()
-        assert "another process is at work there" in fails(lambda: short_run(text, copy), capsys)
+        assert "another process is working there" in fails(lambda: short_run(text, copy), capsys)
     assert contents(copy) == before
     assert "not empty, and not written by this program" in fails(lambda: short_run(text, tmp_path), capsys)
     write_json(tmp_path / "export" / "config.json", {"model_type": "maelm"})
     assert "not empty, and not" in fails(lambda: short_run(text, tmp_path / "export"), capsys)
     assert not (tmp_path / "export" / ".lock").exists()
     file = copy / "config.json"
-    assert f"{file}: cannot be a folder" in fails(lambda: short_run(text, file), capsys)
+    assert f"{file}: cannot make folder" in fails(lambda: short_run(text, file), capsys)
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -306,7 +306,7 @@ def test_left_over_variables_of_torchrun_get_one_line(variables, text, tmp_path,
 def test_processes_agree_on_all_but_places(name, value, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(worker.Worker, "gather", lambda self, mine: [mine, {**mine, "cache": "node's", name: value}])
     line = fails(lambda: short_run(text, tmp_path / "run"), capsys)  # not cache=
-    assert re.search(f"{name}=.* in process 0, {value!r} in process 1: start all of them", line)
+    assert re.search(f"{name}=.* in process 0, {value!r} in process 1: start all processes", line)
 
 
 def test_a_disk_without_locks_is_used_without(text, finished, tmp_path, monkeypatch, capsys):
