@@ -261,7 +261,7 @@ def test_a_folder_in_use_or_of_something_else_is_refused(text, copy, tmp_path, c
     ("--mask-rate 0.3 --seed 2", "mask_rate=0.15 there, 0.3 here; seed=0 there, 2 here; choose another --out"),
     ("--no-uncased --change-recipe", r"uncased=True there, False here; choose another --out$"),
     ("--init RUN --learning-rate 6e-3 --muon-learning-rate 2e-2", r"init_weights=None there, '\w"),
-    ("--max-steps 9", "max_steps=6 there, 9 here; the run is finished: .* start another --out from it with --init"),
+    ("--max-steps 9", "max_steps=6 there, 9 here; the run is finished: .* start a run in another --out with --init"),
 ])
 def test_another_run_is_refused_with_what_differs(flags, message, text, copy, finished, capsys):
     before = contents(copy)
