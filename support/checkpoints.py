@@ -23,7 +23,7 @@ def checkpoints(out: Path) -> list[Path]:
 
 
 def write_tensors(path: Path, state: dict):
-    """Write tensors and numbers atomically, without other objects, so that reading them runs no code."""
+    """Write tensors and numbers, but no other objects, atomically, so that reading the file runs no code."""
     with atomic(path) as temporary, open(temporary, "wb") as file:
         try:
             torch.save(state, file)
@@ -36,8 +36,8 @@ class Damaged(UserError):
 
 
 def read_tensors(path: Path, *wanted: str) -> dict:
-    """Read a .pt file to the CPU, with its configuration as a Config, without running code. Raises Damaged, or
-    UserError if the file lacks a field or is from a newer version. Errors of the disk and the memory pass through."""
+    """Read a .pt file to the CPU without running code; its configuration becomes a Config. Raises Damaged, or UserError
+    if the file lacks a field or is from a newer version. Disk and memory errors pass through."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     state = None
@@ -49,10 +49,10 @@ def read_tensors(path: Path, *wanted: str) -> dict:
         if "can't allocate memory" in str(error):
             raise
     if not isinstance(state, dict):
-        raise Damaged(f"{path}: damaged, or not written by this project; delete it: then the checkpoint before it is "
-                      "used, or its run is done again")
+        raise Damaged(f"{path}: damaged, or not written by this project; if you delete it, the previous checkpoint "
+                      "is used, or its run is repeated")
     if not state.keys() >= {"config", *wanted}:
-        raise UserError(f"{path}: lacks config, {', '.join(wanted)}: not a file of the kind that is needed here")
+        raise UserError(f"{path}: lacks config, {', '.join(wanted)}: not the kind of file that is needed here")
     check_fields(path, state["config"], Config)
     return state | {"config": Config(**state["config"])}  # a missing field has its default
 
@@ -82,8 +82,8 @@ def set_damaged_aside(out: Path):
             if path == checkpoints(out)[0]:
                 raise
             aside = path.replace(path.with_name(f"{path.name}.damaged"))
-            print(f"warning: {path} is damaged, and is now {aside.name}; the run continues from an earlier checkpoint",
-                  file=sys.stderr)
+            print(f"warning: {path} is damaged and was renamed to {aside.name}; the run continues from an "
+                  "earlier checkpoint", file=sys.stderr)
 
 
 def load_checkpoint(path: Path, model: MAELM, optimizers: list) -> tuple[int, float]:
@@ -92,7 +92,7 @@ def load_checkpoint(path: Path, model: MAELM, optimizers: list) -> tuple[int, fl
     load_weights(model, state["model"], path)
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
-        for group in optimizer.param_groups:  # they also contain the recipe, which --change-recipe may change
+        for group in optimizer.param_groups:  # groups also contain the recipe, which --change-recipe may change
             group |= {name: optimizer.defaults[name] for name in group.keys() & optimizer.defaults.keys()}
     return state["step"], state["seconds"]
 
@@ -102,16 +102,16 @@ def load_weights(module: nn.Module, weights: dict, path: Path):
     try:
         module.load_state_dict(weights)
     except (RuntimeError, AttributeError) as error:
-        raise UserError(f"{path}: its weights have other names or shapes than in this version of maelm; use the "
-                        "version that wrote it, or train again") from error
+        raise UserError(f"{path}: its weights have different names or shapes in this version of maelm; use the "
+                        "version that wrote the file, or train again") from error
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The checkpoint that a path names, the newest one in a run folder, or the encoder.pt of finetune.py (for
+    """The checkpoint at a path, the newest checkpoint in a run folder, or the encoder.pt of finetune.py (for
     load_encoder). Raises UserError if there is none."""
     found = [path] if path.suffix == ".pt" else [*checkpoints(path), *path.glob("encoder.pt")]
     if not found:
-        raise UserError(f"{path}: not a run folder with checkpoints; train.py makes one; support.convert imports hf:")
+        raise UserError(f"{path}: not a run folder with checkpoints; make one with train.py or support.convert")
     return found[-1]
 
 
@@ -126,8 +126,8 @@ def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
 
 
 def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config, dict]:
-    """Load the encoder of a run folder, a checkpoint or a folder of finetune.py, in evaluation mode; its tokenizer; its
-    Config; and the settings of its run. Raises UserError if there is none."""
+    """Load from a run folder, a checkpoint or a folder of finetune.py: the encoder in evaluation mode, its tokenizer,
+    its Config, and the settings of its run. Raises UserError if there is no encoder."""
     file = checkpoint_of(path)
     state = read_tensors(file, "model")
     encoder = Encoder(state["config"])
@@ -153,7 +153,7 @@ class Pretrained:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer of a run folder. Raises UserError if the run was trained with another one."""
+    """Load the tokenizer of a run folder. Raises UserError if the run was trained with another tokenizer."""
     tokenizer, recorded = Tokenizer.load(folder), run_settings(folder).get("vocabulary")
     if recorded and recorded != short_hash((folder / "tokenizer.json").read_bytes()):
         raise UserError(f"{folder / 'tokenizer.json'}: not the tokenizer of this run; restore it from a copy")

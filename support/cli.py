@@ -1,4 +1,4 @@
-"""Command lines: errors in one line, Ctrl-C and other signals, memory that runs out, and flags from dataclasses."""
+"""Command lines: errors in one line, Ctrl-C and other signals, running out of memory, and flags from dataclasses."""
 import argparse
 import inspect
 import io
@@ -19,7 +19,7 @@ class UserError(Exception):
 
 
 def printable(text: str) -> str:
-    """Escape control characters, which a terminal would obey, as Python does."""
+    """Escape control characters as Python does, because a terminal would obey them."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
@@ -40,7 +40,7 @@ class Stream:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text. After the first error, all output is dropped."""
+        """Write text. After the first error, all output is dropped."""
         try:
             return self.stream.write(text)
         except OSError as error:
@@ -51,11 +51,11 @@ class Stream:
 
 @contextmanager
 def clear_errors(program: str) -> Iterator[None]:
-    """Turn a user's mistake (exit code 2) and Ctrl-C (130) into one line on stderr."""
+    """Report a user's mistake (exit code 2) or Ctrl-C (130) in one line on stderr."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # None if the shell closed it, as with 2>&-
         if isinstance(stream, io.TextIOWrapper):
-            # Print "?" for characters that the encoding lacks, as cp1252 does, and write each line at once.
+            # Print "?" for characters that an encoding such as cp1252 lacks, and write each line at once.
             stream.reconfigure(errors="replace", line_buffering=True)
             setattr(sys, name, Stream(stream))
     try:
@@ -71,7 +71,7 @@ def clear_errors(program: str) -> Iterator[None]:
         sys.exit(2)
 
 
-# ---- 2. Signals, and memory that runs out -------------------------------------------------------------------
+# ---- 2. Signals, and running out of memory ------------------------------------------------------------------
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
     """Yield a list that collects Ctrl-C and the signals by which Slurm, torchrun or a terminal ends a program, so that
@@ -96,7 +96,7 @@ def noted_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def explain_out_of_memory(flags: str = "--micro-batch-size or a smaller model") -> Iterator[None]:
-    """Turn an out-of-memory error into the advice to lower these flags."""
+    """Turn an out-of-memory error into advice to lower these flags."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -148,7 +148,7 @@ def require_positive(config, *fields: str):
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
-    """Add a flag for every field of a dataclass. Its help is the comment after the field, and its value in `values`."""
+    """Add a flag for every field of a dataclass. Its help is the comment after the field and its value in `values`."""
     comments = comments_of(config)
     group = parser.add_argument_group(config.__name__)
     for field in fields(config):
@@ -164,5 +164,5 @@ def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
 
 
 def fields_of(config: type, values: dict) -> dict:
-    """Those entries of `values`, such as given flags, that are fields of a dataclass."""
+    """The entries of `values`, such as given flags, whose names are fields of a dataclass."""
     return {field.name: values[field.name] for field in fields(config) if field.name in values}

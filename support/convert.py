@@ -25,8 +25,8 @@ from support.tokenizer import Tokenizer
 
 # ---- 1. Export ----------------------------------------------------------------------------------------------
 def read_weights(file: Path) -> tuple[Config, dict[str, torch.Tensor], str, list[str]]:
-    """Read a checkpoint of train.py or the encoder.pt of finetune.py -> its Config; its weights, by their names in
-    modeling_maelm.py; the ending of the class name there; the labels of a classifier (a single one for numbers)."""
+    """Read a checkpoint of train.py or the encoder.pt of finetune.py. Returns its Config, its weights under their names
+    in modeling_maelm.py, the ending of the class name there, and the labels of a classifier (one label for numbers)."""
     state = read_tensors(file, "model")
     config, weights = state["config"], state["model"]
     if "task" not in state:
@@ -37,12 +37,12 @@ def read_weights(file: Path) -> tuple[Config, dict[str, torch.Tensor], str, list
     if state["task"] == "squad2":
         return config, renamed(weights, "qa_outputs"), "ForQuestionAnswering", []
     for name in ("head.4.weight", "head.4.bias"):
-        weights[name] *= state["scale"]  # so that the last layer gives a number in its own unit
+        weights[name] *= state["scale"]  # so that the last layer predicts a number in its original unit
     return config, renamed(weights, "classifier"), "ForSequenceClassification", state["labels"] or ["number"]
 
 
 def renamed(weights: dict[str, torch.Tensor], head: str) -> dict[str, torch.Tensor]:
-    """Weights from finetune.py, whose head gets this name."""
+    """Weights from finetune.py after renaming their head."""
     return {re.sub("^head", head, name): weight for name, weight in weights.items()}
 
 
@@ -93,7 +93,7 @@ def export(source: Path, out: Path):
 
 # ---- 2. Import ----------------------------------------------------------------------------------------------
 OFFSET = 2  # RoBERTa's first position is 2, its padding id plus 1
-PARTS = {  # parts of the names of our weights -> those of RoBERTa
+PARTS = {  # parts of our weights' names -> parts of RoBERTa's names
     "encoder.token_embedding": "roberta.embeddings.word_embeddings",
     "encoder.position_embedding": "roberta.embeddings.position_embeddings",
     "encoder.norm": "roberta.embeddings.LayerNorm", "encoder.stack.blocks": "roberta.encoder.layer",
@@ -115,7 +115,7 @@ def to_ours(weights, names: Iterable[str], order):
         matrices = [theirs.replace("key_value", "key"), theirs.replace("key_value", "value")]
         found[name] = torch.cat([weights[matrix] for matrix in dict.fromkeys(matrices)])
     positions = found["encoder.position_embedding.weight"][OFFSET:]
-    segment = weights["roberta.embeddings.token_type_embeddings.weight"]  # all tokens are in its one segment
+    segment = weights["roberta.embeddings.token_type_embeddings.weight"]  # all tokens are in its only segment
     found["encoder.position_embedding.weight"] = positions + segment
     for name in ("encoder.token_embedding.weight", "head.bias"):
         found[name] = found[name][order]
@@ -123,15 +123,15 @@ def to_ours(weights, names: Iterable[str], order):
 
 
 def read_config(name: str, theirs) -> Config:
-    """Convert the configuration of a RoBERTa to ours. Raises UserError if a field has a value that ours cannot have."""
+    """Convert the configuration of a RoBERTa to ours. Raises UserError if ours does not support a field's value."""
     if theirs.model_type != "roberta":
-        raise UserError(f"{name}: has model_type={theirs.model_type!r}; import takes roberta")
+        raise UserError(f"{name}: has model_type={theirs.model_type!r}; import reads only roberta")
     wanted = {"hidden_act": "gelu", "layer_norm_eps": nn.LayerNorm(1).eps, "intermediate_size": 4 * theirs.hidden_size,
               "pad_token_id": PAD, "type_vocab_size": 1, "position_embedding_type": "absolute",
               "tie_word_embeddings": True}
     for field, value in wanted.items():
         if getattr(theirs, field, value) != value:
-            raise UserError(f"{name}: has {field}={getattr(theirs, field)!r}, and maelm can only do {value!r}")
+            raise UserError(f"{name}: has {field}={getattr(theirs, field)!r}, but maelm supports only {value!r}")
     return check(Config(
         vocab_size=theirs.vocab_size, seq_len=theirs.max_position_embeddings - OFFSET,
         encoder_layers=theirs.num_hidden_layers, encoder_dim=theirs.hidden_size,
@@ -140,10 +140,10 @@ def read_config(name: str, theirs) -> Config:
 
 
 def read_tokenizer(name: str, theirs, size: int):
-    """Convert a byte-level BPE to ours -> the tokenizer, and its ids (size,) int64 in our order. Raises UserError if it
-    does not fit."""
+    """Convert a byte-level BPE to ours. Returns the tokenizer, and the original ids (size,) int64 in our order. Raises
+    UserError if the BPE does not fit."""
     ours = Tokenizer.of_json(name, theirs.backend_tokenizer.to_str())
-    # Both have the 256 bytes and the merges under the same names, in the letters of GPT-2.
+    # Both name the 256 bytes and the merges in the letters of GPT-2.
     order = [theirs.cls_token_id, theirs.pad_token_id, theirs.sep_token_id, theirs.mask_token_id]
     order += theirs.convert_tokens_to_ids([ours.model.id_to_token(i) for i in range(len(order), len(ours))])
     order += sorted(set(range(size)) - set(order))

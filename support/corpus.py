@@ -1,6 +1,6 @@
 """From --data to a prepared corpus: documents, their split into training and validation, and their tokens.
 
-A prepared corpus is a folder in --cache, named by a hash of the text and of how it was prepared. `train.bin` and
+A prepared corpus is a folder in --cache, named after a hash of the text and of how it was prepared. `train.bin` and
 `val.bin` hold tokens, uint16 or uint32, with `[SEP]` after each document; `meta.json` is written last. The text is read
 twice, the first time for the tokenizer.
 """
@@ -24,10 +24,10 @@ from support.documents import Source, documents, sources, text_hash
 from support.files import lock_folder, read_json, short_hash, write_json
 from support.tokenizer import Tokenizer
 
-LAYOUT = 4  # version of the files; a corpus of another version is not found
+LAYOUT = 4  # version of the files; a corpus of another version is ignored
 SPLITS = ("train", "val")
 VAL_SHARE = 0.01  # fraction of the documents held out for validation
-NGRAM = 13  # consecutive words that make two documents near-duplicates if both have them
+NGRAM = 13  # documents that share this many consecutive words are near-duplicates
 SAMPLE = 200 * 10 ** 6  # largest number of bytes that the tokenizer learns from
 BATCH = 1 << 22  # characters that are tokenized at a time
 ENOUGH = 4096  # smallest number of validation tokens, or a tenth of a small corpus
@@ -47,7 +47,7 @@ def ngrams(text: str) -> set[str]:
 
 # ---- 2. Documents as tokens ---------------------------------------------------------------------------------
 def sample(training: Iterator[str]) -> list[bytes]:
-    """Choose documents with at most SAMPLE bytes for the tokenizer: all, every second, every fourth, and so on."""
+    """Choose documents for the tokenizer, at most SAMPLE bytes: all, every second, every fourth, and so on."""
     kept, size, step = [], 0, 1
     for number, text in enumerate(map(str.encode, training)):  # as bytes, which need less memory
         if number % step == 0:
@@ -62,7 +62,7 @@ def sample(training: Iterator[str]) -> list[bytes]:
 
 def encode(text: str, tokenizer: Tokenizer, val_share: float, known: set[str]) -> tuple:
     """The kind of a document, its tokens (length,) uint32 with `[SEP]`, and its number of characters. The kind is its
-    split or, if it is dropped, "empty" or "near-duplicates" (a training document with a `known` ngram)."""
+    split or, if the document is dropped, "empty" or "near-duplicates" (a training document with a `known` ngram)."""
     if not text:
         return "empty", None, 0
     split = "val" if in_validation(text, val_share) else "train"
@@ -72,7 +72,7 @@ def encode(text: str, tokenizer: Tokenizer, val_share: float, known: set[str]) -
 
 
 def in_threads(function: Callable[[str], tuple], texts: Iterator[str]) -> Iterator[tuple]:
-    """Yield function(text) for each text, in order, computed in threads. About BATCH characters are held at a time."""
+    """Yield function(text) for each text, in order, using threads. About BATCH characters are held at a time."""
     with ThreadPoolExecutor() as pool:
         batch, size = [], 0
         for text in texts:
@@ -99,8 +99,8 @@ def write_tokens(folder: Path, encoded: Iterable[tuple], dtype: np.dtype) -> tup
 
 
 def settle_validation(folder: Path, dtype: np.dtype, val_share: float) -> dict[str, int]:
-    """Return the number of tokens in each split. If a corpus has few documents, far too many or too few of them can be
-    in the validation split; then the last tokens of the corpus become the validation split."""
+    """Return the number of tokens in each split. If there are few documents, far too many or too few of them can fall
+    into the validation split; then the last tokens of the corpus become the validation split."""
     paths = [folder / f"{split}.bin" for split in SPLITS]
     train, val = [path.stat().st_size // dtype.itemsize for path in paths]
     total = train + val
@@ -112,14 +112,14 @@ def settle_validation(folder: Path, dtype: np.dtype, val_share: float) -> dict[s
         val = wanted
     for path in paths:
         with open(path, "rb+") as file:
-            os.fsync(file.fileno())  # or a power cut could leave meta.json without the tokens
+            os.fsync(file.fileno())  # otherwise, a power cut could leave meta.json without the tokens
     return {"train": total - val, "val": val}
 
 
 # ---- 3. A prepared corpus -----------------------------------------------------------------------------------
 def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer | None, folder: Path):
-    """Write the corpus of these sources, whose hash is `text`, to a folder. Raises UserError if they contain no
-    text."""
+    """Write the corpus of these sources to a folder. `text` is the hash of the sources. Raises UserError if they
+    contain no text."""
     data, val_share, start = settings["data"], settings["val_share"], time.perf_counter()
     print(f"preparing {data}, in {folder}")
     bar = partial(tqdm, unit=" documents", unit_scale=True, leave=False, disable=None)
@@ -137,7 +137,7 @@ def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer 
     encoded = in_threads(lambda each: encode(each, tokenizer, val_share, known), documents(read))
     found, characters = write_tokens(folder, bar(encoded, "tokenizing"), dtype)
     if characters == 0:
-        raise UserError(f"--data {data}: there is no text in it")
+        raise UserError(f"--data {data}: contains no text")
     tokens = settle_validation(folder, dtype, val_share)
     write_json(folder / "meta.json", {
         "data": data, "text": text, "dtype": dtype.name, "tokens": tokens, "documents": found, "characters": characters,
@@ -156,19 +156,19 @@ def describe(folder: Path) -> str:
 
 
 def read_meta(folder: Path) -> dict:
-    """Read meta.json of a prepared corpus. Raises UserError if a file is missing, cut or from another corpus."""
+    """Read meta.json of a prepared corpus. Raises UserError if a file is missing, truncated or from another corpus."""
     with suppress(FileNotFoundError, UserError, KeyError, TypeError):
         meta = read_json(folder / "meta.json", "text", "documents")
         sizes = [meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize for split in SPLITS]
         there = [(folder / f"{split}.bin").stat().st_size for split in SPLITS]
         if sizes == there and meta["tokenizer"] == short_hash((folder / "tokenizer.json").read_bytes()):
             return meta
-    raise UserError(f"{folder}: this prepared corpus is damaged or incomplete; delete it, and it is made again")
+    raise UserError(f"{folder}: this prepared corpus is damaged or incomplete; delete it, and it will be made again")
 
 
 def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
-    """The folder of the corpus that `settings`, as in a run's config.json, name. One process prepares it if it is not
-    there, with the given tokenizer or one that it learns. The corpus of a run (`corpus`) is used even if its text has
+    """The folder of the corpus that `settings` select, as in a run's config.json. If it does not exist, one process
+    prepares it with the given tokenizer or a new one. The corpus of a run (`corpus`) is used even if its text has
     changed since. Raises UserError if the corpus is damaged, or if the text cannot be read."""
     cache, data, of_run = Path(settings["cache"]).expanduser(), settings["data"], settings.get("corpus")
     column = settings.get("column", "text")
@@ -182,7 +182,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
         except (UserError, OSError) as error:
             problem = str(error)
         if problem and speaks:
-            print(f"{problem}; the tokens in {folder}, prepared earlier, are used")
+            print(f"{problem}; the tokens prepared earlier in {folder} are used")
         return folder
 
     read = sources(data, column, settings["cache"])
@@ -199,34 +199,34 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
                 if not complete.is_file():
                     prepare(settings, read, text, tokenizer, folder)
         except (MemoryError, OSError) as error:
-            raise UserError(f"{folder}: not prepared ({root_cause(error)}); is memory or disk full? --cache names "
-                            "another folder, HF_HOME the folder for downloads") from error
+            raise UserError(f"{folder}: not prepared ({root_cause(error)}); is memory or disk full? Choose another "
+                            "folder with --cache, or another one for downloads with HF_HOME") from error
     read_meta(folder)
     return folder
 
 
-# ---- 4. From a prepared corpus to the rows of a step -------------------------------------------------------
+# ---- 4. From a prepared corpus to the sequences of a step --------------------------------------------------
 class Rows:
-    """All rows of a split ("train", "val"): `[CLS]` and the next seq_len - 1 tokens of a prepared corpus, which stay
-    on the disk until they are read. Raises UserError if the corpus is damaged or too small for one row."""
+    """All sequences of a split ("train", "val"): `[CLS]` and the next seq_len - 1 tokens of a prepared corpus. Tokens
+    stay on the disk until they are read. Raises UserError if the corpus is damaged or too small for one sequence."""
     def __init__(self, folder: Path, split: str, seq_len: int):
         meta = read_meta(folder)
         tokens = meta["tokens"][split]
         count = tokens // (seq_len - 1)
         if count == 0:
-            raise UserError(f"--data {meta['data']}: its {split} split has {tokens} tokens, too few for a row of "
-                            f"seq_len={seq_len}; use more text, a smaller --seq-len, or another --val-share")
+            raise UserError(f"--data {meta['data']}: its {split} split has {tokens} tokens, too few for a sequence "
+                            f"of seq_len={seq_len}; use more text, a smaller --seq-len, or another --val-share")
         self.pieces = np.memmap(folder / f"{split}.bin", meta["dtype"], "r", shape=(count, seq_len - 1))
 
     def __len__(self) -> int:
         return len(self.pieces)
 
     def __getitem__(self, indices):
-        """Rows (B, seq_len) int64 at indices (B,)."""
+        """Sequences (B, seq_len) int64 at indices (B,)."""
         return np.insert(self.pieces[indices].astype(np.int64), 0, CLS, axis=1)
 
     def fewest_real_tokens(self) -> int:
-        """The smallest number of real tokens in a row. This reads the whole split."""
+        """The smallest number of real tokens in a sequence. This reads the whole split."""
         fewest = self.pieces.shape[1]
         for start in range(0, len(self), 65_536):
             real = self.pieces[start:start + 65_536] >= NUM_SPECIAL
@@ -235,30 +235,30 @@ class Rows:
 
 
 def evenly(rows: Rows | np.ndarray, most: int):
-    """At most this many rows, spaced evenly over the whole text: a tensor (rows, seq_len) int64."""
+    """At most this many sequences (N, seq_len) int64, spaced evenly over the whole text."""
     indices = np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64)
     return torch.from_numpy(rows[indices])
 
 
 def unigram_entropy(tokens) -> float:
-    """The entropy of real tokens in nats, which is the loss of a model that only knows how frequent each token is."""
+    """The entropy of real tokens in nats, which is the loss of a model that knows only how frequent each token is."""
     real = tokens[tokens >= NUM_SPECIAL]
     return float(torch.special.entr(real.bincount().double() / len(real)).sum())
 
 
 def seed_of(*numbers: int) -> int:
-    """One seed in [0, 2^63) from whole numbers, such as (seed, step)."""
+    """Combine whole numbers, such as (seed, step), into one seed in [0, 2^63)."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 @lru_cache(maxsize=2)  # a step can belong to two epochs
 def permutation(seed: int, epoch: int, total: int):
-    """The order of the rows in an epoch, (total,) int64."""
+    """The order of the sequences in an epoch, (total,) int64."""
     return np.random.default_rng((seed, epoch)).permutation(total)
 
 
 def rows_of_step(seed: int, step: int, batch_size: int, total: int):
-    """The indices of a step's rows, (batch_size,) int64. Every epoch is a new permutation of all `total` rows."""
+    """The indices of a step's sequences, (batch_size,) int64. Every epoch permutes all `total` sequences anew."""
     epochs, places = np.divmod(step * batch_size + np.arange(batch_size), total)
     rows = [permutation(seed, epoch, total)[place] for epoch, place in zip(epochs.tolist(), places)]
     return np.array(rows)

@@ -1,7 +1,7 @@
 """The documents that --data selects: from files, from the Hub, or from the documentation on this machine (`docs`).
 
 Each record of a .jsonl, .json or .parquet file is a document. A text file is read line by line: a document ends at a
-blank line, or at the end of the line with which it reaches 10,000 characters. A document of more than 4 million
+blank line, or at the end of the line in which it reaches 10,000 characters. A document of more than 4 million
 characters is split.
 """
 import ast
@@ -29,17 +29,17 @@ PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggin
 TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
 DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give C code a docstring
 GROUPED = 10_000  # characters after which a document without a blank line ends
-LONGEST = 1 << 22  # characters after which a line or document is cut; no book is as long
+LONGEST = 1 << 22  # characters after which a line or document is split; no book is as long
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 
 
 # ---- 1. The documentation on this machine ------------------------------------------------------------------
 @functools.cache
 def docs_files() -> list[tuple[str, Path]]:
-    """(library, file) of all Python files of the standard library and of PACKAGES, in a fixed order."""
+    """(library, file) of each Python file in the standard library and in PACKAGES, in a fixed order."""
     roots = [("python", Path(sysconfig.get_path("stdlib")))]
     for name in PACKAGES:
-        spec = importlib.util.find_spec(name)  # finds, does not import
+        spec = importlib.util.find_spec(name)  # does not import it
         if spec is not None:
             roots += [(name, Path(folder)) for folder in spec.submodule_search_locations or []]
     found = []
@@ -79,7 +79,7 @@ def docs_hash(cache: str) -> str:
 
 @functools.cache
 def read_docs(cache: str = CACHE) -> list[tuple[str, str]]:
-    """(library, text) of every distinct documentation string on this machine; kept in the folder `cache`."""
+    """(library, text) of every distinct documentation string on this machine, cached in the folder `cache`."""
     cached = Path(cache).expanduser() / f"docs-{docs_hash(cache)}.json"
     with suppress(OSError, ValueError):  # missing or damaged: it is made again
         return [(library, text) for library, text in json.loads(cached.read_bytes())]
@@ -121,11 +121,11 @@ def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
 
 # ---- 2. Documents of --data ----------------------------------------------------------------------------------
 class Source(NamedTuple):
-    """One of the texts in --data, where + joins several."""
+    """One of the sources in --data, which + joins."""
     name: str  # docs, hf:NAME[:CONFIG], or a path as given
-    files: tuple[Path, ...]  # the text files, if it is a path
+    files: tuple[Path, ...]  # the text files, if the name is a path
     column: str  # the field of a record that holds its text
-    cache: str  # the folder that keeps the hashes of files and the documentation
+    cache: str  # the folder for the documentation and the hashes of files
 
 
 def sources(data: str, column: str = "text", cache: str = CACHE) -> list[Source]:
@@ -156,24 +156,24 @@ def fail(error: OSError):
 
 
 def files_in(name: str) -> tuple[Path, ...]:
-    """The text file that a path names, or all text files in a folder that are not hidden. Raises UserError if there are
-    none, or OSError if a folder cannot be read."""
+    """The text file at a path, or all text files in a folder except hidden ones. Raises UserError if there are none, or
+    OSError if a folder cannot be read."""
     path = Path(name).expanduser()
     files = [path]
     if path.is_dir():
         files = []
         for folder, subfolders, names in os.walk(path, onerror=fail, followlinks=True):
-            subfolders[:] = [each for each in subfolders if not each.startswith(".")]  # the ones that walk enters
+            subfolders[:] = [each for each in subfolders if not each.startswith(".")]  # os.walk enters only these
             files += [Path(folder, each) for each in names if not each.startswith(".")]
     found = [file for file in sorted(files, key=str) if split_name(file)[1] in FORMATS]
     if not found or not name or not path.exists():
-        raise UserError(f"--data {name}: no such file or folder, or none with {', '.join(FORMATS)}, also compressed as "
-                        ".gz, .bz2, .xz or .zst; other sources are docs and hf:NAME")
+        raise UserError(f"--data {name}: no such file or folder, or no file ending in {', '.join(FORMATS)}, plain or "
+                        "compressed as .gz, .bz2, .xz or .zst; other sources are docs and hf:NAME")
     return tuple(found)
 
 
 def grouped(lines: Iterable[str]) -> Iterator[str]:
-    """Group lines into documents, by the rule at the top of this file."""
+    """Group lines into documents by the rule at the top of this file."""
     document, size = [], 0
     for line in lines:
         blank = line.isspace()
@@ -188,10 +188,10 @@ def grouped(lines: Iterable[str]) -> Iterator[str]:
 
 
 def column_of(rows: Iterable[Row], column: str) -> Iterator[str]:
-    """The texts in a column of rows, "" for null. Raises UserError if the first row lacks the column, or for other
-    types."""
+    """The texts in a column of rows, "" for null. Raises UserError if the first row lacks the column, or if a value is
+    not text."""
     for number, (place, record) in enumerate(rows):
-        if number == 0 and column not in record:  # later rows may lack it, which means the same as null
+        if number == 0 and column not in record:  # later rows may lack it, which counts as null
             raise UserError(f"{place}: needs a field `{column}`; --column can be {', '.join(record)}")
         text = record.get(column)
         if not isinstance(text, str | None):
@@ -200,7 +200,7 @@ def column_of(rows: Iterable[Row], column: str) -> Iterator[str]:
 
 
 def texts_of(source: Source) -> Iterator[str]:
-    """The texts of a source as they are, "" for missing ones. Raises UserError if a text cannot be read."""
+    """The texts of a source, unchanged, with "" for missing ones. Raises UserError if a text cannot be read."""
     if source.name == "docs":
         yield from [text for _, text in read_docs(source.cache)]
     elif not source.files:
@@ -218,6 +218,6 @@ def texts_of(source: Source) -> Iterator[str]:
 
 
 def documents(read: list[Source]) -> Iterator[str]:
-    """The documents of sources, including empty ones, stripped of white space and cut after LONGEST characters."""
+    """The documents of sources, including empty ones, stripped of white space and split after LONGEST characters."""
     for source in read:
         yield from map(str.strip, split_long(texts_of(source), LONGEST))

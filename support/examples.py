@@ -26,8 +26,8 @@ def read_task(name: str, data: str | None, val_share: float) -> dict[str, list]:
 
 
 def find_files(name: str, data: str) -> dict[str, Path]:
-    """The file of each split in the folder `data`, or in the task's own folder there, such as dev.tsv, dev.TSV.gz or
-    validation.tsv. Raises UserError if a file other than dev_mm is missing. SQuAD's files may have longer names."""
+    """The file of each split, such as dev.tsv, dev.TSV.gz or validation.tsv, in the folder `data` or in the task's own
+    folder there. Raises UserError if a file other than dev_mm is missing. SQuAD's files may have longer names."""
     root, formats = Path(data).expanduser(), (".json",) if name == "squad2" else TABLES
     inside = sorted((root / TASKS[name].folder).glob("*")) or sorted(root.glob("*"))
     found = {}
@@ -80,7 +80,7 @@ def read_hub(name: str, split: str) -> list[Example] | list[Question]:
         if name == "squad2":
             answers = zip(record["answers"]["answer_start"], record["answers"]["text"])
             found.append(Question(record["id"], record["question"], record["context"], tuple(answers)))
-        else:  # labels are numbers there, and STS-B's 3.2 is 3.200000047683716
+        else:  # on the Hub, labels are numbers, and STS-B's 3.2 is 3.200000047683716
             label = task.labels[record["label"]] if task.labels else str(round(record["label"], 3))
             found.append((f"{hub}, record {number}", record | {task.columns[-1]: label}))
     return found if name == "squad2" else examples_of(name, found, hub)
@@ -97,12 +97,12 @@ def submission(name: str, path: Path) -> str:
 
 # ---- 3. Rows as examples ------------------------------------------------------------------------------------
 def cell_of(record: dict, place: str, *columns: str) -> str:
-    """The text of a record in the first of these columns that it has. Raises UserError if there is none."""
+    """The text of a record in the first of these columns that the record has. Raises UserError if there is no text."""
     column = next((name for name in columns if name in record), columns[0])
     if not isinstance(record.get(column), str):
         has = ", ".join(f"`{name}`" for name in record) if column not in record else repr(record[column])
         raise UserError(f"{place}: needs a text in column `{column}`; has {has:.200}. A table starts with a header; a "
-                        ".csv has commas, a .tsv tabs")
+                        ".csv has commas, and a .tsv has tabs")
     return record[column]
 
 
@@ -120,7 +120,7 @@ def examples_of(name: str, rows: Iterable[Row], where: object, labelled: bool = 
         if any(record.get(column) is not None for column in seconds):
             text2 = cell_of(record, place, *seconds)
         value = cell_of(record, place, label).strip() if labelled else None
-        if labelled and not (value and text.strip()):  # two of QQP's questions are empty, both second ones
+        if labelled and not (value and text.strip()):  # two of QQP's second questions are empty
             raise UserError(f"{place}: the text or the label in column `{label}` is empty")
         index = str(record.get("index", record.get("idx", record.get("id", number))))
         if re.search("[\t\n\r]", f"{index} {value}"):
@@ -141,7 +141,7 @@ def field(record: dict, name: str, kind: type, place: str):
 
 
 def read_squad(path: Path, labelled: bool = True) -> list[Question]:
-    """The questions of a SQuAD JSON file, version 1.1 or 2.0; without answers unless they are `labelled`."""
+    """The questions in a SQuAD JSON file, version 1.1 or 2.0, with their answers if they are `labelled`."""
     found, place = {}, str(path)
     for article in field(parse_json("".join(lines_of(path)), place), "data", list, place):
         for paragraph in field(article, "paragraphs", list, place):
@@ -149,7 +149,7 @@ def read_squad(path: Path, labelled: bool = True) -> list[Question]:
             for record in field(paragraph, "qas", list, place):
                 name = field(record, "id", str, place)
                 if name in found:
-                    raise UserError(f"{place}: a second question has the id {name}; give it another one")
+                    raise UserError(f"{place}: a second question has the id {name}; give it another id")
                 question = field(record, "question", str, f"{place}, question {name}")
                 answers = read_answers(record, context, f"{place}, question {name}") if labelled else ()
                 found[name] = Question(name, question, context, answers)

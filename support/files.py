@@ -31,42 +31,42 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 def write_texts(folder: Path, files: dict[str, str]):
-    """Write files, by their names in a folder, atomically."""
+    """Write a text to each of these files in a folder, atomically."""
     for name, text in files.items():
         with atomic(folder / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: object):
-    """Write JSON, atomically."""
+    """Write JSON atomically."""
     write_texts(path.parent, {path.name: json.dumps(value, indent=1) + "\n"})
 
 
 def json_lines(records: Iterable[dict]) -> str:
-    """Records as text, with one line of JSON each."""
+    """Records as text: one line of JSON per record."""
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def read_json(path: Path, *wanted: str, advice: str = "restore it from a copy, or delete it") -> dict:
-    """The object in a JSON file. Raises UserError with advice if it is missing, damaged or lacks a `wanted` field."""
+    """The object in a JSON file. Raises UserError with advice if it is missing, damaged or without a `wanted` field."""
     try:
         found = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: missing, or damaged ({error}); {advice}") from error
     if not isinstance(found, dict) or not found.keys() >= set(wanted):
-        raise UserError(f"{path}: damaged, lacks {', '.join(wanted) or 'fields'}; {advice}")
+        raise UserError(f"{path}: damaged, because it lacks {', '.join(wanted) or 'fields'}; {advice}")
     return found
 
 
 def short_hash(content: str | bytes) -> str:
-    """A hash of 16 hexadecimal digits."""
+    """A hash, in 16 hexadecimal digits."""
     if isinstance(content, str):
         content = content.encode(errors="surrogatepass")
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def check_fields(path: Path, values: dict, *kinds: type):
-    """Raises UserError if a file has a field that no dataclass in `kinds` has, or a value of a wrong type."""
+    """Raises UserError if a file has a field that no dataclass in `kinds` has, or a value of the wrong type."""
     types = {field.name: field.type for kind in kinds for field in fields(kind)}
     for name, value in values.items():
         if name not in types:
@@ -74,14 +74,14 @@ def check_fields(path: Path, values: dict, *kinds: type):
                             "wrote the file")
         wanted = int | float if types[name] is float else types[name]
         if not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool):
-            raise UserError(f"{path}: {name}={value!r} has a wrong type; restore the file from a copy")
+            raise UserError(f"{path}: {name}={value!r} has the wrong type; restore the file from a copy")
 
 
-# ---- Folders that are written to ----------------------------------------------------------------------------
+# ---- Output folders -----------------------------------------------------------------------------------------
 @contextmanager
 def lock_folder(folder: Path, sign: str = "", *wanted: str, wait: bool = False) -> Iterator[None]:
-    """Make a folder and lock it. Raises UserError if another process uses the folder, unless told to wait for it, or
-    if refuse_other_files raises it for this `sign`."""
+    """Make a folder and lock it. Raises UserError if another process uses the folder and `wait` is False, or if
+    refuse_other_files refuses the folder."""
     if sign:
         refuse_other_files(folder, sign, *wanted)
     try:
@@ -93,9 +93,9 @@ def lock_folder(folder: Path, sign: str = "", *wanted: str, wait: bool = False) 
     try:
         lock.acquire()
     except Timeout:
-        raise UserError(f"{folder}: another process is at work there; wait for it, or choose another --out") from None
-    except OSError as error:  # some disks, such as some NFS mounts, have no locks
-        print(f"{folder}: cannot be locked ({error.strerror}); start no second process there", file=sys.stderr)
+        raise UserError(f"{folder}: another process is working there; wait for it, or choose another --out") from None
+    except OSError as error:  # some NFS mounts, for example, do not support locks
+        print(f"{folder}: cannot be locked ({error.strerror}); do not start a second process there", file=sys.stderr)
     try:
         for stale in folder.glob(".*.[0-9]*.tmp"):  # left by a process that was killed while writing
             stale.unlink()
@@ -105,7 +105,7 @@ def lock_folder(folder: Path, sign: str = "", *wanted: str, wait: bool = False) 
 
 
 def refuse_other_files(folder: Path, sign: str = "", *wanted: str):
-    """Raises UserError if a folder belongs to another program, which means that it has files but no JSON file `sign`
+    """Raises UserError if a folder belongs to another program, that is, if it has files but no JSON file `sign`
     with the `wanted` fields."""
     if not any(folder.glob("[!.]*")):
         return
@@ -127,8 +127,8 @@ def refuse_changes(folder: Path, changed: dict[str, list], advice: str = "choose
 
 
 def open_folder(folder: Path, settings: dict[str, object], may_change: Container[str] = ()):
-    """Write config.json to a folder that is empty or has the same settings, except those in `may_change`. Raises
-    UserError for other settings or files."""
+    """Write config.json to a folder that is empty or has the same settings apart from those in `may_change`. Raises
+    UserError if the folder has other settings or files."""
     path = folder / "config.json"
     if path.is_file():
         changed = changes(read_json(path), settings)
@@ -140,7 +140,7 @@ def open_folder(folder: Path, settings: dict[str, object], may_change: Container
 
 @contextmanager
 def figure(path: Path, panels: int = 1) -> Iterator[tuple]:
-    """Yield a matplotlib figure and its axes, which are side by side; then write it to `path`. No display is needed."""
+    """Yield a matplotlib figure and its axes, side by side; then write the figure to `path`. No display is needed."""
     if "matplotlib" not in sys.modules:
         os.environ.pop("MPLBACKEND", None)  # it may name a backend, such as a notebook's, that is not installed here
     import matplotlib.figure

@@ -54,7 +54,7 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
     for row in evenly(rows, 20 * SHOWN):  # some sequences have no such word
         texts = [printable(tokenizer.decode([i]).replace("\n", " ")) for i in row]
         for at in range(len(row) // 2, len(row) - 1):
-            if re.fullmatch(" [^\\W\\d_]+" * 2, texts[at] + texts[at + 1]):  # two words, each in one token
+            if re.fullmatch(" [^\\W\\d_]+" * 2, texts[at] + texts[at + 1]):  # two words of one token each
                 guess, = best_tokens(model, tokenizer, row[None], torch.tensor([[at]]))
                 before, after = "".join(texts[at - 7:at]), "".join(texts[at + 1:at + 8])
                 lines += [f"  ...{before} [{texts[at].strip()}]{after} ...", f"      {format_guess(guess)}"]

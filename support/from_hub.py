@@ -1,4 +1,4 @@
-"""Models from the Hugging Face Hub, read by the library transformers, which nothing else needs."""
+"""Models from the Hugging Face Hub, read with the library transformers, which is not needed otherwise."""
 from torch import nn
 
 from support.cli import UserError, root_cause
@@ -25,12 +25,12 @@ def from_hub(auto: str, name: str, **options):
         return auto_class.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # a damaged file can make it raise anything
         why = f"{type(error).__name__}: {root_cause(error)}"
-        raise UserError(f"hf:{name}: transformers cannot load it; code of its own never runs here ({why})") from error
+        raise UserError(f"hf:{name}: transformers cannot load it; model code never runs here ({why})") from error
 
 
 def model_from_hub(auto: str, name: str) -> nn.Module:
-    """A model in fp32 and in evaluation mode. Its head may be new, but if weights of the encoder are missing, this
-    raises UserError."""
+    """A model in fp32 and in evaluation mode. Its head may be new. Raises UserError if weights of the encoder are
+    missing."""
     model, loading = from_hub(auto, name, output_loading_info=True)
     missing = [key for key in loading["missing_keys"] if not key.startswith(("pooler.", "lm_head."))]
     if missing:

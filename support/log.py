@@ -40,7 +40,7 @@ def commit() -> str | None:
 
 
 class Progress:
-    """Reports on a train.Run, in the terminal, log.jsonl and Weights & Biases. Only the first process reports."""
+    """Reports on a train.Run in the terminal, log.jsonl and Weights & Biases. Only the first process reports."""
     def __init__(self, run):
         """Removes the lines of log.jsonl after run.step, because these steps will be repeated."""
         self.run, self.wandb = run, run.wandb
@@ -59,7 +59,7 @@ class Progress:
             self.tell_wandb("log", line)
 
     def tell_wandb(self, method: str, *arguments):
-        """Call a method of the Weights & Biases run. Its first error is printed as a warning and disables it."""
+        """Call a method of the Weights & Biases run. The first error is printed as a warning and turns wandb off."""
         if self.wandb is None:
             return
         try:
@@ -69,8 +69,8 @@ class Progress:
             print(f"warning: --wandb: {error!r}; the run continues without it", file=sys.stderr)
 
     def start(self, entropy: float):
-        """Print the sizes of the model and the text; log the commit, versions, machines and settings that have changed
-        since the last start. `entropy` is the unigram entropy of the validation tokens, in nats."""
+        """Print the sizes of the model and the text; log the commit, versions and machines, and settings that have
+        changed since the last start. `entropy` is the unigram entropy of the validation tokens, in nats."""
         (config, recipe, options), run, worker = self.run.settings, self.run, self.run.worker
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         there = len(run.rows["train"]) * config.seq_len / 1e6
@@ -96,7 +96,7 @@ class Progress:
                    val_loss=val_loss, seconds=self.run.seconds)
 
     def log_steps(self):
-        """Log the means of the steps since the last line, and the speed. Raises UserError if they are not finite."""
+        """Log the means of the steps since the last line, and the speed. Raises UserError if any is not finite."""
         (config, recipe, _), run, count = self.run.settings, self.run, len(self.recent)
         losses, norms = [torch.stack(values).tolist() for values in zip(*self.recent, strict=True)]
         for step, loss, norm in zip(range(run.step - count + 1, run.step + 1), losses, norms, strict=True):
@@ -107,7 +107,7 @@ class Progress:
         # The mean over steps and processes; each process has an equal share of every batch.
         total, = run.worker.all_reduce(sum(losses))
         loss, norm = total / run.worker.world_size / count, sum(norms) / count
-        lap = time.perf_counter() - self.since  # the GPU has finished, since the loss is known
+        lap = time.perf_counter() - self.since  # the GPU has finished, because the loss is known
         run.seconds += lap
         sequences = run.step * recipe.batch_size
         speed = count * recipe.batch_size * config.seq_len / lap
@@ -128,7 +128,7 @@ def flops(config: Config) -> int:
     n = config.seq_len
     m = config.num_masked(n)
     r = n - m + round(config.mask_in_encoder * m)  # tokens that the encoder sees
-    # Meta tensors have shapes but no data. On them, attention is matrix products; a GPU's kernel is not counted.
+    # Meta tensors have shapes but no data. On them, attention runs as matrix products; a GPU's kernel is not counted.
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         tokens, masked, kept = [torch.zeros(1, length, dtype=torch.int64) for length in (n, m, r)]
         make_model(config)(tokens, Corruption(tokens, masked, kept)).backward()

@@ -1,8 +1,8 @@
 """The results of fine-tuning: files of runs, medians over seeds, result.json and Table 1.
 
-A run is a dictionary: its `setting` in a sweep, its `seed`, its `seconds`, and its best checkpoint on the dev split:
-`value` of the task's first metric and all `metrics` in percent, `ranks` of Table 3, and `step`. A diverged run has
-no value (None), metrics, ranks or step.
+A run is a dictionary with its `setting` in a sweep, its `seed` and `seconds`, and, for its best checkpoint on the dev
+split, the `value` of the task's first metric and all `metrics` in percent, the `ranks` of Table 3, and the `step`. A
+diverged run has no value (None), metrics, ranks or step.
 """
 import math
 import statistics
@@ -32,7 +32,7 @@ def read_run(out: Path, tune, seed: int) -> dict:
     path = path_of_run(out, tune, seed)
     wait_for(path)
     return read_json(path, "value", "metrics", "ranks", "setting", "seed", "seconds",
-                     advice="or from an older version; delete it to repeat the run")
+                     advice="an older version may have written it; delete it to repeat the run")
 
 
 def height(value: float | None) -> float:

@@ -48,9 +48,9 @@ class Start(NamedTuple):
 
 
 def load_start(init: str, preset: dict | None, ablation: str | None, *kinds: type) -> Start:
-    """Load a run folder or a checkpoint. Its settings, fields of the dataclasses `kinds`, replace a preset, at a fifth
-    of its peak rates unless it also began with --init. With a preset, the recipe is the preset's; an ablation
-    determines the decoder and the masks. Raises UserError if a file is missing or damaged."""
+    """Load a run folder or a checkpoint. Its settings, fields of the dataclasses `kinds`, replace a preset; its peak
+    learning rates are divided by 5 unless it also began with --init. A given preset determines the recipe, and an
+    ablation determines the decoder and the masks. Raises UserError if a file is missing or damaged."""
     file = checkpoint_of(Path(init))
     model, tokenizer = load_model(file)
     path = file.parent / "config.json"
@@ -77,8 +77,8 @@ def load_start(init: str, preset: dict | None, ablation: str | None, *kinds: typ
 
 def settings_to_resume(out: Path, settings, weights: str | None, change_recipe: bool) -> dict:
     """config.json of the run in a folder; {} if it has no checkpoint, so that it can start anew. Raises UserError if
-    any settings have changed, apart from RunOptions and, with --change-recipe, most of Recipe, or if --init now names
-    other `weights` than the run began with."""
+    any settings have changed, apart from RunOptions and, with --change-recipe, most of Recipe, or if the `weights`
+    of --init are not those with which the run began."""
     found = checkpoints(out)
     if not found:
         return {}
@@ -87,15 +87,15 @@ def settings_to_resume(out: Path, settings, weights: str | None, change_recipe: 
     for kind in kinds:
         there = asdict(kind()) | there  # a missing field has its default
     changed = changes(there, asdict(settings.config) | asdict(settings.recipe))
-    if settings.options.init != there["init"]:  # if it has the same name, it may have been trained further
+    if settings.options.init != there["init"]:  # a run of the same name may have been trained further
         changed |= changes(there, {"init_weights": weights})
     step = int(found[-1].stem.removeprefix("step_"))
     in_recipe = asdict(settings.recipe).keys() - {*TEXT, "optimizer", "position_init"}
     advice = "choose another --out"
     if "max_steps" in changed and step == there["max_steps"]:
-        advice = f"the run is finished: to train it for longer, start another --out from it with --init {out}"
+        advice = f"the run is finished: to train it for longer, start a run in another --out with --init {out}"
     elif "max_steps" in changed and step >= settings.recipe.max_steps:
-        advice = f"the run is at step {step} already: use a larger --max-steps"
+        advice = f"the run is already at step {step}: use a larger --max-steps"
     elif changed.keys() <= in_recipe:
         if change_recipe:
             return there
@@ -124,7 +124,7 @@ def copy_fitting_weights(source: nn.Module, target: nn.Module):
 
 
 def refuse_many_masks(config: Config, splits: list[Rows]):
-    """Raises UserError if a sequence has fewer maskable tokens than it would have masks."""
+    """Raises UserError if a sequence has too few tokens that can be masked."""
     n = config.seq_len
     m, least = config.num_masked(n), (n - 1) // 2  # even if every document is a single token
     if m > least:

@@ -28,16 +28,16 @@ class Subject(NamedTuple):
     reads_mask: bool  # whether the encoder read [MASK] in training
 
     def sample(self, tokens: int) -> Tensor:
-        """Sequences (N, n) int64, spaced evenly over the text, with about this many tokens, or all of them."""
+        """Sequences (N, n) int64, spaced evenly over the text, of about this many tokens in total, or all sequences."""
         n = self.rows[[0]].shape[1]
         return evenly(self.rows, math.ceil(tokens / n))
 
 
 # ---- 1. A run -----------------------------------------------------------------------------------------------
 def subject_of_run(name: str, config, device: torch.device) -> Subject:
-    """A run folder or checkpoint of ours. The fields data, column, val_share and tokens of config, a rank.RankConfig,
-    select its text. Without data, this is the validation text of the run, or docs if the run has none, like fine-tuned
-    and imported models. Raises UserError without a model or text."""
+    """The encoder in a run folder or checkpoint. The fields data, column, val_share and tokens of a rank.RankConfig
+    select its text. Without data, the text is the validation text of the run, or docs for fine-tuned and imported
+    models, which have none. Raises UserError if there is no model or no text."""
     encoder, tokenizer, shape, settings = load_encoder(Path(name), device)
     text = config.data or settings.get("data", "docs")
     if not config.data and "data" in settings:
@@ -69,7 +69,7 @@ def subject_of_hub(name: str, config, device: torch.device) -> Subject:
     def encode(tokens):
         tokens = tokens.to(device)
         out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True)
-        # In some families, the last of hidden_states lacks the final LayerNorm.
+        # In some model families, the last entry of hidden_states lacks the final LayerNorm.
         return [*out.hidden_states[:-1], out.last_hidden_state]
 
     text = config.data or "docs"
@@ -84,7 +84,7 @@ def subject_of_hub(name: str, config, device: torch.device) -> Subject:
 # ---- 3. Text of --data --------------------------------------------------------------------------------------
 def text_rows(source: str, encode: Callable, frame: tuple, n: int, config) -> np.ndarray:
     """The validation documents of a source as sequences (N, n) int64. The frame holds the special tokens before a
-    sequence, between documents and after a sequence. Raises UserError if there is less text than one sequence."""
+    sequence, between documents and after a sequence. Raises UserError if the text is too short for one sequence."""
     before, between, after = frame
     room = n - len(before) - len(after)
     read, ids = filter(None, documents(sources(source, config.column))), []
@@ -95,6 +95,6 @@ def text_rows(source: str, encode: Callable, frame: tuple, n: int, config) -> np
             break
     count = min(len(ids) // room, math.ceil(config.tokens / n)) if room > 0 else 0
     if count == 0:
-        raise UserError(f"--data {source}: {len(ids)} validation tokens are less than a row of {n}; use --val-share 1")
+        raise UserError(f"--data {source}: {len(ids)} validation tokens, but a sequence has {n}; use --val-share 1")
     rows = [[*before, *ids[i * room:(i + 1) * room], *after] for i in range(count)]
     return np.array(rows, np.int64)

@@ -50,7 +50,7 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 def lines_of(path: Path, newline: str | None = None, longest: int = -1) -> Iterator[str]:
-    """The lines of a text with their line ends, which only newline="" preserves. Lines of more than `longest`
+    """The lines of a text with their line ends, which are preserved only if newline="". Lines of more than `longest`
     characters are split. Raises UserError unless the text is UTF-8."""
     with readable(path), open_bytes(path) as file:
         text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline=newline)
@@ -107,7 +107,7 @@ def refuse_equal_names(place: object, names: Iterable[str | None]):
 
 def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, skip: bool = False) -> Iterator[Row]:
     """The rows of a table. Its first line is the header unless one is given. With `quotes`, quotation marks enclose
-    cells that contain commas or line breaks. Raises UserError for rows that do not fit the header, or skips them."""
+    cells that contain commas or line breaks. Rows that do not fit the header raise UserError or are skipped."""
     csv.field_size_limit(2 ** 31 - 1)  # characters in a cell
     quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
     reader = csv.DictReader(lines_of(path, newline=""), header or None, delimiter=comma, quoting=quoting, strict=True)
@@ -117,14 +117,14 @@ def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, sk
             if None not in row and None not in row.values():  # how DictReader marks too many and too few cells
                 yield f"{path}, line {reader.line_num}", row
             elif not skip:
-                raise UserError(f"{path}, line {reader.line_num}: not as many cells as columns in the header; quotes "
-                                "belong around a text with a comma, tab or line break; in GLUE's files, remove the tab")
+                raise UserError(f"{path}, line {reader.line_num}: not as many cells as columns in the header; put a "
+                                "text with a comma, tab or line break in quotes; in GLUE's files, remove the tab")
     except csv.Error as error:
-        raise UserError(f"{path}, line {reader.reader.line_num}: {error}; write quotes in a text twice") from error
+        raise UserError(f"{path}, line {reader.reader.line_num}: {error}; double the quotes inside a text") from error
 
 
 def parquet_rows(path: Path, column: str | None = None) -> Iterator[Row]:
-    """The rows of a Parquet file. If it has this column, only the column is read."""
+    """The rows of a Parquet file. If it has this column, only this column is read."""
     import pyarrow.parquet  # here, because it is slow
     number = itertools.count(1)
     with readable(path), pyarrow.parquet.ParquetFile(path) as file:
@@ -163,7 +163,7 @@ def hub_records(name: str, split: str = "train", streaming: bool = True) -> tupl
     datasets.disable_progress_bars()
     path, _, config = name.removeprefix("hf:").partition(":")
     if Path(path).exists():
-        raise UserError(f"{name}: the folder {path} would be read in its place; start in another folder")
+        raise UserError(f"{name}: the folder {path} would be read instead; start in another folder")
     source = f"{name}, downloaded to the folder HF_HOME", HTTPError, datasets.exceptions.DatasetsError
     with readable(*source):
         is_text = hasattr(datasets.load_dataset_builder(path, config or None).config, "sample_by")

@@ -10,8 +10,8 @@ from support.cli import UserError
 class Task(NamedTuple):
     """One column of Table 1: its files, their columns and its metrics."""
     group: str  # small | large | squad | docs: determines the defaults and the grid (Tables 5 and 6)
-    metrics: tuple[str, ...] = ("accuracy",)  # the first selects checkpoints; F1 is that of the second label
-    labels: tuple[str, ...] = ()  # in the order of the Hub; if empty, a number, or found in the training split
+    metrics: tuple[str, ...] = ("accuracy",)  # the first selects checkpoints; F1 is computed for the second label
+    labels: tuple[str, ...] = ()  # in the Hub's order; if empty, numbers or the training split's labels
     folder: str = ""  # folder of the original release, and name of the file for GLUE's server
     files: tuple[str, ...] = ("train", "dev")  # of each split; on the Hub, "dev" is called "validation"
     header: tuple[str, ...] = ()  # column names of a TSV without a header
@@ -116,7 +116,7 @@ class Labels(NamedTuple):
 
 
 def labels_of(name: str, train: list) -> Labels:
-    """The labels of task `name`: those of the release, if it has any. Otherwise, numbers if a training label has
+    """The labels of task `name`: those of the release, if any. Otherwise, they are numbers if a training label has
     decimals, or else the distinct training labels in alphabetical order. Raises UserError if all labels are equal."""
     task = TASKS[name]
     pairs = train[0].text2 is not None if name == "custom" else len(task.columns) == 3
@@ -128,5 +128,5 @@ def labels_of(name: str, train: list) -> Labels:
     numbers = [float(label) for label in found if NUMBER.fullmatch(label)]
     if name == "custom" and all(number.is_integer() for number in numbers):
         return Labels(task.metrics if len(found) == 2 else ("accuracy",), tuple(found), pairs=pairs)
-    largest = max(map(abs, numbers), default=0.0)  # STS-B's 5, by which the official code divides
+    largest = max(map(abs, numbers), default=0.0)  # for STS-B, this is 5, by which the official code divides
     return Labels(("spearman",), scale=largest or 1.0, pairs=pairs)

@@ -14,7 +14,7 @@ from support.tables import split_long
 
 SPECIALS = ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]  # ids 0 to 3, as in maelm.py
 PIECES = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"  # no merge crosses the boundary of a piece
-GPT2_PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # inside of ByteLevel
+GPT2_PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # inside ByteLevel
 TEXTS = ["The cat's 12,345 naïve cafés sat;\n\n  don't they?  ", "ΟΔΟΣ 漢字 🙂\tİı ﬁ½ (x_1 != 3.14e-5)", ""]
 
 
@@ -28,7 +28,7 @@ class Tokenizer:
     """A tokenizer whose ids are, in this order, the special tokens, the 256 bytes and the merges."""
     def __init__(self, model: tokenizers.Tokenizer):
         self.model = model
-        model.encode_special_tokens = True  # special tokens such as `[MASK]` in a text are plain text
+        model.encode_special_tokens = True  # special tokens such as `[MASK]` in a text are read as plain text
         self.uncased = model.normalizer is not None
         byte = {letter: b for b, letter in enumerate(byte_letters())}
         tokens = [model.id_to_token(i) for i in range(model.get_vocab_size())]
@@ -47,7 +47,7 @@ class Tokenizer:
         learner = cls.of_merges([], uncased).model
         trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - NUM_SPECIAL, initial_alphabet=byte_letters(),
                                                  show_progress=sys.stderr.isatty())
-        # tokenizers needs about a hundred times as much memory as each text itself.
+        # For each text, tokenizers needs about a hundred times the text's own memory.
         learner.train_from_iterator(split_long(texts, 1 << 16), trainer)
         merges = json.loads(learner.to_str())["model"]["merges"]
         return cls.of_merges(merges, uncased)  # the learner numbers its tokens differently
@@ -73,12 +73,12 @@ class Tokenizer:
         found = json.loads(text)
         vocabulary, splitter = found["model"].get("vocab", {}), found["pre_tokenizer"]
         if "merges" not in found["model"] or not set(byte_letters()) <= set(vocabulary) or not splitter:
-            raise UserError(f"{name}: not a byte-level BPE as GPT-2's is; WordPiece and SentencePiece do not fit")
-        first = splitter.get("pretokenizers", [{}])[0]  # a splitting of its own comes before ByteLevel
+            raise UserError(f"{name}: not a byte-level BPE like GPT-2's; WordPiece and SentencePiece do not fit")
+        first = splitter.get("pretokenizers", [{}])[0]  # a custom pattern comes before ByteLevel
         pieces = first.get("pattern", {}).get("Regex", GPT2_PIECES)
         uncased = found["normalizer"] == {"type": "Lowercase"}
         ours = cls.of_merges(found["model"]["merges"], uncased, pieces, sorted(byte_letters(), key=vocabulary.get))
-        # A tokenizer may do other things, such as put a space before a text; its tokens show them.
+        # A tokenizer may do more, such as put a space before a text; then its tokens differ from ours.
         theirs = tokenizers.Tokenizer.from_str(text)
         for example in TEXTS:
             tokens = [ours.model.id_to_token(i) for i in ours.encode(example)]
@@ -109,7 +109,7 @@ class Tokenizer:
             raise UserError(f"{path}: damaged or missing ({str(error)[:200]}); restore it from a copy") from error
 
     def save(self, folder: Path):
-        """Write `folder`/tokenizer.json, atomically."""
+        """Write `folder`/tokenizer.json atomically."""
         write_texts(folder, {"tokenizer.json": self.model.to_str()})
 
     def framed(self) -> tokenizers.Tokenizer:

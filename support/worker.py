@@ -29,8 +29,8 @@ class Worker(NamedTuple):
         return self.rank == 0
 
     def micro_batch(self, batch_size: int, most: int) -> int:
-        """The number of sequences per device and forward pass, at most `most`. Raises UserError if the batch size is no
-        multiple of it on all devices together."""
+        """The number of sequences per device and forward pass, at most `most`. Raises UserError if the batch size is
+        not a multiple of this number times the number of devices."""
         size = max(1, min(most, batch_size // self.world_size))
         if batch_size % (size * self.world_size):
             raise UserError(f"batch_size={batch_size} is not a multiple of micro_batch_size={size} times "
@@ -71,14 +71,14 @@ class Worker(NamedTuple):
             for name, value in settings.items():
                 if name not in PLACES and value != others[name]:
                     raise UserError(f"{name}={value!r} in process {self.rank}, {others[name]!r} in process {rank}: "
-                                    "start all of them with the same command, text and --out")
+                                    "start all processes with the same command, text and --out")
 
     def parallel(self, model: nn.Module) -> nn.Module:
         """A model that averages its gradients over all processes in the backward pass."""
         if self.world_size == 1:
             return model
         network = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        network.broadcast_buffers = False  # they never change (as an argument, it has another name in each version)
+        network.broadcast_buffers = False  # buffers never change (PyTorch versions disagree on the argument's name)
         return network
 
     def init_process_group(self):
@@ -87,7 +87,7 @@ class Worker(NamedTuple):
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
 
     def destroy_process_group(self, code: int = 0):
-        """End this process at once if it has joined others; in an ordinary exit, threads of gloo may abort it."""
+        """End this process at once if it has joined others; on an ordinary exit, threads of gloo may abort it."""
         if dist.is_initialized():
             dist.destroy_process_group()
             os._exit(code)
@@ -140,7 +140,7 @@ def make_worker(precision: str, device: str = "auto", small: bool = False) -> Wo
         numbers = [int(value) for value in given[:4] if value.isdecimal()]
         if len(numbers) < 4 or given[4] == "" or numbers[0] >= numbers[1] or numbers[3] > 65535:
             listed = ", ".join(f"{name}={value!r}" for name, value in zip(names, given, strict=True))
-            raise UserError(f"{listed}: not variables of torchrun; start with torchrun, or unset them")
+            raise UserError(f"{listed}: not the variables of torchrun; start with torchrun, or unset them")
         rank, world_size = numbers[:2]
     found = best_device(device, small)
     if found.type == "cuda":

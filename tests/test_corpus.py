@@ -74,7 +74,7 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     write_corpus(tmp_path / "c++" / "a.txt", 3)
     assert documents_of("c++") == little_documents(3)
-    with pytest.raises(UserError, match="the folder here would be read in its place"):  # of the Hub
+    with pytest.raises(UserError, match="the folder here would be read instead"):  # of the Hub
         documents_of("hf:here")
     write_corpus(tmp_path / "b.txt", 2)
     assert documents_of("b.txt+b.txt") == 2 * little_documents(2)
@@ -90,9 +90,9 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
     ("a.txt", "text".encode("utf-16-le"), "a.txt, line 1: not UTF-8"),
     ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),
     ("a.parquet", b"PAR1 not really", "a.parquet: cannot be read .Parquet magic bytes not found"),
-    ("a.txt", b"few", "its train split has . tokens, too few for a row of seq_len=64"),
-    ("a.txt", b"\n", "a.txt: there is no text in it"),
-    ("a.csv", b"a,b", "a.csv: no such file or folder, or none with .txt, .jsonl"),
+    ("a.txt", b"few", "its train split has . tokens, too few for a sequence of seq_len=64"),
+    ("a.txt", b"\n", "a.txt: contains no text"),
+    ("a.csv", b"a,b", "a.csv: no such file or folder, or no file ending in .txt, .jsonl"),
     ("b[2].txt", None, "b.2..txt: no such file or folder")])
 def test_unreadable_input_gets_one_line(name, content, message, tmp_path, capsys):
     (tmp_path / "b1.txt").write_text("The name of another file is not its pattern.")

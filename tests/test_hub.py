@@ -220,8 +220,8 @@ def test_a_missing_encoder_is_not_measured(hub, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("file, fields, message", [
-    ("config.json", dict(model_type="bert"), "has model_type='bert'; import takes roberta"),
-    ("config.json", dict(layer_norm_eps=1e-12), "has layer_norm_eps=1e-12, and maelm can only do 1e-05"),
+    ("config.json", dict(model_type="bert"), "has model_type='bert'; import reads only roberta"),
+    ("config.json", dict(layer_norm_eps=1e-12), "has layer_norm_eps=1e-12, but maelm supports only 1e-05"),
     ("config.json", dict(num_hidden_layers=3), "it lacks weights of the encoder, such as roberta.encoder.layer.2"),
     ("tokenizer_config.json", dict(add_prefix_space=True), "that maelm's tokenizer cannot"),
 ])

@@ -154,7 +154,7 @@ def test_a_run_goes_on_before_a_damaged_checkpoint(text, finished, copy, capsys)
         with pytest.raises(UserError, match="step_0000006.pt: damaged, or not written"):
             checkpoints.load_model(copy)
         assert same(short_run(text, copy), finished)
-        assert "is damaged, and is now step_0000006.pt.damaged" in capsys.readouterr().err
+        assert "is damaged and was renamed to step_0000006.pt.damaged" in capsys.readouterr().err
         assert (copy / "step_0000006.pt.damaged").read_bytes() == damaged
     newest.unlink()
     (copy / "step_0000003.pt").write_bytes(b"torn")
@@ -198,10 +198,10 @@ class Code:
 
 
 @pytest.mark.parametrize("part, change, message", [
-    ("model", {"head.bias": torch.zeros(7)}, "its weights have other names or shapes"),
+    ("model", {"head.bias": torch.zeros(7)}, "its weights have different names or shapes"),
     ("model", {"head.bias": Code()}, "damaged, or not written by this project"),
     ("config", {"bert_trick": False}, "this version of maelm does not know the field 'bert_trick'"),
-    ("config", {"dropout": "none"}, "dropout='none' has a wrong type")])
+    ("config", {"dropout": "none"}, "dropout='none' has the wrong type")])
 def test_a_checkpoint_of_something_else_is_refused_and_runs_no_code(part, change, message, copy, capsys):
     state = last_checkpoint(copy)
     torch.save(state | {part: state[part] | change}, copy / "step_0000006.pt")
@@ -223,7 +223,7 @@ def test_a_folder_in_use_or_of_something_else_is_refused(text, copy, tmp_path, c
     (copy / ".theirs.tmp").touch()
     with lock_folder(copy):
         assert (copy / ".theirs.tmp").exists()
-        assert "another process is at work there" in fails(lambda: short_run(text, copy), capsys)
+        assert "another process is working there" in fails(lambda: short_run(text, copy), capsys)
     assert contents(copy) == before
     assert "not empty, and not written by this program" in fails(lambda: short_run(text, tmp_path), capsys)
     write_json(tmp_path / "export" / "config.json", {"model_type": "maelm"})
@@ -236,7 +236,7 @@ def test_a_folder_in_use_or_of_something_else_is_refused(text, copy, tmp_path, c
     ("--mask-rate 0.3 --seed 2", "mask_rate=0.15 there, 0.3 here; seed=0 there, 2 here; choose another --out"),
     ("--no-uncased --change-recipe", r"uncased=True there, False here; choose another --out$"),
     ("--init RUN --learning-rate 6e-3 --muon-learning-rate 2e-2", r"init_weights=None there, '\w"),
-    ("--max-steps 9", "max_steps=6 there, 9 here; the run is finished: .* start another --out from it with --init")])
+    ("--max-steps 9", "max_steps=6 there, 9 here; the run is finished: .* start a run in another --out with --init")])
 def test_another_run_is_refused_with_what_differs(flags, message, text, copy, finished, capsys):
     before = contents(copy)
     line = fails(lambda: short_run(text, copy, *flags.replace("RUN", str(finished)).split()), capsys)
@@ -277,7 +277,7 @@ def test_left_over_variables_of_torchrun_get_one_line(rank, port, text, tmp_path
 def test_processes_agree_on_all_but_places(name, value, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(worker.Worker, "gather", lambda self, mine: [mine, {**mine, "cache": "node's", name: value}])
     line = fails(lambda: short_run(text, tmp_path / "run"), capsys)  # not cache=
-    assert re.search(f"{name}=.* in process 0, {value!r} in process 1: start all of them", line)
+    assert re.search(f"{name}=.* in process 0, {value!r} in process 1: start all processes", line)
 
 
 def test_a_disk_without_locks_is_used_without(text, finished, tmp_path, monkeypatch, capsys):
