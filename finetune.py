@@ -31,10 +31,10 @@ from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out
 from support.corpus import VAL_SHARE, seed_of
 from support.examples import find_files, read_file, read_task, submission
 from support.files import lock_folder, open_folder, read_json, short_hash, write_json, write_texts
-from support.heads import Classification, Encoded, Tuned, batches, collate
+from support.heads import Classification, Tuned, batches, collate
 from support.squad import Spans
 from support.tables import split_name
-from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, Labels, grid, labels_of
+from support.tasks import DEFAULTS, GLUE, SWEPT, TASKS, Encoded, Labels, grid, labels_of
 from support.worker import Worker, make_worker
 from train import learning_rate_factor
 

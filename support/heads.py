@@ -1,29 +1,19 @@
-"""A classifier for one or two texts: its inputs, its head, its loss and its predictions."""
+"""Batches for fine-tuning, and a classifier for one or two texts: its inputs, head, loss and predictions."""
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from maelm import PAD, Config
 from support.corpus import rows_of_step, seed_of
 from support.files import json_lines
 from support.metrics import METRICS
-from support.tasks import Example, Labels
+from support.tasks import Encoded, Example, Labels
 from support.tokenizer import Tokenizer
-
-
-class Encoded(NamedTuple):
-    """A split of a task as tokens."""
-    ids: list[np.ndarray]  # per input, (length,) int64
-    targets: Tensor  # labels (N,) int64 or float32; spans (N, 3) int64: first and last token, start of the passage
-    examples: list  # Example or Question
-    windows: list[tuple[int, int]]  # SQuAD: index of each input's question, and shift from context to input
-    remark: str
 
 
 def collate(encoded: Encoded, chosen, device: torch.device):

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from maelm import CLS, SEP, Config
-from support.heads import Encoded
 from support.metrics import squad_metrics
-from support.tasks import Labels, Question
+from support.tasks import Encoded, Labels, Question
 from support.tokenizer import Tokenizer
 
 

@@ -4,6 +4,9 @@ import itertools
 import re
 from typing import NamedTuple
 
+import numpy as np
+from torch import Tensor
+
 from support.cli import UserError
 
 
@@ -86,6 +89,15 @@ class Question(NamedTuple):
     question: str
     context: str
     answers: tuple[tuple[int, str], ...]
+
+
+class Encoded(NamedTuple):
+    """A split of a task as tokens."""
+    ids: list[np.ndarray]  # per input, (length,) int64
+    targets: Tensor  # labels (N,) int64 or float32; spans (N, 3) int64: first and last token, start of the passage
+    examples: list  # Example or Question
+    windows: list[tuple[int, int]]  # SQuAD: index of each input's question, and shift from context to input
+    remark: str
 
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d\d?)?", re.IGNORECASE)

@@ -16,9 +16,9 @@ from maelm import CLS, SEP
 from support import convert, examples, results, tasks
 from support.checkpoints import load_encoder
 from support.files import read_json, write_json
-from support.heads import Classification, Encoded
+from support.heads import Classification
 from support.squad import Spans
-from support.tasks import Example, Labels, Question
+from support.tasks import Encoded, Example, Labels, Question
 from support.tokenizer import Tokenizer
 from support.worker import Worker
 from tests.common import fails, little_documents, sentence
