@@ -46,7 +46,7 @@ class TuneConfig:
     """Settings of fine-tuning; each task has its own defaults. Raises ValueError if a field is invalid."""
     epochs: float = 3.0  # number of passes over the training split
     learning_rate: float = 0.0  # peak learning rate, 0 or more; 0 means 3e-5 * (768 / d)^2
-    batch_size: int = 32  # examples per optimizer step and per evaluation batch
+    batch_size: int = 32  # examples per optimizer step and per evaluation batch, 1 to 10,000
     warmup_share: float = 0.06  # fraction of the steps with linear warm-up, 0 or more, below 1; then linear decay to 0
     seq_len: int = 512  # longest input in tokens, 8 or more; the encoder's own limit also applies
     dropout: float = 0.1  # dropout in encoder and head, 0 or more, below 1
@@ -58,8 +58,9 @@ class TuneConfig:
 
     def __post_init__(self):
         require_positive(self, "epochs", "batch_size", "max_query", "doc_stride", "max_answer")
-        require(self, learning_rate=self.learning_rate >= 0, weight_decay=self.weight_decay >= 0,
-                warmup_share=0 <= self.warmup_share < 1, seq_len=self.seq_len >= 8, dropout=0 <= self.dropout < 1,
+        require(self, batch_size=self.batch_size <= 10_000, learning_rate=self.learning_rate >= 0,
+                weight_decay=self.weight_decay >= 0, warmup_share=0 <= self.warmup_share < 1,
+                seq_len=self.seq_len >= 8, dropout=0 <= self.dropout < 1,
                 precision=self.precision in ("auto", "fp32", "bf16"))
 
 
@@ -247,7 +248,7 @@ def predict_file(options: argparse.Namespace, device: torch.device):
     """Write the predictions of the model in --init for a file. Raises UserError if --out holds other files."""
     folder, source = Path(options.init), options.predict.expanduser().resolve()
     if not (folder / "encoder.pt").is_file():
-        raise UserError(f"{folder}: has no encoder.pt, which finetune.py writes at the first checkpoint of seed 1")
+        raise UserError(f"{folder}: no encoder.pt from the run of seed 1; delete runs/*-1.json to repeat that run")
     state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale", "pairs")
     task = state["task"]
     labels = Labels(TASKS[task].metrics, names=tuple(state["labels"]), scale=state["scale"], pairs=state["pairs"])

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from maelm import MAELM, PAD, Config
-from support.checkpoints import checkpoint_of, read_tensors, save_checkpoint
+from support.checkpoints import checkpoint_of, load_tokenizer, read_tensors, run_settings, save_checkpoint
 from support.cli import Parser, UserError, clear_errors
 from support.files import refuse_other_files, write_json
 from support.from_hub import from_hub, model_from_hub, transformers_library
@@ -59,20 +59,22 @@ def hub_config(config: Config, head: str, labels: list[str]) -> dict:
     for name in ("", "ForSequenceClassification", "ForQuestionAnswering", head):
         found["auto_map"]["AutoModel" + name] = code + (name or "Model")
     if labels:
+        found["problem_type"] = "regression" if labels == ["number"] else "single_label_classification"
         found["id2label"] = dict(enumerate(labels))
         found["label2id"] = {label: i for i, label in enumerate(labels)}
     return found
 
 
-def save_tokenizer(tokenizer: Tokenizer, seq_len: int, out: Path):
+def save_tokenizer(tokenizer: Tokenizer, seq_len: int, head: str, out: Path):
     """Write a tokenizer for transformers: it puts [CLS] and [SEP] around a text, and [MASK] absorbs the space before
-    it."""
+    it. For the heads of finetune.py, special tokens in a text are plain text, as in finetune.py."""
     model = tokenizer.framed()
     model.add_special_tokens([tokenizers.AddedToken("[MASK]", lstrip=True, special=True)])
     model.save(str(out / "tokenizer.json"))
     write_json(out / "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": seq_len, "cls_token": "[CLS]",
         "pad_token": "[PAD]", "sep_token": "[SEP]", "mask_token": "[MASK]",
+        "split_special_tokens": head not in ("", "ForMaskedLM"),
         "model_input_names": ["input_ids", "attention_mask"]})
 
 
@@ -82,7 +84,8 @@ def export(source: Path, out: Path):
     import safetensors.torch  # comes with transformers
     file = checkpoint_of(source)
     config, weights, head, labels = read_weights(file)
-    save_tokenizer(Tokenizer.load(file.parent), config.seq_len, out)
+    seq_len = min(config.seq_len, run_settings(file.parent).get("seq_len", config.seq_len))  # finetune.py's may be less
+    save_tokenizer(load_tokenizer(file.parent), seq_len, head, out)
     # Not save_file, which makes a file that only its owner can read.
     (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
     for code in ("support/modeling_maelm.py", "maelm.py"):

@@ -150,23 +150,28 @@ def text_hash(read: list[Source]) -> str:
     return short_hash(repr(found))
 
 
-def fail(error: OSError):
-    """Raise an error, which os.walk would ignore."""
-    raise error
+def files_below(path: Path, seen: set[str]) -> Iterator[Path]:
+    """A file, or all files in a folder except hidden ones, each only once even if several links lead to it. `seen`
+    holds the real paths so far. Raises OSError if a folder cannot be read."""
+    place = os.path.realpath(path)
+    if place in seen:
+        return
+    seen.add(place)
+    if not path.is_dir():
+        yield path
+        return
+    for inside in sorted(path.iterdir()):
+        if not inside.name.startswith("."):
+            yield from files_below(inside, seen)
 
 
 def files_in(name: str) -> tuple[Path, ...]:
     """The text file at a path, or all text files in a folder except hidden ones. Raises UserError if there are none, or
     OSError if a folder cannot be read."""
     path = Path(name).expanduser()
-    files = [path]
-    if path.is_dir():
-        files = []
-        for folder, subfolders, names in os.walk(path, onerror=fail, followlinks=True):
-            subfolders[:] = [each for each in subfolders if not each.startswith(".")]  # os.walk enters only these
-            files += [Path(folder, each) for each in names if not each.startswith(".")]
-    found = [file for file in sorted(files, key=str) if split_name(file)[1] in FORMATS]
-    if not found or not name or not path.exists():
+    files = sorted(files_below(path, set()), key=str) if name and path.exists() else []
+    found = [file for file in files if split_name(file)[1] in FORMATS]
+    if not found:
         raise UserError(f"--data {name}: no such file or folder, or no file ending in {', '.join(FORMATS)}, plain or "
                         "compressed as .gz, .bz2, .xz or .zst; other sources are docs and hf:NAME")
     return tuple(found)

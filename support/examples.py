@@ -43,7 +43,8 @@ def find_files(name: str, data: str) -> dict[str, Path]:
             found[split] = paths[0]
         elif paths or split != "dev_mm":
             there = " and ".join(path.name for path in paths) or "none"
-            raise UserError(f"--data {data}: needs one file {file} ({', '.join(formats)}) in this folder; has {there}")
+            raise UserError(f"--data {data}: for {name}, this folder needs one file {file} ({', '.join(formats)}); has "
+                            f"{there}")
     return found
 
 
@@ -66,8 +67,9 @@ def read_file(name: str, path: Path, labelled: bool = True) -> list[Example] | l
     if name == "squad2":
         return read_squad(path, labelled)
     rows = read_rows(path)
-    if name in GLUE and split_name(path)[1] == ".tsv":  # a few of QQP's lines are cut off
-        rows = csv_rows(path, "\t", TASKS[name].header if labelled else (), quotes=False, skip=labelled)
+    if name in GLUE and split_name(path)[1] == ".tsv":
+        skip = labelled and name == "qqp"  # a few of its lines are cut off
+        rows = csv_rows(path, "\t", TASKS[name].header if labelled else (), quotes=False, skip=skip)
     return examples_of(name, rows, path, labelled)
 
 
@@ -146,6 +148,8 @@ def read_squad(path: Path, labelled: bool = True) -> list[Question]:
     for article in field(parse_json("".join(lines_of(path)), place), "data", list, place):
         for paragraph in field(article, "paragraphs", list, place):
             context = field(paragraph, "context", str, place)
+            if not context.strip():
+                raise UserError(f"{place}: a paragraph has an empty context; remove the paragraph")
             for record in field(paragraph, "qas", list, place):
                 name = field(record, "id", str, place)
                 if name in found:

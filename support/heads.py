@@ -65,8 +65,8 @@ class Classification:
             found = self.model.encode(example.text, example.text2)
             ids.append(np.array(found.ids, np.int64))
             truncated += bool(found.overflowing)
-        return Encoded(ids, torch.tensor(targets), examples, [],
-                       f"{truncated:,} of {len(ids):,} inputs are cut off at {self.n} tokens")
+        remark = f"{len(ids):,} {self.labels.describe()}; {truncated:,} are cut off at {self.n} tokens"
+        return Encoded(ids, torch.tensor(targets), examples, [], remark)
 
     def head(self) -> nn.Module:
         return ClassifierHead(self.config.encoder_dim, max(1, len(self.labels.names)), self.config.dropout)
@@ -94,7 +94,7 @@ class Classification:
                 line["prediction"] = names[output.argmax()]
                 line["scores"] = dict(zip(names, output.softmax(0).tolist()))
             else:
-                line["prediction"] = float(f"{self.labels.scale * output.item():.4g}")
+                line["prediction"] = float(f"{self.labels.scale * output.item():.7g}")  # as precise as float32
             lines.append(line)
         table = [f"{line['id']}\t{line['prediction']}\n" for line in lines]
         predicted = outputs.argmax(1) if names else outputs[:, 0]

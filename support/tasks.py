@@ -110,6 +110,11 @@ class Labels(NamedTuple):
     scale: float = 1.0  # the model predicts the number divided by this
     pairs: bool | None = None  # whether examples have a second text; None if both kinds are allowed
 
+    def describe(self) -> str:
+        """The kind of the examples and the labels in a few words."""
+        names = f"{len(self.names)} labels ({', '.join(self.names):.200})" if self.names else "numbers as labels"
+        return f"{'pairs of texts' if self.pairs else 'single texts'} with {names}"
+
     def target(self, example: Example) -> int | float:
         """The label in the form of the model's output: the index of its name, or a number; 0 if it is unknown. Raises
         UserError if the label or the number of texts does not fit the task."""
@@ -135,6 +140,8 @@ def labels_of(name: str, train: list) -> Labels:
     if task.labels or name == "squad2":
         return Labels(task.metrics, task.labels, pairs=pairs)
     found = sorted({example.label for example in train})
+    if len({label.lower() for label in found}) < len(found):
+        raise UserError(f"training labels that differ only in case: {', '.join(found):.200}; write them alike")
     if len(found) == 1:
         raise UserError(f"all training examples have the label {found[0]!r}: use two labels or more")
     numbers = [float(label) for label in found if NUMBER.fullmatch(label)]

@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import os
+import pathlib
 import re
 import shutil
 from unittest.mock import Mock
@@ -104,7 +105,7 @@ def test_unreadable_input_gets_one_line(name, content, message, tmp_path, capsys
 
 
 def test_a_folder_without_permission_is_not_left_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(os, "scandir", Mock(side_effect=PermissionError("Permission denied")))
+    monkeypatch.setattr(pathlib.Path, "iterdir", Mock(side_effect=PermissionError("Permission denied")))
     assert "Permission denied" in fails(lambda: train.main(["--data", str(tmp_path)]), capsys)
 
 

@@ -64,7 +64,7 @@ def test_windows_cover_the_context_and_hold_the_answers(uncased):
 
 
 def test_inputs_are_those_of_the_exported_tokenizer(finished, tmp_path):
-    convert.save_tokenizer(Tokenizer.load(finished), 24, tmp_path)
+    convert.save_tokenizer(Tokenizer.load(finished), 24, "ForSequenceClassification", tmp_path)
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     draw, text = random.Random(0), "\t \n".join(little_documents(50))
     for n in (8, 9, 24):
@@ -74,7 +74,8 @@ def test_inputs_are_those_of_the_exported_tokenizer(finished, tmp_path):
             first, second = text[draw.randrange(60):][:draw.randrange(60)], text[:draw.randrange(60)]
             encoded = kind.encode([Example(first, second, "x"), Example(first, None, "x")])
             assert [ids.tolist() for ids in encoded.ids] == [theirs.encode(first, second).ids, theirs.encode(first).ids]
-    assert kind.encode([Example(text, None, "x")]).remark == "1 of 1 inputs are cut off at 24 tokens"
+    remark = kind.encode([Example(text, None, "x")]).remark
+    assert remark == "1 single texts with 1 labels (x); 1 are cut off at 24 tokens"
 
 
 def test_each_epoch_is_a_permutation():
@@ -255,9 +256,9 @@ def test_glue_is_the_average_of_eight(finished, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--init no/such", "no/such: not a run folder"), ("--init no --predict a.txt", "no: has no encoder.pt"),
+    ("--init no/such", "no/such: not a run folder"), ("--init no --predict a.txt", "no: no encoder.pt"),
     ("--task sst3", "invalid choice: 'sst3'"), ("--task custom", "--task custom: needs --data"),
     ("--epochs inf", "epochs=inf: use"), ("--seeds 0", "--seeds 0: use a positive number"),
-    ("--task rte --data no/such", "no/such: needs one file train")])
+    ("--task rte --data no/such", "no/such: for rte, this folder needs one file train")])
 def test_a_bad_command_gets_one_line(flags, message, tmp_path, capsys):
     assert message in fails(lambda: finetune.main([*flags.split(), "--out", str(tmp_path)]), capsys)

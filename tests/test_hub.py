@@ -158,6 +158,11 @@ def test_a_fine_tuned_model_gives_the_same_logits(task, labels, scale, hub, tmp_
     assert_close(found.logits, scale * wanted)
     assert_close(found.loss, F.cross_entropy(wanted, at) if labels else F.mse_loss(scale * wanted[:, 0], at))
     assert theirs.config.id2label == dict(enumerate(labels or ["number"]))
+    tokenizer = hub.AutoTokenizer.from_pretrained(tmp_path / "hub")
+    assert MASK not in tokenizer("a [MASK]")["input_ids"] and tokenizer.model_max_length == N
+    score = hub.pipeline("text-classification", theirs, tokenizer=tokenizer)("a word")[0]["score"]
+    logits = theirs(**tokenizer("a word", return_tensors="pt")).logits[0]
+    assert_close(torch.tensor(score), logits.softmax(0).max() if labels else logits[0])
 
 
 @pytest.mark.parametrize("fields", [dict(), dict(aligned_positions=False), dict(rel_pos_buckets=0)])
