@@ -384,7 +384,7 @@ def pretrain(run: Run) -> int:
     progress.tell_wandb("finish")
     if worker.is_main:
         if signal:
-            print(f"stopped by signal {signal}; the same command continues")
+            print(f"stopped by signal {signal}; run it again to continue")
         else:
             print(examples(run.model.cpu(), Tokenizer.load(out), run.rows["val"]))
         print(f"{out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(out)[-1].name}")

@@ -5,7 +5,7 @@
 
 A step is train.py's own, with AdamW. On a GPU, it processes the preset's batch; on a CPU, one small micro-batch. The
 models take turns, so that noise affects all of them alike, and ratios to RoBERTa are taken within a turn. Tokens are
-random, and all n tokens of a sequence count. RoBERTa has no relative positions, and its head reads all positions.
+random, and all n in a sequence are counted. RoBERTa has no relative positions, and its head reads all positions.
 """
 import platform
 import re

@@ -77,7 +77,7 @@ def lemma_2_1(encoder: Encoder, states, masked):
     for name, matrix in matrices.items():
         numerical = int(torch.linalg.matrix_rank(matrix))
         print(f"  {name:<6} rank_0.9 {effective_rank(matrix):>5}   numerical rank {numerical:>5}")
-    print("  the proof has rank(P) <= d - rank(E)")
+    print("  the proof uses rank(P) <= d - rank(E)")
 
 
 def theorem_2_2(encoder: Encoder, states, masked):

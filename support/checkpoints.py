@@ -23,7 +23,7 @@ def checkpoints(out: Path) -> list[Path]:
 
 
 def write_tensors(path: Path, state: dict):
-    """Write tensors and numbers, but no other objects, atomically, so that reading the file runs no code."""
+    """Write only tensors and numbers, so that reading the file runs no code. The write is atomic."""
     with atomic(path) as temporary, open(temporary, "wb") as file:
         try:
             torch.save(state, file)

@@ -26,7 +26,7 @@ from support.tokenizer import Tokenizer
 # ---- 1. Export ----------------------------------------------------------------------------------------------
 def read_weights(file: Path) -> tuple[Config, dict[str, torch.Tensor], str, list[str]]:
     """Read a checkpoint of train.py or the encoder.pt of finetune.py. Returns its Config, its weights under their names
-    in modeling_maelm.py, the ending of the class name there, and the labels of a classifier (one label for numbers)."""
+    in modeling_maelm.py, the ending of the class name there, and the labels of a classifier (one for regression)."""
     state = read_tensors(file, "model")
     config, weights = state["config"], state["model"]
     if "task" not in state:
@@ -156,7 +156,7 @@ def read_tokenizer(name: str, theirs, size: int):
 
 
 def import_model(name: str, out: Path):
-    """Write a RoBERTa as a run folder at step 0. Raises UserError if maelm cannot compute it."""
+    """Write a RoBERTa as a run folder at step 0. Raises UserError if maelm cannot run it."""
     config = read_config(name, from_hub("AutoConfig", name))
     tokenizer, order = read_tokenizer(name, from_hub("AutoTokenizer", name), config.vocab_size)
     theirs = model_from_hub("AutoModelForMaskedLM", name)

@@ -1,4 +1,4 @@
-"""The three rows of Table 2 whose decoder attends to the encoder's output. Skip this file at a first reading.
+"""The three rows of Table 2 whose decoder attends to the encoder's output. Skip this file on a first reading.
 
     bi+cross    self-attention as in MAE-LM, then cross-attention
     uni+cross   as in BART: position i sees the tokens before it, then H^L; all tokens are predicted

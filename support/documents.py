@@ -121,7 +121,7 @@ def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
 
 # ---- 2. Documents of --data ----------------------------------------------------------------------------------
 class Source(NamedTuple):
-    """One of the sources in --data, which + joins."""
+    """A source in --data, where + joins several."""
     name: str  # docs, hf:NAME[:CONFIG], or a path as given
     files: tuple[Path, ...]  # the text files, if the name is a path
     column: str  # the field of a record that holds its text

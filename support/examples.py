@@ -138,7 +138,7 @@ def field(record: dict, name: str, kind: type, place: str):
     """The value of a field. Raises UserError if it is missing or has another type."""
     value = record.get(name) if isinstance(record, dict) else None
     if type(value) is not kind:
-        raise UserError(f"{place}: not in the format of SQuAD: `{name}` is {value!r:.60}, not of type {kind.__name__}")
+        raise UserError(f"{place}: not in SQuAD's format: `{name}` is {value!r:.60}, not of type {kind.__name__}")
     return value
 
 

@@ -19,7 +19,7 @@ Guess = list[tuple[str, float]]  # the three best tokens at a position, with the
 
 @torch.no_grad()
 def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, at) -> list[Guess]:
-    """Guess the tokens (1, n) int64 at each of the positions `at` (1, k) int64."""
+    """The best guesses for tokens (1, n) int64 at the positions `at` (1, k) int64."""
     logits = model.logits(apply_masks(tokens, at, model.config, torch.Generator().manual_seed(0)))  # (1, k, V)
     best = logits[0].float().softmax(-1).topk(3)
     found = []

@@ -114,7 +114,7 @@ class Tuned(nn.Module):
         self.encoder, self.head = encoder, head
 
     def forward(self, tokens, padding):
-        """tokens (B, m) int64, padding (B, m) bool -> the head's logits in float32, H^L (B, m, d)."""
+        """tokens (B, m) int64, padding (B, m) bool -> the head's float32 logits and H^L (B, m, d)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         h = self.encoder(tokens, positions, padding)
         return self.head(h).float(), h

@@ -107,7 +107,7 @@ class Progress:
         # The mean over steps and processes; each process has an equal share of every batch.
         total, = run.worker.all_reduce(sum(losses))
         loss, norm = total / run.worker.world_size / count, sum(norms) / count
-        lap = time.perf_counter() - self.since  # the GPU has finished, because the loss is known
+        lap = time.perf_counter() - self.since  # the loss is known, so the GPU has finished
         run.seconds += lap
         sequences = run.step * recipe.batch_size
         speed = count * recipe.batch_size * config.seq_len / lap

@@ -114,7 +114,7 @@ class MAELMForSequenceClassification(MAELMModel):
 
 
 class MAELMForQuestionAnswering(MAELMModel):
-    """The encoder with finetune.py's head for SQuAD: the first and the last token of an answer, or [CLS]."""
+    """The encoder with finetune.py's head for SQuAD, which finds the first and last token of an answer, or [CLS]."""
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
         self.qa_outputs = nn.Linear(self.shape.encoder_dim, 2)

@@ -103,7 +103,7 @@ class Spans:
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
         """Outputs of all windows (N, 4) -> the official metrics, and two files for the official script: each question's
-        answer ("" for none), and its score of no answer minus the score of its best span."""
+        answer ("" for none), and its no-answer score minus the score of its best span."""
         null = {q.id: math.inf for q in encoded.examples}
         best = {q.id: (-math.inf, "") for q in encoded.examples}  # score and text of the best span
         for window, output in zip(encoded.windows, outputs.tolist()):

@@ -36,8 +36,8 @@ class Subject(NamedTuple):
 # ---- 1. A run -----------------------------------------------------------------------------------------------
 def subject_of_run(name: str, config, device: torch.device) -> Subject:
     """The encoder in a run folder or checkpoint. The fields data, column, val_share and tokens of a rank.RankConfig
-    select its text. Without data, the text is the validation text of the run, or docs for fine-tuned and imported
-    models, which have none. Raises UserError if there is no model or no text."""
+    select its text. Without data, it is the run's validation text, or docs if there is none, as for fine-tuned and
+    imported models. Raises UserError if there is no model or no text."""
     encoder, tokenizer, shape, settings = load_encoder(Path(name), device)
     text = config.data or settings.get("data", "docs")
     if not config.data and "data" in settings:

@@ -33,7 +33,7 @@ class Tokenizer:
         byte = {letter: b for b, letter in enumerate(byte_letters())}
         tokens = [model.id_to_token(i) for i in range(model.get_vocab_size())]
         if None in tokens or tokens[:NUM_SPECIAL] != SPECIALS or not byte.keys() <= set(tokens):
-            raise ValueError("its ids are not those of special tokens, bytes and merges")  # tiktoken would panic
+            raise ValueError("its tokens are not special tokens, bytes and merges")  # tiktoken would panic
         ranks = {}  # the bytes of each token -> its id, which is also the order of the merges
         for i in range(NUM_SPECIAL, len(tokens)):
             ranks[bytes(byte[letter] for letter in tokens[i])] = i

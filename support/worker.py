@@ -87,7 +87,7 @@ class Worker(NamedTuple):
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
 
     def destroy_process_group(self, code: int = 0):
-        """End this process at once if it has joined others; on an ordinary exit, threads of gloo may abort it."""
+        """End this process at once if it has joined others; gloo's threads may abort an ordinary exit."""
         if dist.is_initialized():
             dist.destroy_process_group()
             os._exit(code)

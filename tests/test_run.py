@@ -78,7 +78,7 @@ def test_a_signal_saves_a_checkpoint(number, text, finished, tmp_path, monkeypat
     with pytest.raises(SystemExit) as end:
         short_run(text, tmp_path / "run")
     assert end.value.code == 128 + number
-    assert "the same command continues" in capsys.readouterr().out
+    assert "run it again to continue" in capsys.readouterr().out
     assert last_checkpoint(tmp_path / "run")["step"] == 4
     monkeypatch.undo()
     assert same(short_run(text, tmp_path / "run"), finished)
