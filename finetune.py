@@ -8,7 +8,7 @@
 --task custom reads the files train and dev (.csv, .tsv, .jsonl, .parquet, also compressed) in --data, with the columns
 text[,text2],label, or sentence1,sentence2,label as in GLUE. Labels are used as written (01 is not 1); labels with
 decimals are numbers. F1 treats the second of two labels as positive. The best of at most 20 checkpoints is chosen on
-dev, so scores are slightly optimistic. Repeat a command to complete missing runs; torchrun's processes share them.
+dev, so scores are slightly optimistic. Repeat a command to complete missing runs; torchrun's processes share the runs.
 """
 import argparse
 import math
@@ -84,7 +84,7 @@ def make_kind(task: str, pretrained: Pretrained, tune: TuneConfig, labels: Label
 
 def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterator[int]:
     """Fine-tune a model in place, without gradient clipping. This is a generator: it yields the step whenever an
-    evaluation is due, and trains on when the caller has evaluated."""
+    evaluation is due, and continues once the caller has evaluated the model."""
     encoded = setup.splits["train"]
     steps = math.ceil(tune.epochs * len(encoded.ids) / tune.batch_size)
     count = min(20, math.ceil(2 * tune.epochs))  # evaluations: one per half epoch, but at most 20
@@ -111,15 +111,15 @@ def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterat
 
 @torch.no_grad()
 def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch_size: int, device: torch.device):
-    """Evaluate on a split -> the main metric ("value"), all metrics and the ranks of H^L (Table 3); and the files of
-    predictions. All are empty if the model has diverged: if a hidden state is not finite, or an output is NaN."""
+    """Evaluate on a split -> (a dict of the main metric "value", all metrics and the ranks of H^L for Table 3; the
+    prediction files). All are empty if the model has diverged: a hidden state is not finite, or an output is NaN."""
     model.eval()
     order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
     moments, outputs = Moments(), []
     for start in range(0, len(order), batch_size):
         tokens, padding, targets = collate(encoded, order[start:start + batch_size], device)
         logits, h = model(tokens, padding)
-        # From the targets, Spans takes the start of the passage, but not the answer.
+        # Spans reads only the start of the passage from the targets, not the answer.
         outputs.append(kind.decode(logits, targets, padding).cpu())
         moments.add(h[~padding])  # H^L of the real tokens; see rank.py
     outputs = torch.cat(outputs)[np.argsort(order)]  # back in the order of the examples
@@ -140,12 +140,12 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     best = None
     for step in fine_tune(model, setup, tune, seed):
         found, files = evaluate(model, kind, splits["dev"], tune.batch_size, device)
-        if found["ranks"] is None:  # diverged (the value alone is also None if all predictions are equal)
+        if found["ranks"] is None:  # diverged; if all predictions are equal, only the value can be None
             return found  # without a value, even if an earlier checkpoint had one
         if "dev_mm" in splits:
             mismatched, _ = evaluate(model, kind, splits["dev_mm"], tune.batch_size, device)
             found["metrics"]["accuracy_mm"] = mismatched["value"]
-        if best is None or results.height(found["value"]) > results.height(best["value"]):  # the first of equal values
+        if best is None or results.height(found["value"]) > results.height(best["value"]):  # a tie goes to the first
             best = found | {"step": step}
             if seed == 1:  # the first seed of the result; a sweep uses seed 0
                 keep(setup, model, files)
@@ -153,8 +153,8 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
 
 
 def keep(setup: Setup, model: Tuned, predictions: dict[str, str]):
-    """Write encoder.pt, with all that --predict needs, and the predictions for dev. If the run diverges later, they
-    stay."""
+    """Write encoder.pt, with everything that --predict needs, and the predictions for dev. These files stay if the run
+    diverges later."""
     labels = setup.kind.labels
     write_tensors(setup.out / "encoder.pt", {
         "config": asdict(setup.pretrained.config), "model": model.state_dict(), "task": setup.task,
@@ -164,8 +164,8 @@ def keep(setup: Setup, model: Tuned, predictions: dict[str, str]):
 
 # ---- 3. All runs of a task ----------------------------------------------------------------------------------
 def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
-    """Do those `runs` whose files are missing, and return all. The processes of torchrun share the work by rank, and
-    wait for each other's files."""
+    """Do the `runs` whose files are missing, and return the results of all. The processes of torchrun share the work by
+    rank, and wait for each other's files."""
     mine = runs[setup.worker.rank::setup.worker.world_size]
     missing = [run for run in mine if not results.path_of_run(setup.out, *run).is_file()]
     for number, (tune, seed) in enumerate(missing, start=1):
@@ -203,8 +203,8 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     splits = {split: kind.encode(found) for split, found in examples.items()}
     out = options.out / task if options.task == "glue" else options.out
     if not worker.is_main:
-        results.wait_for(out / "config.json")  # which the first process writes in open_folder
-    # Compared with config.json by all processes. More --seeds may be added; the encoder may move, but not change.
+        results.wait_for(out / "config.json")  # the first process writes it in open_folder
+    # All processes compare these with config.json. More --seeds may be added; the encoder may move, but not change.
     settings = {"init": options.init, "task": task, "sweep": options.sweep, **asdict(tune)}
     open_folder(out, settings | fingerprint(pretrained, examples), may_change=["init"])
     if worker.is_main:
@@ -223,9 +223,9 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     sweep = []
     if options.sweep:
         flags = fields_of(TuneConfig, vars(options))
-        given = {name: getattr(tune, name) for name in flags}  # tune has a rate where the flag was 0
+        given = {name: getattr(tune, name) for name in flags}  # if the flag was 0, tune has the actual rate
         points = grid(TASKS[task].group, dim, given)  # a given flag replaces the grid's values
-        # Seed 0, so that the choice does not use the seeds of the result.
+        # Seed 0, because the choice must not depend on the seeds of the result.
         sweep = finish_runs(setup, [(replace(tune, **point), 0) for point in points])
         sweep.sort(key=lambda run: results.height(run["value"]), reverse=True)
         tune = replace(tune, **sweep[0]["setting"])
@@ -252,7 +252,7 @@ def predict_file(options: argparse.Namespace, device: torch.device):
     state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale", "pairs")
     task = state["task"]
     labels = Labels(TASKS[task].metrics, names=tuple(state["labels"]), scale=state["scale"], pairs=state["pairs"])
-    values = read_json(folder / "config.json") | vars(options)  # --batch-size overrides that of the run
+    values = read_json(folder / "config.json") | vars(options)  # --batch-size overrides the run's batch size
     tune = TuneConfig(**fields_of(TuneConfig, values))
     pretrained = Pretrained(options.init, dropout=0.0)
     kind = make_kind(task, pretrained, tune, labels)
@@ -276,9 +276,9 @@ def parse(argv) -> argparse.Namespace:
     add("--init", default="out/toy", help="run folder, checkpoint, or random:FOLDER [%(default)s]")
     add("--out", type=Path, help="folder for all results [out/TASK-INIT, or INIT/predict-FILE]")
     add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
-    add("--predict", type=Path, metavar="FILE", help="predict, with the fine-tuned model in --init: lines (.txt), a "
-        "table with text[,text2] (.csv, .tsv, .jsonl, .parquet), or a test file of GLUE or SQuAD")
-    # The other flags depend on --predict, so it is read first.
+    add("--predict", type=Path, metavar="FILE", help="predict this file with the fine-tuned model in --init: lines "
+        "(.txt), a table with text[,text2] (.csv, .tsv, .jsonl, .parquet), or a test file of GLUE or SQuAD")
+    # The other flags depend on --predict, so --predict is read first.
     predicting = parser.parse_known_args(argv)[0].predict
     options = parse_prediction(parser, argv) if predicting else parse_tuning(parser, argv)
     try:
@@ -300,10 +300,10 @@ def parse_prediction(parser: Parser, argv) -> argparse.Namespace:
 def parse_tuning(parser: Parser, argv) -> argparse.Namespace:
     """Read the flags of fine-tuning."""
     add = parser.add_argument
-    add("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight, and their average [%(default)s]")
+    add("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight tasks and the average [%(default)s]")
     add("--data", help="folder with the files of the original releases [GLUE and SQuAD: the Hub]")
     add("--seeds", type=int, default=5, help="number of runs; the result is their median [%(default)s]")
-    add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags fix its values")
+    add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
     task = parser.parse_known_args(argv)[0].task
     add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
     options = parser.parse_args(argv)

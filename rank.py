@@ -4,7 +4,7 @@
     python rank.py hf:roberta-base --data PATH --tokens 5000000
 
 The effective rank of H (N, d) is the smallest number of singular values whose squares make up a fraction tau of the
-total. It is measured at layers 0 (embeddings) to L, in three ways (Figure 1; Table 3 is the second one at L):
+total. It is measured at layers 0 (embeddings) to L, in three ways (Figure 1; Table 3 uses the second way at L):
 
     with_mask     all tokens of the text with 15 % [MASK], as an MLM reads it: H^l in section 2.2
     without_mask  all tokens of the unmasked text, as a downstream task reads it: H~^l in section 2.2
@@ -35,7 +35,7 @@ MASK_RATE = 0.15  # section 2.2
 # ---- 1. Effective rank: section 2.2 -------------------------------------------------------------------------
 def tau_rank(values, tau: float) -> int:
     """The smallest k such that the first k values sigma_i^2, (d,) float64 in descending order, make up at least a
-    fraction tau of their sum (rank_tau of section 2.2); 0 if all are 0."""
+    fraction tau of the sum of all d (rank_tau of section 2.2); 0 if all are 0."""
     if not 0 < tau < 1:
         raise ValueError(f"tau={tau}: use 0 < tau < 1")
     if values[0] == 0:  # the largest
@@ -73,7 +73,7 @@ class Moments:
         if centered:
             gram = gram - torch.outer(self.total, self.total) / self.count
         if not gram.isfinite().all():
-            raise UserError("hidden states with NaN or infinity; use another checkpoint")
+            raise UserError("the hidden states contain NaN or infinity; use another checkpoint")
         # If all rows are equal, only rounding errors are left, whose flat spectrum would look like a high rank.
         if gram.trace() <= 1e-12 * self.gram.trace():
             return torch.zeros_like(self.total)
@@ -87,10 +87,10 @@ class Moments:
 class RankConfig:
     """Settings of a measurement; every field is a flag. Raises ValueError for an impossible value."""
     data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; default: the validation text of the run, or docs
-    column: str = "text"  # field of a record that holds its text
+    column: str = "text"  # field that holds the text of a record
     val_share: float = VAL_SHARE  # fraction of the documents to use: those that train.py holds out; above 0, at most 1
     tokens: int = 1_000_000  # largest number of tokens to read, including special tokens
-    tau: float = 0.9  # fraction of the squared singular values, between 0 and 1
+    tau: float = 0.9  # fraction of the sum of squared singular values, between 0 and 1
     seq_len: int = 512  # tokens per sequence for hf: models, unless their limit is lower
     batch_size: int = 32  # sequences per batch
     seed: int = 0  # seed of the masks, 0 or more, below 2^63
@@ -103,7 +103,7 @@ class RankConfig:
 
 
 def masks_for(subject: Subject, tokens, seed: int):
-    """Choose 15 % of the positions in each of the sequences tokens (B, n), but no special tokens -> (B, n) bool, True
+    """Choose 15 % of the positions in each sequence of `tokens` (B, n), but no special tokens -> (B, n) bool, True
     where [MASK] replaces the token."""
     maskable = ~torch.isin(tokens, torch.tensor(subject.specials))
     generator = torch.Generator().manual_seed(seed)
@@ -159,7 +159,7 @@ def print_table(name: str, entry: dict, tau: float):
             halves.append("".join(f"{entry[centering][curve][layer]:>9}" for curve in CURVES))
         print(f"{layer:>5}{' |'.join(halves)}")
     if not entry["trained_on_mask"]:
-        print("its encoder never read [MASK] in training: for it, [MASK] is an unknown token")
+        print("its encoder never read [MASK] in training, so it does not know this token")
 
 
 LINES = {"with_mask": (0, "o-", "input with [MASK]"), "without_mask": (0, "s--", "input without [MASK]"),

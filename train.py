@@ -3,10 +3,10 @@
     python train.py                                         # a small MAE-LM in minutes; nothing is downloaded
     python train.py --ablation mlm                          # a standard MLM, a row of Table 2
     python train.py --init out/toy --data texts/            # start from the weights and settings of another run
-    python train.py --preset base --data texts/ --prepare   # only tokenize, into --cache
+    python train.py --preset base --data texts/ --prepare   # tokenize into --cache, and do not train
     torchrun --standalone --nproc_per_node 8 train.py --preset base --data hf:wikimedia/wikipedia:20231101.en
 
-Every field of Config, Recipe and RunOptions is a flag; -h shows the values of --preset. The same command continues an
+Every field of Config, Recipe and RunOptions is a flag; -h shows its value in --preset. Repeat a command to continue an
 unfinished run.
 """
 import shutil
@@ -44,9 +44,9 @@ from support.worker import Worker, compile_model, make_worker
 # The comment after a field is also its text in -h and in error messages.
 @dataclass(frozen=True)
 class Recipe:
-    """The settings besides Config that affect the weights. The defaults are the paper's for base."""
+    """The settings besides Config that affect the weights. The defaults are those of the paper's base model."""
     data: str = "docs"  # docs, a file, a folder, or hf:NAME[:CONFIG] (its train split); join several with +
-    column: str = "text"  # field of a record that holds its text (.jsonl, .parquet, hf:)
+    column: str = "text"  # field that holds the text of a record (.jsonl, .parquet, hf:)
     uncased: bool = True  # whether to lower-case all text
     val_share: float = VAL_SHARE  # share of documents held out for validation, between 0 and 1
     batch_size: int = 2048  # sequences per optimizer step, over all processes
@@ -60,9 +60,9 @@ class Recipe:
     adam_beta1: float = 0.9  # decay of AdamW's mean of gradients, 0 or more, below 1
     adam_beta2: float = 0.98  # decay of AdamW's mean of squared gradients, 0 or more, below 1
     adam_epsilon: float = 1e-6  # term added to AdamW's denominator
-    clip_norm: float = 2.0  # largest norm of the whole gradient; longer ones are scaled down
+    clip_norm: float = 2.0  # maximum norm of the whole gradient; larger gradients are scaled down
     position_init: str = "normal"  # normal | sinusoid: initial values of the learned positions
-    precision: str = "auto"  # auto | fp32 | bf16: matrix products; auto is bf16 if the hardware supports it
+    precision: str = "auto"  # auto | fp32 | bf16: for matrix products; auto is bf16 if the hardware supports it
     seed: int = 0  # seed of weights, data order, masks and dropout, 0 or more, below 2^63
 
     def __post_init__(self):
@@ -85,12 +85,12 @@ class Recipe:
 class RunOptions:
     """The settings that may change when a run continues."""
     init: str = ""  # run folder or checkpoint to start from, with its settings in place of a preset
-    tokenizer: str = ""  # tokenizer.json of a byte-level BPE, or hf:NAME; without it, one is learned from --data
+    tokenizer: str = ""  # tokenizer.json of a byte-level BPE, or hf:NAME; by default, a BPE is learned from --data
     micro_batch_size: int = 64  # sequences per device and forward pass; gradients are accumulated
     stop_at: int = 0  # step at which to end early, without changing the schedule; 0 for never
     log_interval: int = 100  # steps between lines of log.jsonl
     eval_interval: int = 2_000  # steps between validation losses
-    eval_rows: int = 2_048  # number of validation sequences, which are fixed, as are their masks
+    eval_rows: int = 2_048  # number of validation sequences; the sequences and their masks are fixed
     checkpoint_interval: int = 1_000  # steps between checkpoints
     keep_checkpoints: int = 2  # number of checkpoints to keep; 0 keeps all, for Figure 3
     device: str = "auto"  # auto | cpu | cuda | mps
@@ -122,7 +122,7 @@ PRESETS = {  # differences from the defaults of Config, Recipe and RunOptions; s
         rel_pos_max_distance=256, uncased=False, micro_batch_size=32, max_steps=1_000_000, learning_rate=1e-4,
         clip_norm=1.0),
 }
-PRESETS["laptop"] = PRESETS["toy"] | dict(  # the toy for 100 million tokens
+PRESETS["laptop"] = PRESETS["toy"] | dict(  # the toy preset, trained on 100 million tokens
     max_steps=24_500, learning_rate=3e-3, muon_learning_rate=1e-2, weight_decay=0.01, warmup_steps=500,
     log_interval=100, eval_interval=500, checkpoint_interval=2000)
 
@@ -148,14 +148,14 @@ class Settings(NamedTuple):
 
 
 def make_settings(base: dict, flags: dict) -> Settings:
-    """Combine settings: flags override `base`, such as a preset. Raises ValueError if a value is invalid."""
+    """Combine settings: `flags` override `base`, for example a preset. Raises ValueError if a value is invalid."""
     config, recipe, options = [kind(**fields_of(kind, base | flags)) for kind in KINDS]
     check(config)  # the other two check themselves
     return Settings(config, recipe, options)
 
 
 def make_config(preset: str = "base", ablation: str = "mae-lm", **flags) -> Config:
-    """The Config of a preset. A flag overrides the ablation, which overrides the preset. Raises ValueError as above."""
+    """The Config of a preset. Flags override the ablation, which overrides the preset. Bad values raise ValueError."""
     return make_settings(PRESETS[preset] | ABLATIONS[ablation], flags).config
 
 
@@ -173,10 +173,10 @@ def parse(argv) -> Command:
     add = parser.add_argument
     add("--preset", choices=PRESETS, help="size and recipe (section 4.1, Table 4) [toy]; with --init, only the recipe")
     add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm, or with --init the row of that run]")
-    add("--out", type=Path, help="run folder [out/PRESET-ABLATION; with --init, the name of its run replaces PRESET]")
+    add("--out", type=Path, help="run folder [out/PRESET-ABLATION; with --init, the name of that run replaces PRESET]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
     add("--change-recipe", action="store_true", help="continue the run in --out with another recipe")
-    shown = PRESETS[parser.parse_known_args(argv)[0].preset or "toy"]  # whose values -h shows
+    shown = PRESETS[parser.parse_known_args(argv)[0].preset or "toy"]  # -h shows its values
     for kind in KINDS:
         add_flags(parser, kind, shown)
     try:
@@ -186,7 +186,7 @@ def parse(argv) -> Command:
 
 
 def start_of(given: dict, flags: Namespace) -> Start:
-    """The run that --init names, or a preset. `given` holds those of the `flags` that are fields of KINDS."""
+    """The run that --init names, or a preset. `given` holds those `flags` that are fields of KINDS."""
     if given.get("init"):
         recipe = PRESETS[flags.preset] if flags.preset else None  # None keeps the recipe of that run
         return load_start(given["init"], recipe, flags.ablation, *KINDS)
@@ -236,7 +236,7 @@ def open_run(command: Command, worker: Worker) -> Run:
     before = settings_to_resume(out, settings, start.weights, flags.change_recipe)  # config.json, or {} for a new run
     wandb = start_wandb(options.wandb if worker.is_main else "", out, settings.fields())  # early, because it may fail
 
-    # before["corpus"] names the corpus of a run that resumes, which keeps it even if the text has changed.
+    # A run that resumes keeps its corpus, named in before["corpus"], even if the text has changed.
     corpus = prepared_corpus(before | settings.fields(), start.tokenizer)
     record = settings.fields() | inputs_of(out, corpus, before, start)
     rows = {split: Rows(corpus, split, config.seq_len) for split in SPLITS}
@@ -285,11 +285,11 @@ def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> 
 
 
 def train_step(model: nn.Module, optimizers: list, batches: list[tuple], step: int, recipe: Recipe, worker: Worker):
-    """Take one optimizer step. Returns this process's mean loss and the gradient norm before clipping, scalars."""
+    """Take one optimizer step. Returns this process's mean loss and the gradient norm before clipping, both scalars."""
     total = torch.zeros((), device=worker.device)
     for i, batch in enumerate(batches):  # gradients accumulate in p.grad
         number = worker.rank + i * worker.world_size  # of this micro-batch, as in batch_of_step
-        torch.manual_seed(seed_of(recipe.seed, step, number, 1))  # for dropout; the seed of the masks has no 1
+        torch.manual_seed(seed_of(recipe.seed, step, number, 1))  # for dropout; the masks use the seed without the 1
         # DDP averages the gradients over processes in the backward pass, except under no_sync.
         more_follow = worker.world_size > 1 and i < len(batches) - 1
         with model.no_sync() if more_follow else nullcontext():
@@ -344,7 +344,7 @@ def loop(run: Run, progress: Progress) -> int:
             progress.recent.append(train_step(network, run.optimizers, batches, run.step, settings.recipe, worker))
             run.step += 1
 
-            # If a signal reaches one process, all stop. The check makes a GPU wait, so not every step has one.
+            # If a signal reaches one process, all stop. This check makes GPUs wait, so they do it at every fourth step.
             if worker.world_size == 1 or run.step % 4 == 0:
                 stopped = sum(worker.all_reduce(len(signals))) > 0
             finished = run.step == settings.last_step
@@ -362,7 +362,7 @@ def loop(run: Run, progress: Progress) -> int:
     worker.barrier()  # until the first process has saved
     if not stopped:
         return 0
-    return signals[0] if signals else SIGTERM  # if this process received no signal, another one did
+    return signals[0] if signals else SIGTERM  # if this process received no signal, another process did
 
 
 def pretrain(run: Run) -> int:
@@ -372,7 +372,7 @@ def pretrain(run: Run) -> int:
         if worker.is_main:
             print(f"{out} is finished at step {run.step}; to train it for longer, start another run with --init {out}")
         return 0
-    large = worker.device.type == "cuda" and run.settings.config.encoder_dim >= 256  # others are faster uncompiled
+    large = worker.device.type == "cuda" and run.settings.config.encoder_dim >= 256  # all others are faster uncompiled
     if options.compile == "on" or (options.compile == "auto" and large):
         compile_model(run.model)
     progress = Progress(run)
@@ -384,7 +384,7 @@ def pretrain(run: Run) -> int:
     progress.tell_wandb("finish")
     if worker.is_main:
         if signal:
-            print(f"stopped by signal {signal}; run it again to continue")
+            print(f"stopped by signal {signal}; repeat the command to continue")
         else:
             print(examples(run.model.cpu(), Tokenizer.load(out), run.rows["val"]))
         print(f"{out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(out)[-1].name}")

@@ -61,7 +61,7 @@ def clear_errors(program: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; run it again to continue", file=sys.stderr)
+        print(f"{program}: interrupted; repeat the command to continue", file=sys.stderr)
         sys.exit(130)
     except (UserError, OSError) as error:
         line = str(error).replace("\n", " ")

@@ -1,1 +1,1 @@
-"""Tests of one file each; those of the method are in test_maelm.py."""
+"""All tests except those of the method, which are in test_maelm.py."""

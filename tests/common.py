@@ -1,4 +1,4 @@
-"""What the tests share: a little language, short runs, and how a command fails."""
+"""Functions that the tests share: a little language, short runs, and a check of commands that fail."""
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ def write_corpus(path, count=400):
 
 
 # ---- Short runs -----------------------------------------------------------------------------------------------------
-SHAPE = {name: value for name, value in TINY.items() if name != "decoder_layers"}  # which ablations decide
+SHAPE = {name: value for name, value in TINY.items() if name != "decoder_layers"}  # ablations change decoder_layers
 QUICK = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]
 QUICK += """--dropout 0.1 --init-std 0.06 --mask-rate 0.15 --precision fp32 --device cpu --batch-size 8
             --micro-batch-size 4 --max-steps 6 --warmup-steps 2 --val-share 0.1 --log-interval 1 --eval-interval 3
@@ -44,7 +44,7 @@ QUICK += """--dropout 0.1 --init-std 0.06 --mask-rate 0.15 --precision fp32 --de
 
 
 def arguments(text, out, *flags):
-    """The command line of a short run on a text, whose tokens are kept next to it."""
+    """The command line of a short run on a text; the cache of its tokens is next to the text."""
     folders = ["--data", str(text), "--out", str(out), "--cache", str(text.parent / "cache")]
     return [*folders, *QUICK, *map(str, flags)]
 
@@ -56,23 +56,23 @@ def short_run(text, out, *flags):
 
 
 def last_checkpoint(out):
-    """What the newest checkpoint of a run folder holds."""
+    """The contents of the newest checkpoint of a run folder."""
     return torch.load(checkpoints(out)[-1], weights_only=True)
 
 
 def same(out, other):
-    """Whether two runs end with bitwise the same weights and optimizer states."""
+    """Whether two runs end with bit-identical weights and optimizer states."""
     found, expected = [tree_map_only(torch.Tensor, torch.Tensor.tolist, last_checkpoint(run)) for run in (out, other)]
     return (found["model"], found["optimizers"]) == (expected["model"], expected["optimizers"])
 
 
 def losses(out, name="loss"):
-    """Step and training loss, or "val_loss", of each line of a run's log that has it."""
+    """(step, training loss) of each line of a run's log that has a loss; "val_loss" gives the validation loss."""
     return [(line["step"], line[name]) for line in read_log(out) if name in line]
 
 
 def contents(folder):
-    """The files of a folder with their bytes, but not those with a dot in front."""
+    """The bytes of each file in a folder, without hidden files."""
     return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
 
 

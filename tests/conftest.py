@@ -13,11 +13,11 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def finished(text, tmp_path_factory):
-    """The folder of a short run that nothing interrupted. It has a figure. Do not change it."""
+    """The folder of a short run that nothing interrupted. It has a figure. Tests must not change it."""
     return short_run(text, tmp_path_factory.mktemp("finished") / "run")
 
 
 @pytest.fixture(autouse=True)
 def no_figure(monkeypatch):
-    """Short runs draw no figure: that takes longer than they."""
+    """Short runs draw no figure, because drawing takes longer than the run."""
     monkeypatch.setattr(train, "draw_loss", lambda out: None)

@@ -25,14 +25,14 @@ from tests.common import contents, fails, little_documents, sentence, write_corp
 
 
 def prepared(data, cache, tokenizer=None, **change):
-    """The folder of a little corpus in a folder `cache`."""
+    """Prepare a corpus in the folder `cache`; returns the folder of the corpus."""
     how = dict(data=str(data), cache=str(cache), vocab_size=320, uncased=True, val_share=0.1)
     return corpus.prepared_corpus(how | change, tokenizer)
 
 
 @pytest.fixture(scope="module")
 def folder(text):
-    """The little corpus, prepared."""
+    """The folder of the prepared little corpus."""
     return prepared(text, text.parent / "cache")
 
 
@@ -75,7 +75,7 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     write_corpus(tmp_path / "c++" / "a.txt", 3)
     assert documents_of("c++") == little_documents(3)
-    with pytest.raises(UserError, match="the folder here would be read instead"):  # of the Hub
+    with pytest.raises(UserError, match="the folder here would be read instead"):  # instead of the Hub
         documents_of("hf:here")
     write_corpus(tmp_path / "b.txt", 2)
     assert documents_of("b.txt+b.txt") == 2 * little_documents(2)
@@ -95,7 +95,7 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
     ("a.txt", b"\n", "a.txt: contains no text"),
     ("a.csv", b"a,b", "a.csv: no such file or folder, or no file ending in .txt, .jsonl"),
     ("b[2].txt", None, "b.2..txt: no such file or folder")])
-def test_unreadable_input_gets_one_line(name, content, message, tmp_path, capsys):
+def test_unreadable_input_gets_a_one_line_error(name, content, message, tmp_path, capsys):
     (tmp_path / "b1.txt").write_text("The name of another file is not its pattern.")
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -104,7 +104,7 @@ def test_unreadable_input_gets_one_line(name, content, message, tmp_path, capsys
     assert re.search(message, line), line
 
 
-def test_a_folder_without_permission_is_not_left_out(tmp_path, monkeypatch, capsys):
+def test_a_folder_without_permission_is_not_skipped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pathlib.Path, "iterdir", Mock(side_effect=PermissionError("Permission denied")))
     assert "Permission denied" in fails(lambda: train.main(["--data", str(tmp_path)]), capsys)
 
@@ -129,7 +129,7 @@ def test_documentation_is_read_without_importing_and_kept(tmp_path, monkeypatch)
                      "f(x) -> y, given by a call."]
     assert documents.docstrings(tmp_path / "broken.py") == []
     monkeypatch.setattr(documents, "docs_files", lambda: [("mine", tmp_path / "module.py")])
-    for cache in ("new", "module.py"):  # nothing can be written below a file
+    for cache in ("new", "module.py"):  # the second is a file, which cannot be a cache
         assert documents.read_docs(str(tmp_path / cache)) == [("mine", text) for text in found]
     assert len([*tmp_path.glob("new/docs-*.json")]) == 1
 
@@ -145,8 +145,8 @@ def test_docs_leave_out_near_duplicates_of_validation(tmp_path, monkeypatch):
     assert whole == "".join(f"{text}[SEP]" for text in texts if not corpus.in_validation(text, 0.1))
 
 
-# ---- A prepared corpus, and the rows of a step ----------------------------------------------------------------------
-def test_rows_of_any_length_are_cls_and_documents_joined_by_sep(text, folder):
+# ---- A prepared corpus, and the sequences of a step -----------------------------------------------------------------
+def test_sequences_of_any_length_are_cls_and_documents_joined_by_sep(text, folder):
     expected = {"train": "", "val": ""}
     for document in documents_of(text):
         split = "val" if corpus.in_validation(document, 0.1) else "train"
@@ -168,7 +168,7 @@ def test_the_fewest_real_tokens_are_counted(folder):
     assert rows.fewest_real_tokens() == fewest < 23
 
 
-def test_a_corpus_is_its_content_and_how_it_was_prepared(tmp_path, monkeypatch):
+def test_a_corpus_is_identified_by_its_content_and_preparation(tmp_path, monkeypatch):
     text, records = write_corpus(tmp_path / "text.txt"), tmp_path / "a.jsonl"
     first = prepared(text, tmp_path)
     records.write_text(json_lines({"id": 1, "body": document} for document in little_documents()))
@@ -176,8 +176,8 @@ def test_a_corpus_is_its_content_and_how_it_was_prepared(tmp_path, monkeypatch):
     given = prepared(text, tmp_path, tokenizer=Tokenizer.load(first))  # as for a run whose corpus is gone
     assert contents(given) == contents(first)
     others = [given, prepared(text, tmp_path, uncased=False)]
-    (tmp_path / "hashes.json").write_text("{")  # damaged: files are read again
-    monkeypatch.setattr(corpus, "lock_folder", None)  # what is there is only read
+    (tmp_path / "hashes.json").write_text("{")  # damaged, so the text is read again
+    monkeypatch.setattr(corpus, "lock_folder", None)  # an existing corpus is only read
     os.utime(text, ns=(0, 0))
     assert prepared(text.rename(tmp_path / "moved.txt"), tmp_path) == first
     monkeypatch.undo()
@@ -199,7 +199,7 @@ def test_a_run_keeps_its_corpus_and_tokenizer(tmp_path, capsys):
     text.write_text("zebra " * 20_000)
     folder, line = again()
     assert folder == first and line.count("\n") == 1 and "has changed" in line
-    shutil.rmtree(first)  # today's text by the tokenizer of the run
+    shutil.rmtree(first)  # the run's tokenizer now encodes the new text
     folder, lines = again()
     assert folder != first and "no longer there" in lines and "zebra" not in (folder / "tokenizer.json").read_text()
     of_run["corpus"] = folder.name
@@ -209,7 +209,7 @@ def test_a_run_keeps_its_corpus_and_tokenizer(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("documents, share", [(1, 0.01), (3, 0.01), (2, 0.4), (1, 0.999)])
-def test_few_documents_have_both_splits(documents, share, tmp_path):
+def test_even_few_documents_give_both_splits(documents, share, tmp_path):
     texts = [" ".join(map(sentence, range(i, 3000 + i))) for i in range(documents)]
     (tmp_path / "a.jsonl").write_text(json_lines({"text": text} for text in texts))
     folder = prepared(tmp_path / "a.jsonl", tmp_path, val_share=share)
@@ -227,7 +227,7 @@ def test_the_tokenizers_sample_is_spread_evenly(monkeypatch):
     assert set(np.diff(found)) == {found[1]} and found[-1] > 980
 
 
-def test_prepare_tells_what_it_made_and_dropped(tmp_path, capsys):
+def test_prepare_reports_what_it_made_and_dropped(tmp_path, capsys):
     texts = [*little_documents(100), "", None, "  "]
     (tmp_path / "a.jsonl").write_text(json_lines({"text": text} for text in texts))
     flags = f"--data {tmp_path}/a.jsonl --cache {tmp_path} --vocab-size 320 --prepare".split()
@@ -238,7 +238,7 @@ def test_prepare_tells_what_it_made_and_dropped(tmp_path, capsys):
     assert capsys.readouterr().out == line + "\n"
 
 
-BLOCK = ("val", np.arange(4), 9)  # is written before the error
+BLOCK = ("val", np.arange(4), 9)  # a block that is written before the error
 
 
 @pytest.mark.parametrize("function, results, seen", [
@@ -250,7 +250,7 @@ def test_a_preparation_that_ends_early_is_never_used(function, results, seen, te
         patch.setattr(corpus, function, Mock(side_effect=results))
         patch.setattr(corpus, "BATCH", 20)
         prepared(text, tmp_path)
-    monkeypatch.setattr(Tokenizer, "train", None)  # it is not learned again
+    monkeypatch.setattr(Tokenizer, "train", None)  # the tokenizer is not learned again
     assert contents(prepared(text, tmp_path)) == contents(folder)
 
 

@@ -1,4 +1,4 @@
-"""Claims about course/: what students get, and what their solutions are worth."""
+"""Claims about course/: the handout for students, and the grades of their solutions."""
 import json
 import re
 import shutil
@@ -16,7 +16,7 @@ OURS = {file: (HERE / file).read_text("utf-8") for file in FILES}
 
 
 def solved(*names):
-    """{file: its text} of a student who solved these tasks as we do, and no others."""
+    """{file: its text} of a student who gives our solutions of these tasks, and of no others."""
     texts = dict(OURS)
     for name, file in TASKS.items():
         if name not in names:
@@ -31,12 +31,12 @@ def grades(capsys, *arguments):
 
 
 def lines_of(text):
-    """The lines of a text that say something, without comments."""
+    """The lines of a text that are long enough to be recognized, without comments."""
     lines = [line.partition("  #")[0].strip() for line in text.splitlines()]
     return {line for line in lines if len(line) >= 30}
 
 
-# ---- What students get ----------------------------------------------------------------------------------------------
+# ---- The handout ----------------------------------------------------------------------------------------------------
 def test_the_handout_is_short_and_has_every_test_and_no_line_of_a_solution(tmp_path, capsys):
     main(["--handout", str(tmp_path / "homework")])
     paths = [path for path in (tmp_path / "homework").rglob("*") if path.is_file()]
@@ -69,15 +69,15 @@ def test_the_teachers_table_has_every_task_with_its_points():
     assert rows == [(name, str(len(claims_of(name)))) for name in TASKS]
 
 
-def test_every_assert_of_a_task_has_a_sentence():
+def test_every_assert_of_a_task_has_a_message():
     for file in CLAIMS:
         for block in (HERE / file).read_text().split("\n\n\n"):
             if block.startswith("@task("):
                 assert re.findall(r'^ +assert (?!.*, f?".*"$).*(?<!# App. C)$', block, re.MULTILINE) == []
 
 
-# ---- What solutions are worth ---------------------------------------------------------------------------------------
-def test_our_solutions_of_the_others_complete_a_students_file():
+# ---- The grades -----------------------------------------------------------------------------------------------------
+def test_our_solutions_of_other_tasks_complete_a_students_file():
     for name, file in TASKS.items():
         text = completed(solved(name)[file], file, [name])
         module = {"__name__": "student"}
@@ -87,7 +87,7 @@ def test_our_solutions_of_the_others_complete_a_students_file():
         assert all(source(OURS[file], part) in text for part in others)
 
 
-def test_what_goes_wrong_in_a_task_costs_that_task_only(tmp_path, capsys):
+def test_an_error_in_a_task_costs_points_of_that_task_only(tmp_path, capsys):
     texts = solved("learning_rate_factor", "tau_rank", "attention", "matthews", "corrupt")
     texts["support/metrics.py"] += "def broken(:\n"
     texts["train.py"] = "import missing\n" + texts["train.py"]
@@ -114,7 +114,7 @@ def test_what_goes_wrong_in_a_task_costs_that_task_only(tmp_path, capsys):
     assert found[-1] == "total 4/30"
     tests = json.loads(results.read_text())["tests"]
     assert [test["score"] for test in tests] == [0, 4, 0, 0, 0, 0, 0, 0]
-    assert [test["max_score"] for test in tests] == [3, 4, 4, 5, 4, 10, 0, 0]  # and two marks
+    assert [test["max_score"] for test in tests] == [3, 4, 4, 5, 4, 10, 0, 0]  # the last two are marks
     assert tests[-1]["visibility"] == "hidden"
 
 

@@ -1,4 +1,4 @@
-"""Claims about README.md and the other pages, and about who imports whom."""
+"""Claims about README.md and the other pages, and about imports."""
 import ast
 import graphlib
 import importlib
@@ -19,12 +19,12 @@ FLAG = r"--[a-z][\w-]+"
 
 
 def commands(page):
-    """(program, arguments) of each command in the shell blocks of a page that starts a program of ours."""
+    """(program, arguments) of each command that starts one of our programs in the shell blocks of a page."""
     for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL):
         yield from re.findall(r"(?:python|torchrun .*?)(?: -m)? (\S+\.\w+)((?: [^#&\n]+)?)", block)
 
 
-def test_every_flag_of_the_pages_exists(capsys):
+def test_every_flag_on_the_pages_exists(capsys):
     pages = [page.read_text(encoding="utf-8") for page in PAGES]
     pages += [f"```sh\n{script.read_text().replace('on_node', 'torchrun')}```" for script in ROOT.glob("runs/*.sh")]
     for page in pages:
@@ -51,12 +51,12 @@ def test_python_of_the_readme_prints_what_its_comments_say(capsys):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_of_a_page_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
-        # assignment.md comes with homework.md into the folder that students get.
+        # Students get assignment.md in the same folder as homework.md.
         assert link.startswith(("http", "assignment.md")) or (page.parent / link).exists(), link
 
 
 def imports_of(path):
-    """Names of the modules that a file imports; of `from support import corpus`, also of what may be one."""
+    """Names of the modules that a file imports; `from support import corpus` gives support and support.corpus."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from [name.name for name in node.names]
@@ -64,7 +64,7 @@ def imports_of(path):
             yield from [node.module, *[f"{node.module}.{name.name}" for name in node.names]]
 
 
-def test_imports_run_one_way_without_circles():
+def test_imports_go_one_way_without_cycles():
     graph = {}
     for path in [*ROOT.glob("*.py"), *ROOT.glob("support/*.py"), *ROOT.glob("course/*.py")]:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -73,4 +73,4 @@ def test_imports_run_one_way_without_circles():
             graph[name] = set(imports_of(path))
             tops = {other.partition(".")[0] for other in graph[name]}
             assert tops & {*MAY_IMPORT, "tests", "bench", "conftest"} <= MAY_IMPORT[top] | {top}, name
-    graphlib.TopologicalSorter({name: graph[name] & graph.keys() for name in graph}).prepare()  # finds circles
+    graphlib.TopologicalSorter({name: graph[name] & graph.keys() for name in graph}).prepare()  # fails on a cycle

@@ -1,4 +1,4 @@
-"""bench/: intervals, claims on a made-up record, runs/evidence.sh, speed.py."""
+"""Claims about bench/: intervals, verdicts on a made-up record, runs/evidence.sh, speed.py."""
 import json
 import math
 import os
@@ -20,11 +20,11 @@ def test_intervals_are_those_of_scipy_and_p_is_corrected_for_the_number_of_claim
     found = evidence.interval_of(np.array([math.nan, *values]))
     assert found[1:3] == pytest.approx(ends) and found.p == pytest.approx(scipy.stats.ttest_1samp(values, 0).pvalue)
     assert evidence.interval_of(np.array([7.0])) == (7.0, -math.inf, math.inf, 1.0)
-    assert evidence.interval_of(np.full(3, 1.0), ranks=2).low < 0  # three equal ranks are not certain
+    assert evidence.interval_of(np.full(3, 1.0), ranks=2).low < 0  # three equal ranks still leave uncertainty
     assert evidence.holm([0.04, 0.01, 0.03, 0.9]) == pytest.approx([0.09, 0.04, 0.09, 0.9])
 
 
-def test_verdicts_say_effect_and_power():
+def test_verdicts_state_effect_and_power():
     def claim(low, high, p):
         interval = evidence.Interval((low + high) / 2, low, high, p)
         found = evidence.Claim("Table 3", "", "29 of 768", 4.8, None, interval, p)
@@ -36,7 +36,7 @@ def test_verdicts_say_effect_and_power():
 
 
 def record_of(sign):
-    """A record of seeds 3 to 5: MAE-LM is ahead (sign 1) or behind (-1)."""
+    """A record of seeds 3 to 5 in which MAE-LM is ahead (sign 1) or behind (sign -1)."""
     found = {}
     for seed, (model, ahead) in product((3, 4, 5), (("mae-lm", sign), ("mlm", 0))):
         ranks = {"with_mask": 70, "without_mask": 60 + 9 * ahead, "mask_only": 30}
@@ -55,7 +55,7 @@ def test_claims_follow_the_sign_of_differences(sign, word):
     assert found == expected | {"Figure 1a": "confirmed"}
 
 
-def test_project_record_gives_its_page(tmp_path, monkeypatch):
+def test_the_projects_record_gives_its_page(tmp_path, monkeypatch):
     page = tmp_path / "results.md"
     pages = [evidence.PAGE, page]
     page.write_text("before <!-- verdicts -->\nstale\n<!-- end of verdicts --> after")
@@ -66,7 +66,7 @@ def test_project_record_gives_its_page(tmp_path, monkeypatch):
     assert (tmp_path / "rank.png").is_file()
 
 
-def test_ranks_that_rank_py_wrote_are_drawn_before_all_has_ended(tmp_path):
+def test_finished_ranks_are_drawn_before_all_jobs_have_ended(tmp_path):
     curves = {"with_mask": [3, 5], "without_mask": [4, 6], "mask_only": [1, 2]}
     model = {"uncentered": curves, "centered": curves, "d": 8, "n": {}}
     write_json(tmp_path / "rank-mlm-3/rank.json", {"tau": 0.9, "models": {"RUN": model}})
@@ -80,7 +80,7 @@ def test_ranks_that_rank_py_wrote_are_drawn_before_all_has_ended(tmp_path):
 
 
 if hasattr(os, "fork"):  # not on Windows
-    def test_both_models_are_trained_alike_and_only_what_has_ended_is_collected(tmp_path):
+    def test_both_models_are_trained_alike_and_only_finished_jobs_are_collected(tmp_path):
         python, calls = tmp_path / "python", tmp_path / "calls"
         python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\ncase "$*" in *train-mlm-3) exit 3; esac\n')
         python.chmod(0o755)
@@ -98,7 +98,7 @@ if hasattr(os, "fork"):  # not on Windows
         assert job["command"].split()[2:-2] == jobs["train-mae-lm-3"]
 
 
-def test_speed_compares_with_roberta_in_turns(tmp_path, monkeypatch):
+def test_speed_measures_maelm_and_roberta_in_turns(tmp_path, monkeypatch):
     fields = dict(seq_len=16, encoder_dim=64, encoder_heads=2, vocab_size=300)
     monkeypatch.setattr(speed, "make_config", lambda *names: train.make_config(*names, **fields))
     command = f"--sizes toy --models mae-lm roberta --rows 2 --turns 2 --out {tmp_path / 'speed.json'}"

@@ -1,4 +1,4 @@
-"""Claims about finetune.py and support/heads.py, support/squad.py: inputs, runs, sweeps, predictions."""
+"""Claims about finetune.py, support/heads.py and support/squad.py: inputs, runs, sweeps, predictions."""
 import itertools
 import json
 import random
@@ -31,7 +31,7 @@ WORDS = [Question(str(word.start()), "where is it, and why so long?", CONTEXT, (
 
 
 def tune(init, task, folder, *flags, out="out"):
-    """Run finetune.py with two seeds of half an epoch; returns result.json in folder/out."""
+    """Run finetune.py for half an epoch with each of two seeds; returns the contents of folder/out/result.json."""
     command = ["--init", str(init), "--out", str(folder / out), "--task", task]
     if task != "docs":
         command += ["--data", str(write_glue(folder / "glue"))]
@@ -53,10 +53,10 @@ def test_windows_cover_the_context_and_hold_the_answers(uncased):
         assert np.array_equal(window, context[offset:offset + len(window)])
         covered.update((number, offset + i) for i in range(len(window)))
     assert len(covered) == len(encoded.examples) * len(context)
-    # A model that is certain of the targets finds every answer, and at [CLS] that there is none.
+    # A model that is certain of the targets finds every answer, and predicts [CLS] if there is none.
     tokens, padding, targets = finetune.collate(encoded, range(len(encoded.ids)), "cpu")
     logits = 10.0 * torch.nn.functional.one_hot(targets[:, :2], tokens.shape[1]).mT
-    logits[:, 1:4] = 20  # the question holds no answer
+    logits[:, 1:4] = 20  # positions in the question are never answers
     metrics, files = kind.score(kind.decode(logits, targets, padding).numpy(), encoded)
     assert metrics["exact"] == metrics["HasAns_f1"] == metrics["NoAns_f1"] == metrics["best_f1"] == 100
     expected = {q.id: q.answers[0][1] for q in WORDS} | {"none": ""}
@@ -69,7 +69,7 @@ def test_inputs_are_those_of_the_exported_tokenizer(finished, tmp_path):
     draw, text = random.Random(0), "\t \n".join(little_documents(50))
     for n in (8, 9, 24):
         kind = Classification(Tokenizer.load(finished), tiny(seq_len=n), finetune.TuneConfig(), Labels((), ("x",)))
-        theirs.enable_truncation(n)  # of the longest first, as transformers asks for
+        theirs.enable_truncation(n)  # cuts the longer text first, as in transformers
         for _ in range(200):
             first, second = text[draw.randrange(60):][:draw.randrange(60)], text[:draw.randrange(60)]
             encoded = kind.encode([Example(first, second, "x"), Example(first, None, "x")])
@@ -82,7 +82,7 @@ def test_each_epoch_is_a_permutation():
     encoded = Encoded([np.zeros(n) for n in range(330)], None, [], [], "")
     drawn = np.stack(list(finetune.batches(encoded, 1, 66, 10)))  # two epochs
     assert sorted(drawn.flatten()) == sorted([*range(330)] * 2)
-    assert np.ptp(drawn, axis=1).mean() < 66  # lengths in a batch are alike
+    assert np.ptp(drawn, axis=1).mean() < 66  # lengths in a batch are similar
 
 
 def test_fine_tuning_learns(finished, tmp_path, monkeypatch):
@@ -136,7 +136,7 @@ def test_random_weights_are_drawn_by_the_seed(finished):
 
 
 def test_a_diverged_run_has_no_value(finished, tmp_path):
-    result = tune(finished, "rte", tmp_path, "--learning-rate=1e38", "--epochs=0.1")  # the only loss is finite
+    result = tune(finished, "rte", tmp_path, "--learning-rate=1e38", "--epochs=0.1")  # one step, whose loss is finite
     assert result["values"] == [None, None] and result["median"] is None
     assert not (tmp_path / "out" / "encoder.pt").exists()
 
@@ -144,12 +144,12 @@ def test_a_diverged_run_has_no_value(finished, tmp_path):
 @pytest.mark.parametrize("task, file, name", [
     ("cola", "test", "CoLA"), ("stsb", "test", "STS-B"), ("mnli", "test_matched", "MNLI-m"),
     ("mnli", "test_mismatched", "MNLI-mm"), ("mnli", "diagnostic", "AX")])
-def test_the_kept_model_predicts_what_it_did(task, file, name, finished, tmp_path):
+def test_the_saved_model_repeats_its_predictions(task, file, name, finished, tmp_path):
     tune(finished, task, tmp_path, "--learning-rate", "3e-3", "--seeds", "1")
     labels, columns = tasks.TASKS[task].labels, tasks.TASKS[task].columns[:-1]
     rows = rows_of(FORMATS[tasks.TASKS[task].folder][2])
     fields = [["index", *columns]] + [[str(i), f'"{a}', b][:len(columns) + 1] for i, (a, b, _) in enumerate(rows)]
-    source = tmp_path / "mismatched" / f"{file}.tsv"  # only the file's own name decides the submission's
+    source = tmp_path / "mismatched" / f"{file}.tsv"  # only the file's own name determines the name of the submission
     source.parent.mkdir()
     source.write_text("\n".join(map("\t".join, fields)))
     finetune.main(["--predict", str(source), "--init", str(tmp_path / "out")])
@@ -202,7 +202,7 @@ def test_only_the_first_process_predicts(pairs, tmp_path, monkeypatch):
 
 
 def fake_runs(monkeypatch, value):
-    """Let runs find value(setup, tune, seed), in half an hour by the clock; returns the list of seeds that will run."""
+    """Let each run find value(setup, tune, seed) in half an hour by the clock; returns the list of seeds used."""
     seeds = []
 
     def run_once(setup, tune, seed):
@@ -214,10 +214,10 @@ def fake_runs(monkeypatch, value):
     return seeds
 
 
-def test_a_sweep_that_was_cut_continues(finished, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_sweep_continues(finished, tmp_path, capsys, monkeypatch):
     found = {2e-5: None, 3e-5: -3.0, 4e-5: 0.0, 5e-5: -1.0}
     seeds = fake_runs(monkeypatch, lambda setup, tune, seed: None if seed == 2 else found[tune.learning_rate])
-    flags = "--sweep --warmup-share 0.06 --batch-size 4".split()  # leaves four rates
+    flags = "--sweep --warmup-share 0.06 --batch-size 4".split()  # leaves a grid of four rates
     whole = tune(finished, "cola", tmp_path, *flags)
     assert re.search("1.5 h left.*0.0 h left", capsys.readouterr().out, re.DOTALL)
     assert seeds == [0, 0, 0, 0, 1, 2] and whole["setting"]["learning_rate"] == 4e-5
@@ -226,7 +226,7 @@ def test_a_sweep_that_was_cut_continues(finished, tmp_path, capsys, monkeypatch)
     damaged, *lost = sorted(tmp_path.glob("out/runs/*.json"))[1:4]
     for path in lost:
         path.unlink()
-    damaged.write_text('{"value": 5}')  # of an older version
+    damaged.write_text('{"value": 5}')  # written by an older version
     error = fails(lambda: tune(finished, "cola", tmp_path, *flags), capsys)
     assert f"{damaged}: damaged" in error and "delete it to repeat the run" in error
     damaged.unlink()
@@ -241,7 +241,7 @@ def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
     setup = finetune.Setup("squad2", None, SimpleNamespace(labels=Labels(("f1",))), {}, None, second, tmp_path)
     runs = [(finetune.TuneConfig(), seed) for seed in range(4)]
 
-    def sleep(seconds):  # meanwhile the first process writes its lines
+    def sleep(seconds):  # meanwhile the first process writes its files
         for run in runs:
             write_json(results.path_of_run(tmp_path, *run), DIVERGED | dict(setting={}, seed=run[1], seconds=1))
 
@@ -250,7 +250,7 @@ def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
     assert seeds == [1, 3] and [line["seed"] for line in lines] == [0, 1, 2, 3]
 
 
-def test_glue_is_the_average_of_eight(finished, tmp_path, monkeypatch):
+def test_glue_is_the_average_of_eight_tasks(finished, tmp_path, monkeypatch):
     fake_runs(monkeypatch, lambda setup, tune, seed: float(tasks.GLUE.index(setup.task)))
     assert tune(finished, "glue", tmp_path)["average"] == 3.5
 
@@ -260,5 +260,5 @@ def test_glue_is_the_average_of_eight(finished, tmp_path, monkeypatch):
     ("--task sst3", "invalid choice: 'sst3'"), ("--task custom", "--task custom: needs --data"),
     ("--epochs inf", "epochs=inf: use"), ("--seeds 0", "--seeds 0: use a positive number"),
     ("--task rte --data no/such", "no/such: for rte, this folder needs one file train")])
-def test_a_bad_command_gets_one_line(flags, message, tmp_path, capsys):
+def test_a_bad_command_gets_a_one_line_error(flags, message, tmp_path, capsys):
     assert message in fails(lambda: finetune.main([*flags.split(), "--out", str(tmp_path)]), capsys)

@@ -1,4 +1,4 @@
-"""hf: of all programs from end to end. Its data sets are folders here, read by the library datasets."""
+"""Claims about hf: names in all programs. The data sets are local folders, read by the library datasets."""
 import json
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ from tests.test_hub import write_hub_model
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A folder hub/ in which USER/NAME is a data set of the Hub."""
+    """A folder hub/ whose subfolder USER/NAME replaces that data set of the Hub."""
     for function in (datasets.load_dataset, datasets.load_dataset_builder):
         def load(name, *arguments, read=function, **options):
             return read(str(tmp_path / "hub" / name), *arguments, cache_dir=str(tmp_path / "cache"), **options)
@@ -53,7 +53,7 @@ def test_hf_names_work_in_every_program(hub, tmp_path, monkeypatch):
     assert labels == [3.2, 0.0, 5.0] * 4
 
 
-def test_a_connection_that_ends_is_one_line(monkeypatch, tmp_path, capsys):
+def test_a_lost_connection_gives_a_one_line_error(monkeypatch, tmp_path, capsys):
     def load(*names, **options):
         yield {"text": "the cat"}
         raise HTTPError("Server disconnected")

@@ -1,4 +1,4 @@
-"""Claims about a GPU, deselected where there is none: CUDA_VISIBLE_DEVICES=0 pytest -m cuda -n 0."""
+"""Claims about runs on a GPU, deselected if there is none: CUDA_VISIBLE_DEVICES=0 pytest -m cuda -n 0."""
 import pytest
 import torch
 
@@ -14,7 +14,7 @@ close = torch.testing.assert_close
 
 def test_fused_attention_and_its_gradients_are_the_formulas():
     inputs = [torch.randn(2, 3, n, 16, generator=generator(i)) for i, n in enumerate((5, 7, 7))]
-    inputs.append(torch.randn(2, 3, 5, 8, generator=generator(3))[..., :7])  # rows 8 numbers apart
+    inputs.append(torch.randn(2, 3, 5, 8, generator=generator(3))[..., :7])  # the stride between rows is 8
     found = []
     for device in ("cpu", "cuda"):
         leaves = [x.to(device).requires_grad_() for x in inputs]

@@ -1,4 +1,4 @@
-"""Claims about four short functions outside of maelm.py that students write in the course, and about all together."""
+"""Claims about the four short functions that students write outside maelm.py, and about all functions together."""
 import itertools
 import math
 
@@ -29,9 +29,9 @@ def test_warm_up_ends_at_the_peak():
 def test_the_rate_falls_linearly_to_zero():
     found = [train.learning_rate_factor(step, 4, 12) for step in range(4, 12)]
     expected = [1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
-    assert found == pytest.approx(expected), "from 1 at the end of warm-up in equal steps to 0 at max_steps"
+    assert found == pytest.approx(expected), "the rate falls in equal steps from 1 after warm-up to 0 at max_steps"
     found = [train.learning_rate_factor(step, 0, 2) for step in range(2)]
-    assert found == pytest.approx([1, 0.5]), "there may be no warm-up"
+    assert found == pytest.approx([1, 0.5]), "warmup_steps may be 0"
 
 
 # ---- A metric -------------------------------------------------------------------------------------------------------
@@ -41,10 +41,10 @@ def test_matthews_of_two_labels_is_the_formula():
     guess = np.array([1] * 6 + [0] * 2 + [0] * 3 + [1])  # TP 6, FN 2, TN 3, FP 1
     before = guess.copy(), true.copy()
     found = metrics.matthews(guess, true)
-    assert found == pytest.approx((6 * 3 - 1 * 2) / math.sqrt(7 * 8 * 4 * 5)), "not the formula of two labels"
+    assert found == pytest.approx((6 * 3 - 1 * 2) / math.sqrt(7 * 8 * 4 * 5)), "not the formula for two labels"
     assert isinstance(found, float), "the result is a number, not an array"
     opposite = metrics.matthews(1 - guess, true)
-    assert opposite == pytest.approx((2 * 1 - 3 * 6) / math.sqrt(5 * 8 * 4 * 7)), "the opposite guess is negative"
+    assert opposite == pytest.approx((2 * 1 - 3 * 6) / math.sqrt(5 * 8 * 4 * 7)), "the opposite guess scores below 0"
     assert np.array_equal([guess, true], before), "an argument has changed: the caller still needs it"
 
 
@@ -55,17 +55,17 @@ def test_matthews_of_several_labels_is_gorodkins():
     guess[50:] = 5  # a label that is never true
     right, t, p = (true == guess).sum(), np.bincount(true, minlength=6), np.bincount(guess)
     expected = (60 * right - t @ p) / math.sqrt((60 ** 2 - t @ t) * (60 ** 2 - p @ p))
-    assert metrics.matthews(true, true) == pytest.approx(1), "a perfect guess has 1"
+    assert metrics.matthews(true, true) == pytest.approx(1), "a perfect guess scores 1"
     for names in ([0, 1, 2, 3, 4, 5], [1, 7, 0, -2, 9, 4]):
         found = metrics.matthews(np.array(names)[guess], np.array(names)[true])
-        assert found == pytest.approx(expected), f"labels {names}: any integers can be labels, also a label never true"
+        assert found == pytest.approx(expected), f"labels {names}: any integer can be a label, even if it is never true"
 
 
 @task("matthews")
 def test_a_single_label_correlates_with_nothing():
     labels = np.array([0, 1, 2, 1])
     for predicted, true in ((labels, 0 * labels), (0 * labels, labels), (1 + 0 * labels, labels), (0 * labels,) * 2):
-        assert metrics.matthews(predicted, true) == 0, "with one label only, true or predicted, the result is 0"
+        assert metrics.matthews(predicted, true) == 0, "if all true or all predicted labels are equal, the result is 0"
 
 
 # ---- Effective rank -------------------------------------------------------------------------------------------------
@@ -76,13 +76,13 @@ def test_rank_is_the_smallest_k_that_reaches_tau():
     taus = (0.5, 0.5333333, 0.5333334, 0.8, 0.9, 0.97)  # 16 of 30 is 0.53333333...
     for scale in (1, 1e-15):
         found = [rank.tau_rank(scale * values, tau) for tau in taus]
-        assert found == [1, 1, 2, 2, 3, 4], f"of the values 16, 9, 4, 1 times {scale}, so many hold a share {taus}"
+        assert found == [1, 1, 2, 2, 3, 4], f"the ranks of the values 16, 9, 4, 1 times {scale} for tau in {taus}"
     assert type(rank.tau_rank(values, 0.9)) is int, "a rank is an int"
     assert torch.equal(values, before), "the values have changed: the caller still needs them"
 
 
 @task("tau_rank")
-def test_no_values_and_no_shares_are_told_apart():
+def test_zeros_have_rank_0_and_a_bad_tau_is_refused():
     values = torch.tensor([16.0, 9, 4, 1], dtype=torch.float64)
     assert rank.tau_rank(0 * values, 0.9) == 0, "a matrix of zeros has rank 0"
     for tau in (-0.1, 0, 1, 1.5):
@@ -95,7 +95,7 @@ def test_equal_singular_values_count_exactly():
     for d, tau, value in itertools.product((3, 10, 64), TAUS, (1, 0.1, 1 / 3)):
         k = int(np.ceil(tau * d - 1e-9))
         found = rank.tau_rank(torch.full((d,), value, dtype=torch.float64), tau)
-        assert found == k, f"{k} of {d} equal values hold a share {tau}: does a rounding error decide?"
+        assert found == k, f"{k} of {d} equal values make up a fraction {tau}: does a rounding error change the rank?"
 
 
 def with_squares(*squares):
@@ -111,11 +111,11 @@ def test_rank_is_exact_for_known_singular_values():
         h = with_squares(*squares)
         for matrix in (h, h.T, h.float().numpy()):
             found = [rank.effective_rank(matrix, tau) for tau in TAUS]
-            assert found == ranks, f"squared singular values {squares}, a matrix {tuple(matrix.shape)}, tau {TAUS}"
-    assert rank.effective_rank(h) == 1, "without tau it is 0.9"
+            assert found == ranks, f"squared singular values {squares}, a matrix {tuple(matrix.shape)}, tau in {TAUS}"
+    assert rank.effective_rank(h) == 1, "the default of tau is 0.9"
     assert rank.effective_rank(torch.eye(300)) == 270, "300 equal singular values: all rows and columns count"
     symmetric = torch.diag(torch.tensor([2.0, 1.0]))
-    assert rank.effective_rank(symmetric, 0.75) == 1, "4 of 5 are more than 0.75"
+    assert rank.effective_rank(symmetric, 0.75) == 1, "4 / 5 is more than 0.75"
     assert type(rank.effective_rank(symmetric)) is int, "a rank is an int"
 
 
@@ -123,7 +123,7 @@ def test_rank_is_exact_for_known_singular_values():
 def test_any_real_dtype_is_measured_in_float64():
     h = with_squares(1.0, 4e-8, 4e-8, 1e-14)
     found = [rank.effective_rank(h, 1 - rest) for rest in (1e-7, 6e-8, 2e-8)]
-    assert found == [1, 2, 3], "small singular values are lost: in which precision is the sum?"
+    assert found == [1, 2, 3], "small singular values are lost: what is the precision of the sum?"
     whole = torch.tensor([[3, 0], [0, 1], [0, 0]])
     for matrix in (whole, whole.bfloat16(), whole.numpy(), whole.float().requires_grad_()):
         assert rank.effective_rank(matrix, 0.95) == 2, f"a matrix of {matrix.dtype}"
@@ -133,13 +133,13 @@ def test_any_real_dtype_is_measured_in_float64():
 def test_the_mean_is_not_subtracted():
     h = 10 + torch.randn(200, 8, generator=generator(0))
     before = h.clone()
-    assert rank.effective_rank(h, 0.95) == 1, "vectors that are nearly alike have rank 1: the mean counts"
+    assert rank.effective_rank(h, 0.95) == 1, "nearly equal vectors have rank 1: do not subtract the mean"
     assert rank.effective_rank(h - h.mean(0), 0.95) == 8, "without its mean this matrix has rank 8"
     assert torch.equal(h, before), "h has changed: the caller still needs it"
 
 
 @task("effective_rank")
-def test_what_has_no_rank_is_refused():
+def test_inputs_without_a_rank_are_refused():
     for h in (np.ones(5), np.full((5, 3), np.nan), np.full((5, 3), np.inf), np.ones((0, 3)), np.ones((2, 3, 4))):
         with pytest.raises(ValueError):
             rank.effective_rank(h)
@@ -169,8 +169,8 @@ def fifty_steps(seed):
 @task("together")
 def test_the_loss_falls_as_ours_does():
     loss = np.mean([fifty_steps(seed)[3][-10:] for seed in range(3)])
-    assert not loss < LOSS - 4 * DEVIATION, f"loss {loss:.2f}, ours {LOSS}: too good; what does the model see?"
-    assert loss < LOSS + 4 * DEVIATION, f"loss {loss:.2f}, ours {LOSS} (deviation {DEVIATION}): what does it not learn?"
+    assert not loss < LOSS - 4 * DEVIATION, f"loss {loss:.2f}, ours {LOSS}: too low; can the model see the answers?"
+    assert loss < LOSS + 4 * DEVIATION, f"loss {loss:.2f}, ours {LOSS} (deviation {DEVIATION}): what is not learned?"
 
 
 @task("together")
@@ -178,7 +178,7 @@ def test_a_trained_model_can_be_measured():
     model, corruption, tokens, _ = fifty_steps(0)
     h = model.encode(corruption).flatten(0, 1)
     found = rank.effective_rank(h, 0.9)
-    assert 4 <= found <= 13, f"the text has effective rank {found}, ours 8"
+    assert 4 <= found <= 13, f"the hidden states have effective rank {found}, ours 8"
     guess = model.logits(corruption).argmax(-1)
     found = metrics.matthews(guess.flatten().numpy(), tokens.gather(1, corruption.masked).flatten().numpy())
-    assert 0.5 < found < 1, f"guesses correlate with the masked tokens by {found:.2f}, ours by 0.9"
+    assert 0.5 < found < 1, f"the guesses have a correlation of {found:.2f} with the masked tokens, ours 0.9"

@@ -1,4 +1,4 @@
-"""Conversion to and from Hugging Face: both sides compute the same, and what cannot be converted is refused."""
+"""Claims about conversion to and from Hugging Face: both sides compute the same, and other models are refused."""
 import json
 import sys
 from dataclasses import asdict
@@ -20,7 +20,7 @@ from support.tokenizer import SPECIALS, Tokenizer
 from tests.common import contents, fails, little_documents
 from tests.test_tokenizer import ODD
 
-N, V = 160, 320  # longer than the last bucket of relative positions
+N, V = 160, 320  # N is larger than rel_pos_max_distance
 SAME_IDS = torch.arange(V)
 MLM = dict(mask_in_encoder=1.0, decoder_layers=0)
 TRUST = dict(trust_remote_code=True)
@@ -29,7 +29,7 @@ ODD_TEXTS = [*ODD, "\n\n\t  x  ", "The cat's 12,345", "漢字 ı ﬁ½", "\u200b
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """The module transformers, which copies the code of a folder into a cache of these tests."""
+    """The module transformers; its cache for the code of models is a temporary folder."""
     import transformers
     cache = str(tmp_path_factory.mktemp("modules"))
     with pytest.MonkeyPatch.context() as patch:
@@ -54,7 +54,7 @@ def exported(folder, **fields):
 
 
 def write_hub_model(folder, seq_len=24):  # needs transformers 5, whose tokenizers take vocab and merges
-    """Write a random RoBERTa whose byte-level BPE has other ids than ours; returns model and tokenizer."""
+    """Write a random RoBERTa whose byte-level BPE has different ids from ours; returns model and tokenizer."""
     import transformers
     learned = json.loads(Tokenizer.train(little_documents(50), V, False).model.to_str())["model"]
     merges = [tuple(pair) for pair in learned["merges"]]
@@ -74,7 +74,7 @@ def write_hub_model(folder, seq_len=24):  # needs transformers 5, whose tokenize
 
 
 def texts(every=7):
-    """Padded texts (3, N) int64 with [MASK] at 5 and at every so many after it, and where they are real (3, N) bool."""
+    """Padded texts (3, N) int64 with [MASK] at positions 5, 5 + every, ..., and (3, N) bool, False at padding."""
     tokens = torch.randint(NUM_SPECIAL, V, (3, N), generator=generator(3))
     tokens[:, 0] = CLS
     tokens[:, 5::every] = MASK
@@ -83,15 +83,15 @@ def texts(every=7):
 
 
 def assert_close(found, wanted):
-    """Equal up to 1e-5 of the largest number."""
+    """Fails unless two tensors are equal up to 1e-5 of the largest number."""
     assert found.shape == wanted.shape
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
 @torch.no_grad()
 def assert_same(model, encoder, with_head=None, order=SAME_IDS):
-    """Hidden states of padded texts and, with a head, logits at [MASK] are equal. Our token i is their order[i]."""
-    # A model with mask_in_encoder=0.5 reads some of several masks and none of one.
+    """Fails unless hidden states and, with a head, logits at [MASK] are equal. Our token i is their order[i]."""
+    # An encoder with mask_in_encoder=0.5 reads some of several masks, but not a single mask.
     tokens, real = texts(every=N if model.config.mask_in_encoder == 0.5 else 7)
     inputs = dict(input_ids=order[tokens], attention_mask=real.long())
     wanted = model.encoder.hidden_states(tokens, torch.arange(N)[None], ~real)
@@ -101,7 +101,7 @@ def assert_same(model, encoder, with_head=None, order=SAME_IDS):
     if with_head is None:
         return
     logits = with_head(**inputs).logits[:, :, order]
-    for row, length in enumerate(real.sum(1)):  # ours text by text, without padding and without removed tokens
+    for row, length in enumerate(real.sum(1)):  # our model reads one text at a time, without padding or removed tokens
         text = tokens[row:row + 1, :length]
         masked = text == MASK
         at = masked.nonzero()[:, 1][None]
@@ -189,7 +189,7 @@ def test_a_text_that_is_too_long_is_refused(hub, tmp_path):
         model(torch.full((1, N + 1), 9))
 
 
-def test_an_export_writes_over_nothing(tmp_path, capsys):
+def test_an_export_overwrites_nothing(tmp_path, capsys):
     _, folder = exported(tmp_path)
     before = contents(folder)
     assert not [*folder.glob(".*")] and len(before) == 6
@@ -230,7 +230,7 @@ def test_a_missing_encoder_is_not_measured(hub, tmp_path, capsys):
     ("config.json", dict(num_hidden_layers=3), "it lacks weights of the encoder, such as roberta.encoder.layer.2"),
     ("tokenizer_config.json", dict(add_prefix_space=True), "that maelm's tokenizer cannot"),
 ])
-def test_what_cannot_be_imported_is_refused(file, fields, message, hub, tmp_path, capsys):
+def test_an_unsupported_model_is_not_imported(file, fields, message, hub, tmp_path, capsys):
     write_hub_model(tmp_path / "hub")
     found = json.loads((tmp_path / "hub" / file).read_text())
     write_json(tmp_path / "hub" / file, found | fields)

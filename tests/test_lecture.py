@@ -1,4 +1,4 @@
-"""Claims about the notebook of the lecture: it runs in a Jupyter kernel, measures as rank.py does, and finds maelm."""
+"""Claims about the lecture's notebook: it runs in a Jupyter kernel, measures as rank.py does, and finds maelm."""
 import json
 import os
 import subprocess
@@ -47,7 +47,7 @@ def test_the_first_cell_alone_fetches_the_repository_once(tmp_path):
     cells = nbformat.read(NOTEBOOK, as_version=4).cells
     first = next(cell.source for cell in cells if cell.cell_type == "code")
     first += "\nprint(os.getcwd() == sys.path[0], os.getcwd())"
-    for address in (str(origin), ""):  # without an address, it is found where it was fetched
+    for address in (str(origin), ""):  # without an address, the fetched repository is found
         end = subprocess.run([sys.executable, "-c", first], cwd=alone, capture_output=True, text=True,
                              env={**os.environ, "MAELM_REPOSITORY": address})
         assert end.stdout == f"True {(alone / 'maelm').resolve()}\n", end.stderr

@@ -1,4 +1,4 @@
-"""Wrong versions of the code, each of which a claim detects."""
+"""Wrong versions of the code: for each, a claim detects the mistake."""
 import sys
 import types
 from pathlib import Path
@@ -11,7 +11,7 @@ import test_maelm
 from tests import test_homework, test_random_inputs, test_rank, test_table_2, test_train
 from tests.common import ROOT
 
-MISTAKES = [  # claim, without test_; a piece of our code; what may not stand for it
+MISTAKES = [  # claim, without test_; a piece of our code; wrong code in its place
     ("every_sequence_has_exactly_m_masks", "number.topk(m, largest=False).indices",
      "torch.randint(1, maskable.shape[1] - 1, (len(maskable), m))"),
     ("only_real_or_given_positions_are_masked", "number.masked_fill(~maskable, 2.0)", "number"),
@@ -62,18 +62,18 @@ MISTAKES = [  # claim, without test_; a piece of our code; what may not stand fo
     ("warm_up_ends_at_the_peak", "(step + 1) / warmup_steps", "step / warmup_steps"),
     ("the_rate_falls_linearly_to_zero", "/ (max_steps - warmup_steps)", "/ max_steps"),
     ("rank_is_the_smallest_k_that_reaches_tau", "values.cumsum(0)", "values.sqrt().cumsum(0)"),
-    ("no_values_and_no_shares_are_told_apart", "if values[0] == 0:", "if False:"),
-    ("no_values_and_no_shares_are_told_apart", "0 < tau < 1:", "0 <= tau < 1:", "0 < tau <= 1:"),
+    ("zeros_have_rank_0_and_a_bad_tau_is_refused", "if values[0] == 0:", "if False:"),
+    ("zeros_have_rank_0_and_a_bad_tau_is_refused", "0 < tau < 1:", "0 <= tau < 1:", "0 < tau <= 1:"),
     ("equal_singular_values_count_exactly", "(tau - 1e-9)", "tau"),
     ("rank_is_exact_for_known_singular_values", "svdvals(x) ** 2", "svdvals(x)"),
     ("any_real_dtype_is_measured_in_float64", "torch.as_tensor(h).double()", "torch.as_tensor(h).float()"),
     ("the_mean_is_not_subtracted", "svdvals(x)", "svdvals(x - x.mean(0))"),
-    ("what_has_no_rank_is_refused", "not x.isfinite().all()", "x.isnan().all()"),
+    ("inputs_without_a_rank_are_refused", "not x.isfinite().all()", "x.isnan().all()"),
     ("ranks_are_exact_on_built_spectra", "if centered:", "if not centered:"),
     ("equal_rows_have_rank_1", "if gram.trace() <= 1e-12 * self.gram.trace():", "if False:"),
     ("matthews_of_two_labels_is_the_formula", "math.sqrt((t * t).sum() * (p * p).sum())", "(t * t).sum()"),
     ("matthews_of_several_labels_is_gorodkins", "    p = p - p.mean(0)\n", ""),
-    # Silent errors: gradients, sequences that depend on each other, sizes of one config, dtypes, changed arguments.
+    # Silent errors: gradients, sequences that depend on each other, hard-coded sizes, dtypes, changed arguments.
     ("every_sequence_has_exactly_m_masks", "masked, kept)", "masked, kept.int())"),
     ("only_real_or_given_positions_are_masked", "tokens >= NUM_SPECIAL", "(tokens >= NUM_SPECIAL) & (tokens < 300)",
      "tokens > NUM_SPECIAL"),
@@ -118,11 +118,11 @@ MISTAKES = [  # claim, without test_; a piece of our code; what may not stand fo
     ("mlm_is_the_textbook_mlm", "self.logits(corruption)", "self.logits(corruption).detach()"),
     ("rank_is_the_smallest_k_that_reaches_tau", "int((~reached).sum())", "(~reached).sum()"),
     ("the_mean_is_not_subtracted", "    x = torch.as", "    h = h.sub_(1)\n    x = torch.as"),
-    ("what_has_no_rank_is_refused", "x.ndim != 2", "x.ndim < 2"),
+    ("inputs_without_a_rank_are_refused", "x.ndim != 2", "x.ndim < 2"),
     ("matthews_of_two_labels_is_the_formula", "    both =", "    true.sort()\n    both ="),
     ("matthews_of_several_labels_is_gorodkins", "len(labels)", "4"),
     ("a_single_label_correlates_with_nothing", " or np.ptp(predicted) == 0", ""),
-    # Kinds that only random inputs find.
+    # Mistakes that only random inputs find.
     ("random_schedules", "return (max_steps - step)", "return max(2, max_steps - step)"),
     ("rank_of_random_values", "(tau - 1e-9)", "(tau - 1e-7)"),
     ("matthews_of_random_labels", "predicted])", "predicted]).astype(np.uint8)"),
@@ -142,10 +142,10 @@ FILES = ["maelm.py", "rank.py", "train.py", "support/metrics.py", "support/cross
 
 
 def module_with(piece, mistake):
-    """The name of the module that has this piece, and the module with a mistake in its place."""
+    """The name of the module that has this piece, and the module with a mistake in place of the piece."""
     texts = {Path(file).stem: (ROOT / file).read_text(encoding="utf-8") for file in FILES}
     counts = {name: text.count(piece) for name, text in texts.items() if piece in text}
-    assert list(counts.values()) == [1], f"{piece!r} must be once in {FILES}, but is in {counts}: change its row"
+    assert list(counts.values()) == [1], f"{piece!r} must occur once in {FILES}, but occurs in {counts}: change its row"
     name, = counts
     module = types.ModuleType("wrong")
     sys.modules["wrong"] = module  # where dataclasses look for their module
@@ -163,5 +163,5 @@ def test_the_claim_finds_the_mistake(claim, piece, mistake, monkeypatch):
         monkeypatch.setitem(names, name, module)
     torch.manual_seed(0)
     with pytest.raises((AssertionError, RuntimeError, ValueError, TypeError, LookupError, ArithmeticError,
-                        pytest.fail.Exception)):  # but no NameError: a mistake, not a slip
+                        pytest.fail.Exception)):  # but not NameError, which would be a typo here
         test()

@@ -32,10 +32,10 @@ def test_two_processes_equal_one_that_accumulates(text, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("CORPUS") == 1  # one prepares, the other waits
-    # Evaluation, its last row, which the first process has, and step: nothing is cut.
+    assert done.stdout.count("CORPUS") == 1  # one process prepares, the other waits
+    # Graphs of evaluation, of its last sequence (first process only) and of a step: no graph breaks.
     assert [done.stdout.count(f"GRAPH OF {rank}") for rank in (0, 1)] == [3, 2]
-    assert done.stdout.count("2 x cpu in float32, from step 0") == 1  # one prints
+    assert done.stdout.count("2 x cpu in float32, from step 0") == 1  # only one process prints
     assert [path.name for path in checkpoints(out)] == ["step_0000003.pt", "step_0000004.pt"]
 
     short_run(text, out, *flags)  # one process continues

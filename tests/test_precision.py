@@ -1,4 +1,4 @@
-"""Claims about bf16: losses and gradients are close to those of float64. tests/test_gpu.py makes the same on a GPU."""
+"""Claims about bf16: losses and gradients are close to those of float64. tests/test_gpu.py checks this on a GPU."""
 import pytest
 import torch
 
@@ -12,8 +12,8 @@ EXACT = Worker(0, 1, torch.device("cpu"), torch.float32)  # without autocast
 
 
 def gradients(config, worker, padded, compiler):
-    """The loss and all gradients of a model without dropout, in float64 on the CPU, side by side. With `padded`, of its
-    encoder, on rows of which the last tokens are padding, as in fine-tuning."""
+    """The loss and all gradients of a model without dropout, concatenated in float64 on the CPU. With `padded`,
+    those of its encoder on sequences that end in padding, as in fine-tuning."""
     torch.manual_seed(0)
     model = make_model(config).to(worker.device, torch.float64 if worker is EXACT else torch.float32)
     if compiler:
@@ -35,7 +35,7 @@ def gradients(config, worker, padded, compiler):
 
 
 def errors(size, name, worker, compiler=None, **fields):
-    """How far loss and gradients of two layers of an ablation are from float64's, plain and padded, as shares."""
+    """Relative errors of the loss and the gradients of an ablation with two layers, without and with padding."""
     config = make_config(size, name, encoder_layers=2, dropout=0.0, **fields)
     found = []
     for padded in (False, True):

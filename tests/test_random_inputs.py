@@ -1,6 +1,6 @@
 """Claims that only the grader runs: a function and our solution agree on arguments of random sizes, values and dtypes.
 
-In a grade our solutions have a folder of their own. Elsewhere they are the functions themselves.
+When the grader runs, our solutions are in a folder of their own. Otherwise each function is compared with itself.
 """
 import copy
 import random
@@ -27,11 +27,11 @@ DTYPES = (torch.float32, torch.float64)
 
 
 def outcome(function, arguments):
-    """What a function does with these: its results, the arguments after the call, and the gradients of a random sum of
-    the results in the arguments that require one and in the parameters of the function's module. Or a ValueError."""
+    """The effect of a call: the results, the arguments after the call, and the gradients of a random sum of the results
+    for arguments that require a gradient and for all parameters of the function's module. Or a ValueError."""
     arguments = copy.deepcopy(arguments)
     sources = {name: x for name, x in arguments.items() if getattr(x, "requires_grad", False)}
-    given = arguments | {name: 1 * x for name, x in sources.items()}  # which may change in place
+    given = arguments | {name: 1 * x for name, x in sources.items()}  # copies that may change in place
     try:
         results = function(*given.values())
     except ValueError:
@@ -60,7 +60,7 @@ def agree(function, ours, **arguments):
 
 # ---- Random arguments -----------------------------------------------------------------------------------------------
 def draws(count=40):
-    """Sources of random numbers; those of torch begin anew with each."""
+    """Sources of random numbers; each also sets the seed of torch."""
     for seed in range(count):
         torch.manual_seed(seed)
         yield random.Random(seed)
@@ -85,7 +85,7 @@ def some_batch(draw, config):
 
 
 def some_bias(draw, B, heads, t, s, dtype):
-    """A bias that fits (B, heads, t, s), and can hide all keys but the first; or None."""
+    """A bias that broadcasts to (B, heads, t, s) and may hide any key but the first; or None."""
     shape = draw.choice(((t, s), (1, 1, t, s), (B, 1, 1, s), (1, heads, t, s), (B, heads, t, s)))
     bias = torch.randn(shape, dtype=dtype)
     hidden = torch.rand(bias.shape) < draw.choice((0, 0.3))
@@ -94,7 +94,7 @@ def some_bias(draw, B, heads, t, s, dtype):
 
 
 def twins(draw, kind, *arguments):
-    """A student's module and ours with the same random weights, for evaluation."""
+    """A student's module and ours with the same random weights, in evaluation mode."""
     dtype = draw.choice(DTYPES)
     mine, ours = [getattr(module, kind)(*arguments).to(dtype).eval() for module in (maelm, our_maelm)]
     for parameter in ours.parameters():
@@ -160,7 +160,7 @@ def test_attention_of_random_heads():
         B, heads, t, s, d_h = [draw.randint(1, 7) for _ in range(5)]
         dtype = draw.choice(DTYPES)
         q, k, v = [torch.randn(B, n, heads, d_h, dtype=dtype).transpose(1, 2) for n in (t, s, s)]
-        q = q * draw.choice((1, 30))  # 30: exp(logits) is infinite
+        q = q * draw.choice((1, 30))  # 30 makes exp(logits) overflow
         agree(maelm.attention, our_maelm.attention, q=q.requires_grad_(), k=k.requires_grad_(), v=v.requires_grad_(),
               bias=some_bias(draw, B, heads, t, s, dtype))
 
@@ -191,7 +191,7 @@ def test_masks_of_random_texts():
     for draw in draws(80):
         config = some_config(draw, mask_rate=draw.choice((0.02, 0.2, 0.5)))
         tokens, (_, masked, _) = some_batch(draw, config)
-        masked[0] = draw.choice((masked[0], masked[0, 0]))  # the latter is a position twice
+        masked[0] = draw.choice((masked[0], masked[0, 0]))  # the latter repeats one position
         agree(lambda *given: maelm.apply_masks(*given, config, generator(0)),
               lambda *given: our_maelm.apply_masks(*given, config, generator(0)), tokens=tokens, masked=masked)
 

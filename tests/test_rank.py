@@ -23,7 +23,7 @@ POSITIONS = torch.randn(20, 8, generator=generator(1))
 
 
 def built(kind, n=2000, d=48):
-    """(n, d) float32 with a known kind of spectrum, rotated, and a mean row that is not small."""
+    """A rotated matrix (n, d) float32 with a known kind of spectrum and a mean row that is not small."""
     random, i = np.random.default_rng(len(kind)), np.arange(d)
     scale = {"geometric": 0.8 ** i, "two-step": np.where(i < 7, 9, 0.3), "rogue": 0.9 ** i}[kind]
     rotation = np.linalg.qr(random.standard_normal((d, d)))[0]
@@ -44,7 +44,7 @@ def svd_ranks(h, centered):
 
 
 def spectrum_of(h, centered, *sizes):
-    """The spectrum of rank.Moments of h (n, d), added in parts of these sizes."""
+    """The spectrum that rank.Moments finds for h (n, d), added in parts of these sizes."""
     moments = rank.Moments()
     for part in torch.from_numpy(h).split(sizes):
         moments.add(part)
@@ -74,7 +74,7 @@ def made_up(tokens):
 
 
 def measure(seed, tau=0.9):
-    """Sequences (40, 20), the masked ones that the encoder read, and its part of rank.json."""
+    """Sequences (40, 20), the masked sequences that the encoder read, and the encoder's entry in rank.json."""
     rows = torch.randint(maelm.NUM_SPECIAL, 300, (40, 20), generator=generator(3))
     rows[:, 0] = maelm.CLS
     rows[::2, 11] = maelm.SEP
@@ -87,7 +87,7 @@ def measure(seed, tau=0.9):
     subject = subjects.Subject("made up", encode, rows.numpy(), "rows", maelm.MASK, [0, 1, 2, 3], True)
     config = rank.RankConfig(batch_size=7, tau=tau, seed=seed)
     found = rank.model_ranks(subject, rank.measure(subject, config), tau)
-    _, *batches = read  # the first is one sequence, which tells the layers
+    _, *batches = read  # the first is one sequence, read to count the layers
     assert torch.equal(torch.cat(batches[1::2]), rows)
     return rows, torch.cat(batches[::2]), found
 
@@ -112,17 +112,17 @@ def test_masks_are_15_percent_of_real_tokens():
     assert torch.equal(masked[~at], rows[~at]) and not torch.equal(masked, measure(1)[1])
 
 
-def test_the_command_writes_ranks_and_a_figure_and_over_no_other_file(text, finished, tmp_path, capsys):
+def test_the_command_writes_ranks_and_a_figure_and_overwrites_nothing_else(text, finished, tmp_path, capsys):
     names = [str(path) for path in (finished, *checkpoints(finished))]
     command = [*names, *f"--data {text} --val-share 1 --tau 0.5 --out {tmp_path}".split()]
     rank.main(command)
     before = contents(tmp_path)
-    rank.main(command)  # writes over its own files
+    rank.main(command)  # overwrites its own files
     assert contents(tmp_path) == before and before.keys() == {"rank.json", "rank.png"}
     models = read_json(tmp_path / "rank.json")["models"]
     assert list(models) == names
     folder, first, last = models.values()
-    assert folder == last and folder["centered"] != first["centered"]  # a folder is its newest checkpoint
+    assert folder == last and folder["centered"] != first["centered"]  # a folder stands for its newest checkpoint
     ranks = folder["centered"]["mask_only"]
     assert len(ranks) == 3 and 1 <= ranks[2] <= folder["d"] == 32
     (tmp_path / "rank.json").rename(tmp_path / "config.json")
@@ -148,7 +148,7 @@ def test_a_run_keeps_its_tokenizer_when_its_text_has_changed(tmp_path):
     assert torch.equal(subjects.subject_of_run(run, config, CPU).sample(1000)[:5], before[:5])
 
 
-def test_a_hub_encoder_keeps_its_frame(text, tmp_path):
+def test_a_hub_encoder_reads_its_own_special_tokens(text, tmp_path):
     model, tokenizer = write_hub_model(tmp_path)
     config = rank.RankConfig(data=str(text), val_share=1.0)
     subject = subjects.subject_of_hub(f"hf:{tmp_path}", config, CPU)
@@ -163,7 +163,7 @@ def test_a_hub_encoder_keeps_its_frame(text, tmp_path):
 @pytest.mark.parametrize("flags, message", [
     (". no/such", "no/such: no such run folder"), ("hf:no/such", "transformers cannot load it"),
     (". --tau 1.5", "tau="), (f". --seed {2 ** 63}", "seed=92233"), ("RUN --tokens 1000", "fewer than 10 d = 320")])
-def test_a_bad_command_gets_one_line(flags, message, finished, capsys):
+def test_a_bad_command_gets_a_one_line_error(flags, message, finished, capsys):
     assert message in fails(lambda: rank.main(flags.replace("RUN", str(finished)).split()), capsys)
 
 
@@ -186,7 +186,7 @@ def test_the_theory_of_a_run_has_each_layer(finished, capsys):
 
 def test_copying_is_seen_in_a_model_that_copies(finished, capsys):
     class Copier(torch.nn.Module):
-        """At position i of [CLS] A [SEP] A, with A of ten tokens, predicts the token eleven before."""
+        """Predicts, in [CLS] A [SEP] A with ten tokens in A, the token eleven positions earlier."""
         config = maelm.Config(mask_in_encoder=1.0, decoder_layers=0)
 
         def logits(self, corruption):

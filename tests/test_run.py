@@ -1,4 +1,4 @@
-"""Claims about runs that end early or meet other runs, and about command lines and devices."""
+"""Claims about runs that end early or find another run in their folder, and about command lines and devices."""
 import errno
 import fcntl
 import io
@@ -42,7 +42,7 @@ for module, name, call in [(train, "train_step", 2), (torch, "save", 1), (train,
         if len(calls) == call:
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*arguments, **options)
-    child = os.fork()  # starts no Python and imports no PyTorch again
+    child = os.fork()  # does not start Python and import PyTorch again
     if child == 0:
         setattr(module, name, dying)
         train.main(sys.argv[1:])
@@ -51,7 +51,7 @@ for module, name, call in [(train, "train_step", 2), (torch, "save", 1), (train,
 """
 
 
-def test_a_killed_run_continues_bitwise(text, tmp_path):
+def test_a_killed_run_continues_bit_identically(text, tmp_path):
     flags = ["--log-interval", 2]
     whole = short_run(text, tmp_path / "whole", *flags)
     command = [sys.executable, "-c", DIES, *arguments(text, tmp_path / "run", *flags)]
@@ -63,7 +63,7 @@ def test_a_killed_run_continues_bitwise(text, tmp_path):
 
 
 def change_step(monkeypatch, changed, change):
-    """Let `change` turn the loss of one step into another."""
+    """Apply `change` to the loss of step `changed`."""
     def step(model, optimizers, batches, step, *others):
         loss, norm = train_step(model, optimizers, batches, step, *others)
         return (change(loss) if step == changed else loss), norm
@@ -78,7 +78,7 @@ def test_a_signal_saves_a_checkpoint(number, text, finished, tmp_path, monkeypat
     with pytest.raises(SystemExit) as end:
         short_run(text, tmp_path / "run")
     assert end.value.code == 128 + number
-    assert "run it again to continue" in capsys.readouterr().out
+    assert "repeat the command to continue" in capsys.readouterr().out
     assert last_checkpoint(tmp_path / "run")["step"] == 4
     monkeypatch.undo()
     assert same(short_run(text, tmp_path / "run"), finished)
@@ -103,7 +103,7 @@ def test_a_full_disk_destroys_nothing(text, finished, tmp_path, monkeypatch, cap
     assert same(short_run(text, out), finished)
 
 
-# ---- What is not finite, or too large -------------------------------------------------------------------------------
+# ---- Numbers that are not finite, and memory that runs out ----------------------------------------------------------
 def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path, monkeypatch, capsys):
     change_step(monkeypatch, 4, lambda loss: loss * math.nan)
     line = fails(lambda: short_run(text, tmp_path / "run", "--log-interval", 6), capsys)
@@ -120,7 +120,7 @@ def test_weights_that_are_not_finite_are_not_saved(copy):
     assert contents(copy) == before
 
 
-def test_want_of_memory_names_the_flag(text, tmp_path, monkeypatch, capsys):
+def test_lack_of_memory_names_the_flag(text, tmp_path, monkeypatch, capsys):
     for error in (MemoryError(), torch.OutOfMemoryError("out of memory"), RuntimeError("CPU: can't allocate memory")):
         monkeypatch.setattr(train, "train_step", Mock(side_effect=error))
         assert "use a smaller --micro-batch-size" in fails(lambda: short_run(text, tmp_path / "run"), capsys)
@@ -144,7 +144,7 @@ def test_a_run_prepares_its_corpus_again_and_begins_anew_without_checkpoints(tmp
 
 
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
-def test_a_run_goes_on_before_a_damaged_checkpoint(text, finished, copy, capsys):
+def test_a_run_continues_from_before_a_damaged_checkpoint(text, finished, copy, capsys):
     newest = copy / "step_0000006.pt"
     content = newest.read_bytes()
     weight = last_checkpoint(copy)["model"]["head.transform.0.weight"].numpy().tobytes()
@@ -159,18 +159,18 @@ def test_a_run_goes_on_before_a_damaged_checkpoint(text, finished, copy, capsys)
     newest.unlink()
     (copy / "step_0000003.pt").write_bytes(b"torn")
     before = contents(copy)
-    assert "step_0000003.pt: damaged" in fails(lambda: short_run(text, copy), capsys)  # there is none before it
+    assert "step_0000003.pt: damaged" in fails(lambda: short_run(text, copy), capsys)  # it is the only checkpoint
     assert contents(copy) == before
 
 
-def test_what_cannot_be_read_is_not_called_damaged(copy, monkeypatch):
+def test_an_unreadable_checkpoint_is_not_called_damaged(copy, monkeypatch):
     for error in (PermissionError(), MemoryError(), RuntimeError("can't allocate memory")):
         monkeypatch.setattr(torch, "load", Mock(side_effect=error))
         with pytest.raises(type(error)):
             checkpoints.load_model(copy)
 
 
-def test_a_recipe_changes_by_one_flag_only(text, finished, tmp_path, capsys):
+def test_a_recipe_changes_only_with_change_recipe(text, finished, tmp_path, capsys):
     out = short_run(text, tmp_path / "run", "--stop-at", 3)
     flags = ["--learning-rate", "1e-3", "--weight-decay", 0.5, "--seed", 2]
     assert "or continue this run with --change-recipe" in fails(lambda: short_run(text, out, *flags), capsys)
@@ -182,7 +182,7 @@ def test_a_recipe_changes_by_one_flag_only(text, finished, tmp_path, capsys):
 
 
 def test_fields_may_be_added(text, finished, tmp_path):
-    """Files that lack a field have its default."""
+    """A file that lacks a field gets the default."""
     out = short_run(text, tmp_path / "run", "--stop-at", 3)
     settings, state = read_json(out / "config.json"), last_checkpoint(out)
     del settings["decoder"], settings["wandb"], state["config"]["decoder"]
@@ -192,7 +192,7 @@ def test_fields_may_be_added(text, finished, tmp_path):
 
 
 class Code:
-    """Prints when it is unpickled."""
+    """An object that prints when it is unpickled."""
     def __reduce__(self):
         return print, ("code was run",)
 
@@ -237,7 +237,7 @@ def test_a_folder_in_use_or_of_something_else_is_refused(text, copy, tmp_path, c
     ("--no-uncased --change-recipe", r"uncased=True there, False here; choose another --out$"),
     ("--init RUN --learning-rate 6e-3 --muon-learning-rate 2e-2", r"init_weights=None there, '\w"),
     ("--max-steps 9", "max_steps=6 there, 9 here; the run is finished: .* start a run in another --out with --init")])
-def test_another_run_is_refused_with_what_differs(flags, message, text, copy, finished, capsys):
+def test_another_run_is_refused_and_the_differences_are_named(flags, message, text, copy, finished, capsys):
     before = contents(copy)
     line = fails(lambda: short_run(text, copy, *flags.replace("RUN", str(finished)).split()), capsys)
     assert re.search(f"{copy} was made with other settings: .*{message}", line)
@@ -258,7 +258,7 @@ def test_another_run_is_refused_with_what_differs(flags, message, text, copy, fi
     ("--init RUN --encoder-layers 1", "encoder_layers=1: the run of --init, .* has 2"),
     ("--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
     ("--adam-beta2 1", "adam_beta2=1.0 is not")])
-def test_a_bad_command_line_gets_one_line(flags, message, text, finished, tmp_path, monkeypatch, capsys):
+def test_a_bad_command_line_gets_a_one_line_error(flags, message, text, finished, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     flags = flags.replace("RUN", str(finished)).split()
     assert re.search(message, fails(lambda: short_run(text, tmp_path / "new", *flags), capsys))
@@ -266,7 +266,7 @@ def test_a_bad_command_line_gets_one_line(flags, message, text, finished, tmp_pa
 
 
 @pytest.mark.parametrize("rank, port", [("", "1"), ("2", "1"), ("0", "no"), ("0", "99999")])
-def test_left_over_variables_of_torchrun_get_one_line(rank, port, text, tmp_path, monkeypatch, capsys):
+def test_left_over_variables_of_torchrun_give_a_one_line_error(rank, port, text, tmp_path, monkeypatch, capsys):
     variables = dict(RANK=rank, WORLD_SIZE="2", LOCAL_RANK="0", MASTER_PORT=port, MASTER_ADDR="localhost")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -274,13 +274,13 @@ def test_left_over_variables_of_torchrun_get_one_line(rank, port, text, tmp_path
 
 
 @pytest.mark.parametrize("name, value", [("seed", 1), ("corpus", "another"), ("step", 3)])
-def test_processes_agree_on_all_but_places(name, value, text, tmp_path, monkeypatch, capsys):
+def test_processes_agree_on_everything_but_paths(name, value, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(worker.Worker, "gather", lambda self, mine: [mine, {**mine, "cache": "node's", name: value}])
-    line = fails(lambda: short_run(text, tmp_path / "run"), capsys)  # not cache=
+    line = fails(lambda: short_run(text, tmp_path / "run"), capsys)  # the caches may differ
     assert re.search(f"{name}=.* in process 0, {value!r} in process 1: start all processes", line)
 
 
-def test_a_disk_without_locks_is_used_without(text, finished, tmp_path, monkeypatch, capsys):
+def test_a_disk_without_locks_can_be_used(text, finished, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     assert same(short_run(text, tmp_path / "run"), finished)
     assert "cannot be locked" in capsys.readouterr().err
@@ -295,7 +295,7 @@ def test_closed_streams_do_not_end_a_run(text, finished, tmp_path, monkeypatch):
         assert same(short_run(text, tmp_path / str(number)), finished)
 
 
-def test_a_model_that_cannot_be_compiled_gets_one_line(text, tmp_path, monkeypatch, capsys):
+def test_a_model_that_cannot_be_compiled_gives_a_one_line_error(text, tmp_path, monkeypatch, capsys):
     compiled = torch.nn.Module.compile
     backend = Mock(side_effect=FileNotFoundError("no C++ compiler"))
     monkeypatch.setattr(torch.nn.Module, "compile", lambda model, dynamic: compiled(model, backend=backend))

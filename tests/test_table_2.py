@@ -1,4 +1,4 @@
-"""Claims about sizes, the rows of Table 2, the start of training, and shortcuts that save time: none is homework."""
+"""Claims about sizes, the rows of Table 2, the start of training, and shortcuts that save time. None is homework."""
 import math
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ def test_an_mlm_refuses_removed_positions():
 @pytest.mark.parametrize("field, values", [("rel_pos_buckets", (-4, 7)), ("decoder_dim", (-64, 100)), ("seq_len", (1,)),
                                            ("decoder_layers", (0, -1)), ("encoder_heads", (0, 7)),
                                            ("init_std", (-1.0, 0.0, math.nan, math.inf)), ("decoder", ("uni",))])
-def test_a_field_that_is_not_possible_is_named(field, values):
+def test_an_invalid_field_is_named(field, values):
     for value in values:
         with pytest.raises(ValueError, match=f"{field}={value!r}: use "):
             check(maelm.Config(mask_in_encoder=float(value == -1), **{field: value}))
@@ -67,7 +67,7 @@ def test_a_field_that_is_not_possible_is_named(field, values):
 def test_every_row_of_table_2_learns_and_uses_all_its_parameters(ablation):
     config = train.make_config("small", ablation, **SHAPE)
     torch.manual_seed(0)
-    model = make_model(replace(config, init_std=0.1, decoder_dim=config.decoder_dim // 8))  # of 512 and 1024: 64, 128
+    model = make_model(replace(config, init_std=0.1, decoder_dim=config.decoder_dim // 8))  # 64 for 512, 128 for 1024
     tokens = random_tokens(4)
     corruption = maelm.corrupt(tokens, config, generator(0))
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
@@ -83,7 +83,7 @@ def test_every_row_of_table_2_learns_and_uses_all_its_parameters(ablation):
 
 
 def test_positions_skip_removed_tokens_if_aligned():
-    model, _, corruption = model_and_batch(aligned_positions=False)  # test_maelm.py has the aligned ones
+    model, _, corruption = model_and_batch(aligned_positions=False)  # test_maelm.py tests aligned positions
     seen = corruption.corrupted.gather(1, corruption.kept)
     close(model.encode(corruption), model.encoder(seen, torch.arange(18).expand(6, -1)))
 
@@ -101,7 +101,7 @@ def test_initial_weights_are_normal():
     torch.manual_seed(0)
     model = maelm.MAELM(tiny(encoder_dim=256, init_std=0.02))
     for name, p in model.named_parameters():
-        if p.ndim == 1:  # gains of LayerNorms and biases
+        if p.ndim == 1:  # biases, and gains of LayerNorms
             assert p.unique().tolist() == [float(name.endswith("weight"))], name
         elif p.numel() > 5000:
             assert p.std().item() == pytest.approx(0.02, abs=0.001), name
@@ -117,9 +117,9 @@ def test_dropout_is_in_the_encoder_only():
     exact(model.decoder(x, positions), model.decoder(x, positions))
 
 
-# ---- The same in less time -------------------------------------------------------------------------------------------
+# ---- Shortcuts ------------------------------------------------------------------------------------------------------
 def test_a_prediction_does_not_depend_on_which_others_are_asked_for():
-    """With masks that the encoder sees all, the loss at fewer positions needs the same model input."""
+    """If the encoder sees all masks, a loss at fewer positions needs the same model input."""
     for fields in (dict(**maelm.ABLATIONS["mlm"]), dict(mask_in_encoder=1.0), dict(mask_in_encoder=1.0, norm="pre"),
                    dict(mask_in_encoder=1.0, decoder="bi+cross"), dict(mask_in_encoder=1.0, decoder="cross")):
         model, _, corruption = model_and_batch(**fields)

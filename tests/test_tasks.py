@@ -30,12 +30,12 @@ FORMATS = {  # header, row and labels of the original releases
 
 
 def rows_of(labels):
-    """Twelve first and second texts with their labels."""
+    """Twelve pairs of texts with their labels."""
     return [(sentence(i), sentence(i + 3), label) for i, label in zip(range(12), itertools.cycle(labels.split()))]
 
 
 def write_glue(folder):
-    """Write twelve rows of all parts of GLUE and SQuAD; returns the folder."""
+    """Write all files of GLUE with twelve rows each, and those of SQuAD; returns the folder."""
     for name, (header, row, labels) in FORMATS.items():
         rows = [row.format(i=i, a=a, b=b, label=label) for i, (a, b, label) in enumerate(rows_of(labels))]
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def write_glue(folder):
 
 
 def write_squad(path):
-    """Write a SQuAD file: for each of twelve paragraphs a question with an answer and one without."""
+    """Write a SQuAD file of twelve paragraphs, each with an answerable and an unanswerable question."""
     paragraphs = []
     for i in range(12):
         answer = {"text": SUBJECTS[i % 4], "answer_start": 0}
@@ -148,7 +148,7 @@ def test_malformed_questions_are_named(field, value, message, tmp_path):
         examples.read_squad(tmp_path / "dev.json")
 
 
-def test_docs_leave_the_validation_part_alone(monkeypatch):
+def test_docs_leave_the_validation_split_alone(monkeypatch):
     documents = [(("torch", "numpy", "tqdm")[i % 3], f"{sentence(i)} {i}") for i in range(3000)]
     monkeypatch.setattr(examples, "read_docs", lambda: documents)
     splits = examples.read_task("docs", None, 0.3)
@@ -174,7 +174,7 @@ def test_all_formats_keep_cells_as_they_are(tmp_path):
         assert [row[:3] for row in found] == [tuple(row.values()) for row in rows], path
 
 
-def test_lines_and_json_numbers_keep_their_letters(tmp_path):
+def test_lines_and_json_numbers_are_read_verbatim(tmp_path):
     (tmp_path / "new.TXT").write_text("\ufeffa\n\n b")
     assert [row.text for row in examples.read_file("custom", tmp_path / "new.TXT", labelled=False)] == ["a", "", " b"]
     labels = ["1.0", f"{10 ** 21}", "true"]

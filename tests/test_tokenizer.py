@@ -17,7 +17,7 @@ ODD = ["The cat sees a tree.", "naïve café — ∑ 数学 🙂\t\r\n  x", "\x0
 
 @pytest.fixture(scope="module", params=[True, False], ids=["uncased", "cased"])
 def tokenizer(request):
-    """A tokenizer of the little language."""
+    """A tokenizer trained on the little language."""
     return Tokenizer.train(map(sentence, range(100)), 320, request.param)
 
 
@@ -26,7 +26,7 @@ def test_ids_are_specials_then_bytes_then_merges(tokenizer):
     assert [tokenizer.decode([i]) for i in range(4)] == SPECIALS == ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]
     pieces = [tokenizer.tiktoken.decode_single_token_bytes(i) for i in range(4, len(tokenizer))]
     assert pieces[:256] == [bytes([b]) for b in range(256)]
-    for i, piece in enumerate(pieces[256:], 256):  # each joins two tokens that come before it
+    for i, piece in enumerate(pieces[256:], 256):  # each joins two earlier tokens
         assert any({piece[:cut], piece[cut:]} <= set(pieces[:i]) for cut in range(1, len(piece)))
 
 
@@ -43,7 +43,7 @@ def test_tiktoken_gives_the_ids_of_tokenizers(tokenizer):
     letters = [letter for letter in letters if unicodedata.category(letter) not in ("Cn", "Co", "Cs")]
     texts = ["".join(letters[i:i + 1000]) for i in range(0, len(letters), 1000)]
     cased = [letter for letter in letters if letter.lower() != letter.upper()]
-    texts += [*ODD, " ".join(f"a{letter} B" for letter in cased)]  # also where a word ends
+    texts += [*ODD, " ".join(f"a{letter} B" for letter in cased)]  # each also at the end of a word
     expected = tokenizer.model.encode_batch(texts, add_special_tokens=False)
     for text, found in zip(texts, expected):
         assert tokenizer.encode(text).tolist() == found.ids
@@ -54,7 +54,7 @@ SPLIT = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r" ?\w+|\s|[^\w\s]+"), 
 
 
 @pytest.mark.parametrize("layers", [[BYTES(False)], [SPLIT, BYTES(False, use_regex=False)]], ids=["gpt2", "split"])
-def test_a_given_bpe_gives_its_ids_after_ours(layers, tmp_path):
+def test_a_given_bpe_keeps_its_ids_after_the_special_tokens(layers, tmp_path):
     learned = json.loads(Tokenizer.train(little_documents(), 300, uncased=False).model.to_str())["model"]
     vocabulary = {token: i for i, token in enumerate([*reversed(byte_letters()), *list(learned["vocab"])[260:]])}
     merges = [tuple(pair) for pair in learned["merges"]]

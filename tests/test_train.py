@@ -41,7 +41,7 @@ def test_a_run_folder_holds_what_the_readme_says(finished):
     assert steps[-1]["tokens"] == 6 * 8 * 24 and steps[-1]["grad_norm"] > 0
 
 
-def test_the_seed_decides_everything(text, finished, tmp_path):
+def test_the_seed_determines_everything(text, finished, tmp_path):
     assert same(short_run(text, tmp_path / "same"), finished)
     assert not same(short_run(text, tmp_path / "other", "--seed", 1), finished)
 
@@ -68,18 +68,18 @@ def test_training_learns_the_little_language(ablation, text, tmp_path, capsys):
 
 # ---- Batches and evaluation -----------------------------------------------------------------------------------------
 def batch(rank, world, step=7, seed=0):
-    """The micro-batches of 4 rows that a process has in a step of 24 rows."""
+    """The micro-batches of 4 sequences that a process has in a step of 24 sequences."""
     flags = dict(mask_in_encoder=0.5, encoder_fill="random", batch_size=24, micro_batch_size=4, seed=seed)
     settings = train.make_settings(asdict(TINY), flags)
     return train.batch_of_step(step, random_tokens(200).numpy(), settings, Worker(rank, world, CPU, torch.float32))
 
 
-def test_rows_and_masks_depend_on_seed_and_step():
+def test_sequences_and_masks_depend_on_seed_and_step():
     whole = batch(0, 1)
     rows = torch.cat([tokens for tokens, _ in whole])
     assert torch.equal(rows, random_tokens(200)[rows_of_step(0, 7, 24, 200)])
     masks = torch.stack([corruption.masked for _, corruption in whole])
-    assert len(masks.unique(dim=0)) == 6  # other masks in each micro-batch
+    assert len(masks.unique(dim=0)) == 6  # different masks in each micro-batch
     for world in (1, 2, 3):
         for i, (tokens, corruption) in enumerate(whole):
             found = batch(i % world, world)[i // world]
@@ -90,7 +90,7 @@ def test_rows_and_masks_depend_on_seed_and_step():
 
 
 @pytest.mark.parametrize("total, wanted", [(1000, 37), (20, 37)])
-def test_evaluation_rows_are_spread_over_the_validation_part(total, wanted):
+def test_evaluation_sequences_are_spread_over_the_validation_split(total, wanted):
     rows = random_tokens(total).numpy()
     rows[:, -1] = NUM_SPECIAL + np.arange(total)
     tokens = evenly(rows, wanted)
@@ -103,7 +103,7 @@ def test_evaluation_rows_are_spread_over_the_validation_part(total, wanted):
 
 # ---- Starting from weights ------------------------------------------------------------------------------------------
 def test_init_copies_the_weights_once(text, finished, tmp_path, capsys):
-    """The same command continues: the weights that were loaded do not change any more."""
+    """A run that continues does not load the weights of --init again."""
     first = short_run(text, tmp_path / "first", "--stop-at", 3)
     flags = [text, tmp_path / "run", "--seed", 5, "--init"]
     out = short_run(*flags, first, "--stop-at", 2)
@@ -123,14 +123,14 @@ def test_init_gives_an_mlm_a_new_decoder(text, tmp_path):
     torch.testing.assert_close(after.encoder.state_dict(), before.encoder.state_dict())
 
 
-def test_the_run_of_init_takes_the_place_of_a_preset(text, finished, tmp_path):
+def test_the_run_of_init_replaces_the_preset(text, finished, tmp_path):
     there = read_json(finished / "config.json")
     own = train.parse(["--init", str(finished)]).settings
     assert there["learning_rate"] == 6e-3 and there["muon_learning_rate"] == 2e-2
     rates = {"learning_rate": 1.2e-3, "muon_learning_rate": 4e-3}
     assert asdict(own.recipe) == {name: there[name] for name in asdict(own.recipe)} | rates
     assert own.recipe.data == str(text) and asdict(own.config) == {name: there[name] for name in asdict(own.config)}
-    assert own.options.eval_interval == 3 and own.options.device == "auto"  # another machine may have another device
+    assert own.options.eval_interval == 3 and own.options.device == "auto"  # another machine may have no such device
     assert train.parse(["--init", str(finished), "--learning-rate=1e-3"]).settings.recipe.learning_rate == 1e-3
     small = train.parse(["--init", str(finished), "--preset=small"]).settings.recipe
     assert (small.learning_rate, small.max_steps, small.data) == (2e-3, 20_000, str(text))
@@ -138,7 +138,7 @@ def test_the_run_of_init_takes_the_place_of_a_preset(text, finished, tmp_path):
     child = short_run(text, tmp_path / "child", "--init", finished, "--stop-at", 1)
     assert read_json(child / "config.json")["learning_rate"] == 0.0012
     assert train.parse(["--init", str(child)]).settings.recipe.learning_rate == 0.0012
-    write_json(child / "config.json", asdict(own.config) | {"init": "hf:roberta"})  # as support.convert leaves it
+    write_json(child / "config.json", asdict(own.config) | {"init": "hf:roberta"})  # as support.convert writes it
     imported = train.parse(["--init", str(child)]).settings.recipe
     assert (imported.optimizer, imported.learning_rate, imported.max_steps) == ("adamw", 1e-4, 10_000)
 
@@ -154,7 +154,7 @@ def test_settings_of_init_are_checked(finished, tmp_path, capsys):
 
 def test_saving_is_not_training(text, tmp_path, monkeypatch):
     clock, saved, save = time.perf_counter, [], train.save_checkpoint
-    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 1000 * len(saved))  # each takes 1,000 seconds
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 1000 * len(saved))  # each save takes 1,000 seconds
     monkeypatch.setattr(train, "save_checkpoint", lambda *arguments: (saved.append(1), save(*arguments)))
     out = short_run(text, tmp_path / "run", "--checkpoint-interval", 1)
     assert len(saved) == 6 and read_log(out)[-1]["seconds"] < 1000
@@ -172,7 +172,7 @@ def test_muon_in_bf16_is_pytorchs_muon():  # needs torch 2.9 or later, which has
             other.grad = mine.grad.clone()
         for optimizer in optimizers:
             optimizer.step()
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)  # a step moves a number by about 0.02
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)  # a step changes a number by about 0.02
 
 
 def test_matrices_of_layers_go_to_muon():
@@ -187,7 +187,7 @@ def test_matrices_of_layers_go_to_muon():
 
 # ---- Costs, presets, flags ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ablation, flops", [("mae-lm", 338_826_571_776), ("mlm", 289_493_876_736)])
-def test_a_step_of_base_has_as_many_flops(ablation, flops):
+def test_a_step_of_base_has_this_many_flops(ablation, flops):
     assert log.flops(train.make_config("base", ablation)) == flops
 
 
@@ -202,7 +202,7 @@ def test_a_step_follows_schedule_and_clipping():
     for step, factor in ((0, 0.25), (3, 1.0), (7, 0.5)):
         model = MAELM(TINY)
         before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-        optimizer = torch.optim.SGD(model.parameters(), lr=2.0)  # moves by the rate times the clipped gradient
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0)  # each step is the rate times the clipped gradient
         _, norm = train.train_step(model, [optimizer], batch(0, 1), step, recipe, Worker(0, 1, CPU, torch.float32))
         moved = torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
         assert norm > 1e-3 and float(moved.norm()) == pytest.approx(factor * 2.0 * 1e-3, rel=1e-3)
@@ -226,7 +226,7 @@ def test_wandb_cannot_end_a_run(text, finished, tmp_path, monkeypatch, capsys):
     assert same(short_run(text, tmp_path / "run", "--wandb", "project"), finished)
     assert capsys.readouterr().err.count("warning: --wandb: Exception('no network')") == 1
     wandb.init.side_effect = Exception("no key")
-    flags = ["--wandb", "project", "--data", "no/such/text"]  # it starts before the text is read
+    flags = ["--wandb", "project", "--data", "no/such/text"]  # wandb starts before the text is read
     assert "wandb login" in fails(lambda: short_run(text, tmp_path / "new", *flags), capsys)
 
 
@@ -261,10 +261,10 @@ def test_parameter_counts_differ_from_the_official_model_by_two_vocabulary_rows_
     assert sum(counts) == total - 2 * (config.encoder_dim + 1)
 
 
-def test_flags_override_ablations_and_ablations_presets():
+def test_flags_override_ablations_which_override_presets():
     config, recipe, _ = train.parse("--preset base++ --ablation enc-mask --rel-pos-buckets 8 --seed 3".split()).settings
     assert config == Config(vocab_size=64000, rel_pos_buckets=8, mask_in_encoder=1.0)
     assert (recipe.learning_rate, recipe.seed, recipe.batch_size) == (2e-4, 3, 2048)
-    for preset in train.PRESETS:  # sizes of Table 2 are the same in all of them
+    for preset in train.PRESETS:  # sizes of Table 2 are the same in all presets
         layers = [train.make_config(preset, name).decoder_layers for name in ("dec-2", "dec-6")]
         assert [*layers, train.make_config(preset, "dec-512").decoder_width] == [2, 6, 512]
