@@ -29,7 +29,7 @@ from support.checkpoints import Pretrained, load_weights, read_tensors, write_te
 from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of,
                          require, require_positive)
 from support.corpus import VAL_SHARE, seed_of
-from support.examples import find_files, read_file, read_task, submission
+from support.examples import find_files, hash_of, read_file, read_task, submission
 from support.files import lock_folder, open_folder, read_json, short_hash, write_json, write_texts
 from support.heads import Classification, Tuned, batches, collate
 from support.squad import Spans
@@ -71,7 +71,7 @@ class Setup(NamedTuple):
     pretrained: Pretrained
     kind: Classification | Spans
     splits: dict[str, Encoded]
-    tune: TuneConfig  # for runs without a sweep
+    tune: TuneConfig  # a sweep replaces some of its fields
     worker: Worker
     out: Path
 
@@ -111,15 +111,16 @@ def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterat
 
 @torch.no_grad()
 def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch_size: int, device: torch.device):
-    """Evaluate on a split -> (a dict of the main metric "value", all metrics and the ranks of H^L for Table 3; the
-    prediction files). All are empty if the model has diverged: a hidden state is not finite, or an output is NaN."""
+    """Evaluate on a split -> {"value": the main metric, "metrics": all of them, "ranks": of H^L, for Table 3}, and the
+    texts of prediction files by name. If the model has diverged (a hidden state is not finite, or an output is NaN),
+    value and ranks are None, and there are no metrics and files."""
     model.eval()
     order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
     moments, outputs = Moments(), []
     for start in range(0, len(order), batch_size):
         tokens, padding, targets = collate(encoded, order[start:start + batch_size], device)
         logits, h = model(tokens, padding)
-        # Spans reads only the start of the passage from the targets, not the answer.
+        # decode takes the targets only because they hold the start of SQuAD's passage.
         outputs.append(kind.decode(logits, targets, padding).cpu())
         moments.add(h[~padding])  # H^L of the real tokens; see rank.py
     outputs = torch.cat(outputs)[np.argsort(order)]  # back in the order of the examples
@@ -140,7 +141,7 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     best = None
     for step in fine_tune(model, setup, tune, seed):
         found, files = evaluate(model, kind, splits["dev"], tune.batch_size, device)
-        if found["ranks"] is None:  # diverged; if all predictions are equal, only the value can be None
+        if found["ranks"] is None:  # diverged (a correlation of constant predictions makes only the value None)
             return found  # without a value, even if an earlier checkpoint had one
         if "dev_mm" in splits:
             mismatched, _ = evaluate(model, kind, splits["dev_mm"], tune.batch_size, device)
@@ -182,13 +183,6 @@ def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
     return [results.read_run(setup.out, *run) for run in runs]  # waits for the other processes
 
 
-def fingerprint(pretrained: Pretrained, examples: dict[str, list]) -> dict[str, str]:
-    """Hashes of an encoder's weights and of a task's examples."""
-    weights = [tensor.numpy().tobytes() for tensor in pretrained.new_encoder(seed=0).state_dict().values()]
-    contents = [[example[:4] for example in found] for found in examples.values()]  # without the last field, `place`
-    return {"weights": short_hash(b"".join(weights)), "examples": short_hash(repr(contents))}
-
-
 def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     """Read the encoder and the data, encode the data, and claim the folder. Raises UserError if the folder belongs to
     other settings or data."""
@@ -202,11 +196,12 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     kind = make_kind(task, pretrained, tune, labels)
     splits = {split: kind.encode(found) for split, found in examples.items()}
     out = options.out / task if options.task == "glue" else options.out
-    if not worker.is_main:
+    if not worker.is_main:  # the processes wait for each other's files, without a process group
         results.wait_for(out / "config.json")  # the first process writes it in open_folder
-    # All processes compare these with config.json. More --seeds may be added; the encoder may move, but not change.
-    settings = {"init": options.init, "task": task, "sweep": options.sweep, **asdict(tune)}
-    open_folder(out, settings | fingerprint(pretrained, examples), may_change=["init"])
+    # All processes compare these with config.json. The number of seeds may grow, and the encoder's path may change.
+    settings = {"init": options.init, "task": task, "weights": pretrained.weights_hash(),
+                "examples": hash_of(examples), "sweep": options.sweep, **asdict(tune)}
+    open_folder(out, settings, may_change=["init"])
     if worker.is_main:
         pretrained.tokenizer.save(out)
         print(f"{out}: {len(splits['train'].ids):,} training inputs")
@@ -223,8 +218,9 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     sweep = []
     if options.sweep:
         flags = fields_of(TuneConfig, vars(options))
-        given = {name: getattr(tune, name) for name in flags}  # if the flag was 0, tune has the actual rate
-        points = grid(TASKS[task].group, dim, given)  # a given flag replaces the grid's values
+        # Given flags replace the grid's values. In tune, a learning rate of 0 has its actual value.
+        given = {name: getattr(tune, name) for name in flags}
+        points = grid(TASKS[task].group, dim, given)
         # Seed 0, because the choice must not depend on the seeds of the result.
         sweep = finish_runs(setup, [(replace(tune, **point), 0) for point in points])
         sweep.sort(key=lambda run: results.height(run["value"]), reverse=True)
@@ -254,15 +250,15 @@ def predict_file(options: argparse.Namespace, device: torch.device):
     labels = Labels(TASKS[task].metrics, names=tuple(state["labels"]), scale=state["scale"], pairs=state["pairs"])
     values = read_json(folder / "config.json") | vars(options)  # --batch-size overrides the run's batch size
     tune = TuneConfig(**fields_of(TuneConfig, values))
-    pretrained = Pretrained(options.init, dropout=0.0)
+    pretrained = Pretrained(options.init, dropout=0.0)  # for the Config and the tokenizer
     kind = make_kind(task, pretrained, tune, labels)
     model = Tuned(pretrained.new_encoder(0), kind.head()).to(device)
-    load_weights(model, state["model"], folder / "encoder.pt")  # of encoder and head
+    load_weights(model, state["model"], folder / "encoder.pt")  # the weights of encoder and head
     encoded = kind.encode(read_file(task, source, labelled=False))
     with lock_folder(options.out):
         open_folder(options.out, {"predict": str(source), "model": short_hash((folder / "encoder.pt").read_bytes())})
         _, files = evaluate(model, kind, encoded, tune.batch_size, device)
-        if task in GLUE:
+        if task in GLUE:  # whose server expects another name
             files[submission(task, source)] = files.pop("predictions.tsv")
         write_texts(options.out, files)
     print(f"{options.out}: {', '.join(files)}\n  {encoded.remark}")
@@ -278,7 +274,7 @@ def parse(argv) -> argparse.Namespace:
     add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
     add("--predict", type=Path, metavar="FILE", help="predict this file with the fine-tuned model in --init: lines "
         "(.txt), a table with text[,text2] (.csv, .tsv, .jsonl, .parquet), or a test file of GLUE or SQuAD")
-    # The other flags depend on --predict, so --predict is read first.
+    # The other flags depend on --predict, so it is read first. (Parser ignores -h until parse_args.)
     predicting = parser.parse_known_args(argv)[0].predict
     options = parse_prediction(parser, argv) if predicting else parse_tuning(parser, argv)
     try:

@@ -46,7 +46,8 @@ def tau_rank(values, tau: float) -> int:
 
 
 def effective_rank(h, tau: float = 0.9) -> int:
-    """rank_tau(H) of H (N, d) in float64; section 2.2. Raises ValueError if H is empty or not finite."""
+    """rank_tau(H) of H (N, d) in float64, by its definition in section 2.2; `measure` uses Moments instead. Raises
+    ValueError if H is empty or not finite."""
     x = torch.as_tensor(h).double()
     if x.ndim != 2 or x.numel() == 0 or not x.isfinite().all():
         raise ValueError(f"effective_rank: needs finite numbers of shape (N, d), not {tuple(x.shape)}")
@@ -74,7 +75,7 @@ class Moments:
             gram = gram - torch.outer(self.total, self.total) / self.count
         if not gram.isfinite().all():
             raise UserError("the hidden states contain NaN or infinity; use another checkpoint")
-        # If all rows are equal, only rounding errors are left, whose flat spectrum would look like a high rank.
+        # Centered, equal rows leave only rounding errors, whose flat spectrum would look like a high rank.
         if gram.trace() <= 1e-12 * self.gram.trace():
             return torch.zeros_like(self.total)
         squares = torch.linalg.eigvalsh(gram).flip(0)  # the eigenvalues of H^T H
@@ -114,9 +115,9 @@ def masks_for(subject: Subject, tokens, seed: int):
 @torch.no_grad()
 def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     """The moments of layers 0 to L for each curve. Raises UserError if there is too little text."""
-    rows = subject.sample(config.tokens)
+    rows = subject.sample(config.tokens)  # (N, n) int64
     count, n = rows.shape
-    states = subject.encode(rows[:1])  # to know L and d
+    states = subject.encode(rows[:1])  # H^0 ... H^L, (1, n, d) each, to get L and d
     masks = count * round(MASK_RATE * n)
     least = 10 * states[-1].shape[-1]  # fewer vectors would limit the rank
     if masks < least:
@@ -192,6 +193,7 @@ def main(argv=None):
     for name in options.models:
         if not name.startswith("hf:") and not Path(name).exists():  # checked before the first measurement
             parser.error(f"{name}: no such run folder or checkpoint")
+    # A folder with other files is refused, unless it has a rank.json.
     with clear_errors("rank.py"), lock_folder(config.out, sign="rank.json"):
         device = make_worker("fp32", config.device).device
         torch.set_float32_matmul_precision("highest")  # TF32, which make_worker allows, is too coarse for a covariance

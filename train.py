@@ -44,7 +44,7 @@ from support.worker import Worker, compile_model, make_worker
 # The comment after a field is also its text in -h and in error messages.
 @dataclass(frozen=True)
 class Recipe:
-    """The settings besides Config that affect the weights. The defaults are those of the paper's base model."""
+    """The settings that, with Config, define a run. The defaults are those of the paper's base model."""
     data: str = "docs"  # docs, a file, a folder, or hf:NAME[:CONFIG] (its train split); join several with +
     column: str = "text"  # field that holds the text of a record (.jsonl, .parquet, hf:)
     uncased: bool = True  # whether to lower-case all text
@@ -83,7 +83,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The settings that may change when a run continues."""
+    """The settings that may change when a run continues, although a new micro_batch_size changes the masks."""
     init: str = ""  # run folder or checkpoint to start from, with its settings in place of a preset
     tokenizer: str = ""  # tokenizer.json of a byte-level BPE, or hf:NAME; by default, a BPE is learned from --data
     micro_batch_size: int = 64  # sequences per device and forward pass; gradients are accumulated
@@ -188,8 +188,8 @@ def parse(argv) -> Command:
 def start_of(given: dict, flags: Namespace) -> Start:
     """The run that --init names, or a preset. `given` holds those `flags` that are fields of KINDS."""
     if given.get("init"):
-        recipe = PRESETS[flags.preset] if flags.preset else None  # None keeps the recipe of that run
-        return load_start(given["init"], recipe, flags.ablation, *KINDS)
+        preset = PRESETS[flags.preset] if flags.preset else None  # None keeps the recipe of that run
+        return load_start(given["init"], preset, flags.ablation, *KINDS)
     preset = PRESETS[flags.preset or "toy"]
     if not given.get("tokenizer"):
         return Start(preset)
@@ -204,7 +204,8 @@ def make_command(flags: Namespace) -> Command:
     for kind in KINDS:
         given |= fields_of(kind, vars(flags))
     start = start_of(given, flags)
-    settings = make_settings(start.settings | ABLATIONS[flags.ablation or "mae-lm"], given)
+    row = ABLATIONS[flags.ablation] if flags.ablation else {}  # without the flag, the row of the start stays
+    settings = make_settings(start.settings | row, given)
     start.require_fixed(settings.fields())
     if start.folder is None:  # toy or toy-mlm; with --init NAME, NAME-more or NAME-mlm
         name = f"{flags.preset or 'toy'}-{flags.ablation or 'mae-lm'}".removesuffix("-mae-lm")
@@ -236,8 +237,9 @@ def open_run(command: Command, worker: Worker) -> Run:
     before = settings_to_resume(out, settings, start.weights, flags.change_recipe)  # config.json, or {} for a new run
     wandb = start_wandb(options.wandb if worker.is_main else "", out, settings.fields())  # early, because it may fail
 
-    # A run that resumes keeps its corpus, named in before["corpus"], even if the text has changed.
+    # A run that resumes keeps its corpus, before["corpus"], even if the text of --data has changed.
     corpus = prepared_corpus(before | settings.fields(), start.tokenizer)
+    # config.json will hold all settings, the corpus, and hashes of the tokenizer and of the weights of --init.
     record = settings.fields() | inputs_of(out, corpus, before, start)
     rows = {split: Rows(corpus, split, config.seq_len) for split in SPLITS}
     refuse_many_masks(config, list(rows.values()))
@@ -334,7 +336,7 @@ def loop(run: Run, progress: Progress) -> int:
     rows, settings, options = run.rows["train"], run.settings, run.settings.options
     network = worker.parallel(model)
     stopped = False
-    progress.since = time.perf_counter()
+    progress.since = time.perf_counter()  # log_steps adds the time from here to run.seconds
     # A thread prepares the next step's sequences and masks during this step.
     with noted_signals() as signals, ThreadPoolExecutor(1) as ahead:
         coming = ahead.submit(batch_of_step, run.step, rows, settings, worker)
@@ -346,7 +348,8 @@ def loop(run: Run, progress: Progress) -> int:
 
             # If a signal reaches one process, all stop. This check makes GPUs wait, so they do it at every fourth step.
             if worker.world_size == 1 or run.step % 4 == 0:
-                stopped = sum(worker.all_reduce(len(signals))) > 0
+                received, = worker.all_reduce(len(signals))
+                stopped = received > 0
             finished = run.step == settings.last_step
             saving = stopped or finished or run.step % options.checkpoint_interval == 0
             evaluating = finished or run.step % options.eval_interval == 0

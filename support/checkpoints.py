@@ -143,6 +143,11 @@ class Pretrained:
         self.config = replace(config, dropout=dropout)
         self.weights = None if name.startswith("random:") else encoder.state_dict()
 
+    def weights_hash(self) -> str:
+        """A hash of the weights; of those of seed 0 if they are random."""
+        weights = [tensor.numpy().tobytes() for tensor in self.new_encoder(seed=0).state_dict().values()]
+        return short_hash(b"".join(weights))
+
     def new_encoder(self, seed: int) -> nn.Module:
         """A copy of the encoder, with dropout. If its weights are random, the seed determines them."""
         torch.manual_seed(seed)

@@ -107,7 +107,7 @@ def explain_out_of_memory(flags: str = "--micro-batch-size or a smaller model") 
 
 # ---- 3. Flags -----------------------------------------------------------------------------------------------
 class Parser(argparse.ArgumentParser):
-    """Reports an invalid command line in one line, with exit code 2."""
+    """Reports an invalid command line in one line, with exit code 2. Until parse_args, -h is ignored."""
     def __init__(self, prog: str, description: str):
         super().__init__(prog=prog, description=description, allow_abbrev=False, add_help=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -8,6 +8,7 @@ from pathlib import Path
 from support.cli import UserError
 from support.corpus import in_validation
 from support.documents import read_docs
+from support.files import short_hash
 from support.tables import (TABLES, Row, csv_rows, hub_records, lines_of, parse_json, read_rows, refuse_equal_names,
                             split_name)
 from support.tasks import GLUE, SPLITS, TASKS, Example, Question
@@ -23,6 +24,11 @@ def read_task(name: str, data: str | None, val_share: float) -> dict[str, list]:
         files = zip(SPLITS, TASKS[name].files)
         return {split: read_hub(name, file.replace("dev", "validation")) for split, file in files}
     return {split: read_file(name, path) for split, path in find_files(name, data).items()}
+
+
+def hash_of(splits: dict[str, list]) -> str:
+    """A hash of the examples or questions of all splits, wherever they were read."""
+    return short_hash(repr([[example[:4] for example in found] for found in splits.values()]))  # without `place`
 
 
 def find_files(name: str, data: str) -> dict[str, Path]:
