@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -177,9 +178,9 @@ def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
         write_json(results.path_of_run(setup.out, tune, seed),
                    found | {"setting": setting, "seed": seed, "seconds": seconds})
         listed = "  ".join(f"{name} {value:g}" for name, value in setting.items())
-        hours = (len(missing) - number) * seconds / 3600
+        left = timedelta(seconds=round((len(missing) - number) * seconds))
         print(f"{setup.task}  {listed}  seed {seed}  {setup.kind.labels.metrics[0]} "
-              f"{results.format_number(found['value'])}  {seconds:.0f} s  {hours:.1f} h left")
+              f"{results.format_number(found['value'])}  {seconds:.0f} s  {left} left")
     return [results.read_run(setup.out, *run) for run in runs]  # waits for the other processes
 
 

@@ -38,8 +38,8 @@ class Config:
     seq_len: int = 512  # n, tokens per sequence
     encoder_layers: int = 12  # L, layers of the encoder
     encoder_dim: int = 768  # d, dimensions
-    encoder_heads: int = 12  # each of size d / heads; the decoder's heads have the same size
-    decoder_layers: int = 4  # 0 (with mask_in_encoder=1) for a standard MLM
+    encoder_heads: int = 12  # attention heads, of size d / heads each; the decoder's have the same size
+    decoder_layers: int = 4  # 0, with mask_in_encoder=1, makes a standard MLM
     dropout: float = 0.1  # in the encoder; the decoder has none (App. C)
     rel_pos_buckets: int = 32  # groups of distances between tokens; 0 for no relative positions
     rel_pos_max_distance: int = 128  # larger distances share one group

@@ -192,7 +192,7 @@ def main(argv=None):
         parser.error(str(error))
     for name in options.models:
         if not name.startswith("hf:") and not Path(name).exists():  # checked before the first measurement
-            parser.error(f"{name}: no such run folder or checkpoint")
+            parser.error(f"{name}: no such run folder or checkpoint; make one with train.py, or name hf:MODEL")
     # A folder with other files is refused, unless it has a rank.json.
     with clear_errors("rank.py"), lock_folder(config.out, sign="rank.json"):
         device = make_worker("fp32", config.device).device

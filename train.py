@@ -50,7 +50,7 @@ class Recipe:
     uncased: bool = True  # whether to lower-case all text
     val_share: float = VAL_SHARE  # share of documents held out for validation, between 0 and 1
     batch_size: int = 2048  # sequences per optimizer step, over all processes
-    max_steps: int = 125_000  # length of the learning-rate schedule, below 10^7
+    max_steps: int = 125_000  # training steps, and length of the learning-rate schedule; below 10^7
     warmup_steps: int = 10_000  # steps until the peak learning rate, at most --max-steps; the rate then falls to 0
     optimizer: str = "adamw"  # adamw | muon: Muon updates the matrices of the layers, AdamW all other parameters
     learning_rate: float = 5e-4  # peak learning rate of AdamW
@@ -88,7 +88,7 @@ class RunOptions:
     tokenizer: str = ""  # tokenizer.json of a byte-level BPE, or hf:NAME; by default, a BPE is learned from --data
     micro_batch_size: int = 64  # sequences per device and forward pass; gradients are accumulated
     stop_at: int = 0  # step at which to end early, without changing the schedule; 0 for never
-    log_interval: int = 100  # steps between lines of log.jsonl
+    log_interval: int = 100  # steps between lines in the terminal and in log.jsonl
     eval_interval: int = 2_000  # steps between validation losses
     eval_rows: int = 2_048  # number of validation sequences; the sequences and their masks are fixed
     checkpoint_interval: int = 1_000  # steps between checkpoints
@@ -234,7 +234,7 @@ def open_run(command: Command, worker: Worker) -> Run:
     """Start a run, or resume the run in --out. Raises UserError if --out holds another run."""
     settings, out, start, flags = command
     config, recipe, options = settings
-    before = settings_to_resume(out, settings, start.weights, flags.change_recipe)  # config.json, or {} for a new run
+    before = settings_to_resume(out, settings, start, flags.change_recipe)  # config.json, or {} for a new run
     wandb = start_wandb(options.wandb if worker.is_main else "", out, settings.fields())  # early, because it may fail
 
     # A run that resumes keeps its corpus, before["corpus"], even if the text of --data has changed.
@@ -348,8 +348,7 @@ def loop(run: Run, progress: Progress) -> int:
 
             # If a signal reaches one process, all stop. This check makes GPUs wait, so they do it at every fourth step.
             if worker.world_size == 1 or run.step % 4 == 0:
-                received, = worker.all_reduce(len(signals))
-                stopped = received > 0
+                stopped = worker.all_reduce(len(signals))[0] > 0
             finished = run.step == settings.last_step
             saving = stopped or finished or run.step % options.checkpoint_interval == 0
             evaluating = finished or run.step % options.eval_interval == 0
@@ -373,7 +372,8 @@ def pretrain(run: Run) -> int:
     worker, out, options = run.worker, run.out, run.settings.options
     if run.step >= run.settings.last_step:
         if worker.is_main:
-            print(f"{out} is finished at step {run.step}; to train it for longer, start another run with --init {out}")
+            print(f"{out} is finished at step {run.step}; to train it for longer, use a later --stop-at or, beyond "
+                  f"--max-steps, start another run with --init {out}")
         return 0
     large = worker.device.type == "cuda" and run.settings.config.encoder_dim >= 256  # all others are faster uncompiled
     if options.compile == "on" or (options.compile == "auto" and large):

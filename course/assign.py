@@ -129,11 +129,17 @@ def main(argv=None) -> int:
     parser.add_argument("--verbose", action="store_true", help="show the message of each claim that failed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the grade for Gradescope")
     options = parser.parse_args(argv)
+    if options.time_limit <= 0:
+        parser.error(f"--time-limit {options.time_limit:g}: use a positive number")
+    if options.json and not options.json.resolve().parent.is_dir():
+        parser.error(f"--json {options.json}: there is no such folder")
     with clear_errors("test_maelm.py"):
         if options.handout:
             hand_out(options.handout)
         elif options.blank:
             tasks = list(TASKS) if "all" in options.blank else options.blank
+            if "all" not in options.blank and len({TASKS[task] for task in tasks}) > 1:
+                raise UserError("--blank: these tasks are in several files; name those of one file")
             print(without("maelm.py" if "all" in options.blank else TASKS[tasks[0]], tasks), end="")
         else:
             return int(not grade_students(options))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from maelm import MAELM, NUM_SPECIAL, SEP, Attention, apply_masks, attention, draw_masks
 from rank import RankConfig
 from support.checkpoints import load_model
-from support.cli import Parser, clear_errors
+from support.cli import Parser, UserError, clear_errors
 from support.corpus import evenly
 from support.subjects import subject_of_run
 
@@ -92,12 +92,14 @@ def recorded_attention(model: MAELM) -> Iterator[list[torch.Tensor]]:
 def main(argv=None):
     parser = Parser("course.copying", __doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder or checkpoint of train.py")
-    parser.add_argument("--data", default="", help="text, as for train.py [the validation text of each run]")
+    parser.add_argument("--data", help="text, as for train.py [the validation text of each run]")
     options = parser.parse_args(argv)
     with clear_errors("course.copying"):
         for name in options.runs:
             model, _ = load_model(Path(name))
-            subject = subject_of_run(name, RankConfig(data=options.data), torch.device("cpu"))
+            if model.config.decoder != "bi":
+                raise UserError(f"{name}: has a decoder with cross-attention, which has no gaps to look at")
+            subject = subject_of_run(name, RankConfig(data=options.data or ""), torch.device("cpu"))
             tokens = evenly(subject.rows, 512)
             print(name, end=": ")
             which_are_easier(model, tokens)

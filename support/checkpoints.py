@@ -19,7 +19,7 @@ from support.tokenizer import Tokenizer
 
 def checkpoints(out: Path) -> list[Path]:
     """The checkpoints of a run, oldest first. Only files with these names are loaded or deleted."""
-    return sorted(out.glob(f"step_{7 * '[0-9]'}.pt"))
+    return sorted(path for path in out.glob(f"step_{7 * '[0-9]'}.pt") if path.is_file())
 
 
 def write_tensors(path: Path, state: dict):
@@ -87,8 +87,11 @@ def set_damaged_aside(out: Path):
 
 
 def load_checkpoint(path: Path, model: MAELM, optimizers: list) -> tuple[int, float]:
-    """Load a checkpoint into a model and its optimizers. Returns its step and the seconds of training."""
+    """Load a checkpoint into a model and its optimizers. Returns its step and the seconds of training. Raises UserError
+    if it does not belong to this run."""
     state = read_tensors(path, "step", "seconds", "model", "optimizers")
+    if state["config"] != model.config or path.name != f"step_{state['step']:07d}.pt":
+        raise UserError(f"{path}: a checkpoint of another run or step; remove it")
     load_weights(model, state["model"], path)
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
@@ -122,7 +125,7 @@ def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
     state = read_tensors(file, "model", "step")  # encoder.pt of finetune.py has no step and no decoder
     model = make_model(state["config"])
     load_weights(model, state["model"], file)
-    return model.eval(), load_tokenizer(file.parent)
+    return model.eval(), load_tokenizer(file.parent, state["config"])
 
 
 def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config, dict]:
@@ -133,7 +136,8 @@ def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encode
     encoder = Encoder(state["config"])
     names = [name.removeprefix("encoder.") for name in state["model"] if name.startswith("encoder.")]
     load_weights(encoder, {name: state["model"][f"encoder.{name}"] for name in names}, file)
-    return encoder.to(device).eval(), load_tokenizer(file.parent), state["config"], run_settings(file.parent)
+    tokenizer = load_tokenizer(file.parent, state["config"])
+    return encoder.to(device).eval(), tokenizer, state["config"], run_settings(file.parent)
 
 
 class Pretrained:
@@ -157,10 +161,11 @@ class Pretrained:
         return encoder
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, config: Config) -> Tokenizer:
     """Load the tokenizer of a run folder. Raises UserError if the run was trained with another tokenizer."""
     tokenizer, recorded = Tokenizer.load(folder), run_settings(folder).get("vocabulary")
-    if recorded and recorded != short_hash((folder / "tokenizer.json").read_bytes()):
+    other = recorded and recorded != short_hash((folder / "tokenizer.json").read_bytes())
+    if other or len(tokenizer) > config.vocab_size:
         raise UserError(f"{folder / 'tokenizer.json'}: not the tokenizer of this run; restore it from a copy")
     return tokenizer
 

@@ -1,5 +1,6 @@
 """Command lines: errors in one line, Ctrl-C and other signals, running out of memory, and flags from dataclasses."""
 import argparse
+import difflib
 import inspect
 import io
 import math
@@ -113,16 +114,22 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str):
-        silent = "WORLD_SIZE" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"  # one report per machine
+        # torchrun sets both variables; only the first process of a machine reports.
+        silent = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") != "0"
         self.exit(2, None if silent else f"{self.prog}: {printable(message)}\n")
 
     def parse_args(self, argv=None) -> argparse.Namespace:
         # Added last, because the help of some flags depends on a value that parse_known_args finds first.
         self.add_argument("-h", "--help", action="help", help="show this help")
         options, unknown = self.parse_known_args(argv)
+        for name, value in vars(options).items():
+            if value == "":  # such as --init "$RUN", where RUN is not set
+                self.error(f"--{name.replace('_', '-')}: the value is empty")
         if unknown:
             valid = sorted(flag for flag in self._option_string_actions if not flag.startswith("--no-"))
-            self.error(f"unknown flag {unknown[0]}; the flags are {' '.join(valid)}")
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], valid, n=1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            self.error(f"unknown flag {unknown[0]}{meant}; the flags are {' '.join(valid)}")
         return options
 
 
@@ -154,7 +161,8 @@ def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
     for field in fields(config):
         flag = "--" + field.name.replace("_", "-")
         value = values.get(field.name, field.default)
-        text = f"{comments.get(field.name, '')} [{value}]".replace("%", "%%")  # argparse formats with %
+        shown = "" if value == "" else f" [{value}]"
+        text = f"{comments.get(field.name, '')}{shown}".replace("%", "%%")  # argparse formats with %
         if field.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
         else:

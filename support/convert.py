@@ -85,7 +85,7 @@ def export(source: Path, out: Path):
     file = checkpoint_of(source)
     config, weights, head, labels = read_weights(file)
     seq_len = min(config.seq_len, run_settings(file.parent).get("seq_len", config.seq_len))  # finetune.py's may be less
-    save_tokenizer(load_tokenizer(file.parent), seq_len, head, out)
+    save_tokenizer(load_tokenizer(file.parent, config), seq_len, head, out)
     # Not save_file, which makes a file that only its owner can read.
     (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
     for code in ("support/modeling_maelm.py", "maelm.py"):

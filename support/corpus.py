@@ -166,6 +166,13 @@ def read_meta(folder: Path) -> dict:
     raise UserError(f"{folder}: this prepared corpus is damaged or incomplete; delete it, and it will be made again")
 
 
+def corpus_name(settings: dict, text: str, tokenizer: Tokenizer | None) -> str:
+    """The name of the folder of a corpus, given the hash of its text: a hash of the text and of how it is prepared."""
+    given = None if tokenizer is None else tokenizer.model.to_str()
+    how = LAYOUT, text, settings["vocab_size"], settings["uncased"], settings["val_share"], given
+    return short_hash(repr(how))
+
+
 def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
     """The folder of the corpus that `settings` select, as in a run's config.json. If it does not exist, one process
     prepares it with the given tokenizer or a new one. The corpus of a run (`corpus`) is used even if its text has
@@ -187,9 +194,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
 
     read = sources(data, column, settings["cache"])
     text = text_hash(read)
-    given = None if tokenizer is None else tokenizer.model.to_str()
-    how = LAYOUT, text, settings["vocab_size"], settings["uncased"], settings["val_share"], given
-    folder = cache / short_hash(repr(how))
+    folder = cache / corpus_name(settings, text, tokenizer)
     if of_run and speaks:
         print(f"{cache / of_run}: no longer there; it is made again from --data {data}")
     complete = folder / "meta.json"

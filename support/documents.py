@@ -169,11 +169,13 @@ def files_in(name: str) -> tuple[Path, ...]:
     """The text file at a path, or all text files in a folder except hidden ones. Raises UserError if there are none, or
     OSError if a folder cannot be read."""
     path = Path(name).expanduser()
-    files = sorted(files_below(path, set()), key=str) if name and path.exists() else []
+    if not name or not path.exists():
+        raise UserError(f"--data {name}: no such file or folder; other sources are docs and hf:NAME")
+    files = sorted(files_below(path, set()), key=str)
     found = [file for file in files if split_name(file)[1] in FORMATS]
     if not found:
-        raise UserError(f"--data {name}: no such file or folder, or no file ending in {', '.join(FORMATS)}, plain or "
-                        "compressed as .gz, .bz2, .xz or .zst; other sources are docs and hf:NAME")
+        raise UserError(f"--data {name}: no file ending in {', '.join(FORMATS)}, plain or compressed (.gz, .bz2, .xz, "
+                        ".zst)")
     return tuple(found)
 
 

@@ -36,8 +36,10 @@ def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[Guess]:
         ids += [*tokenizer.encode(part).tolist(), MASK]
     ids.pop()  # no [MASK] after the last part
     count, longest = ids.count(MASK), model.config.seq_len - 2
-    if count == 0 or len(ids) > longest:
-        raise UserError(f"{text!r:.40}: needs [MASK] and at most {longest} tokens; has {count} and {len(ids)}")
+    if count == 0:
+        raise UserError(f"{text!r:.40}: has no [MASK]")
+    if len(ids) > longest:
+        raise UserError(f"{text!r:.40}: has {len(ids)} tokens; at most {longest} fit")
     tokens = torch.tensor([[CLS, *ids, SEP]])
     return best_tokens(model, tokenizer, tokens, (tokens[0] == MASK).nonzero().mT)  # (1, k)
 

@@ -65,7 +65,7 @@ class Classification:
             found = self.model.encode(example.text, example.text2)
             ids.append(np.array(found.ids, np.int64))
             truncated += bool(found.overflowing)
-        remark = f"{len(ids):,} {self.labels.describe()}; {truncated:,} are cut off at {self.n} tokens"
+        remark = f"{len(ids):,} {self.labels.describe()}; {truncated:,} are cut off at the limit of {self.n} tokens"
         return Encoded(ids, torch.tensor(targets), examples, [], remark)
 
     def head(self) -> nn.Module:

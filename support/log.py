@@ -17,7 +17,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from maelm import Config, Corruption
-from support.cli import UserError
+from support.cli import UserError, printable
 from support.files import figure, json_lines, short_hash, write_texts
 from support.models import make_model
 from support.worker import Worker
@@ -181,5 +181,5 @@ def draw_loss(out: Path):
                 axes.plot(*zip(*points), style, label=label)
         if log and "unigram_entropy" in log[0]:
             axes.axhline(log[0]["unigram_entropy"], color="gray", linestyle="--", label="unigram entropy")
-        axes.set(xlabel="step", ylabel="loss (nats per masked token)", title=str(out))
+        axes.set(xlabel="step", ylabel="loss (nats per masked token)", title=printable(str(out)))
         axes.legend()

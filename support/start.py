@@ -8,7 +8,8 @@ from torch import nn
 from maelm import ABLATIONS, MAELM, Config
 from support.checkpoints import checkpoint_of, checkpoints, load_model
 from support.cli import UserError
-from support.corpus import Rows
+from support.corpus import Rows, corpus_name
+from support.documents import sources, text_hash
 from support.files import changes, check_fields, read_json, refuse_changes, short_hash
 from support.tokenizer import Tokenizer
 
@@ -75,7 +76,7 @@ def load_start(init: str, preset: dict | None, ablation: str | None, *kinds: typ
     return Start(values, tokenizer, fixed, file.parent, model, short_hash(file.read_bytes()))
 
 
-def settings_to_resume(out: Path, settings, weights: str | None, change_recipe: bool) -> dict:
+def settings_to_resume(out: Path, settings, start: Start, change_recipe: bool) -> dict:
     """config.json of the run in a folder; {} if it has no checkpoint, so that it can start anew. Raises UserError if
     any settings have changed, apart from RunOptions and, with --change-recipe, most of Recipe, or if the `weights`
     of --init are not those with which the run began."""
@@ -88,9 +89,13 @@ def settings_to_resume(out: Path, settings, weights: str | None, change_recipe: 
         there = asdict(kind()) | there  # a missing field has its default
     changed = changes(there, asdict(settings.config) | asdict(settings.recipe))
     if settings.options.init != there["init"]:  # a run of the same name may have been trained further
-        changed |= changes(there, {"init_weights": weights})
+        changed |= changes(there, {"init_weights": start.weights})
+    if changed.keys() == {"data"} and there["corpus"]:  # the same text may have another name now
+        text = text_hash(sources(settings.recipe.data, settings.recipe.column, settings.options.cache))
+        if corpus_name(there, text, start.tokenizer) == there["corpus"]:
+            return there
     step = int(found[-1].stem.removeprefix("step_"))
-    in_recipe = asdict(settings.recipe).keys() - {*TEXT, "optimizer", "position_init"}
+    in_recipe = asdict(settings.recipe).keys() - {*TEXT, "batch_size", "optimizer", "position_init"}
     advice = "choose another --out"
     if "max_steps" in changed and step == there["max_steps"]:
         advice = f"the run is finished: to train it for longer, start a run in another --out with --init {out}"

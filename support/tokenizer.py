@@ -104,7 +104,7 @@ class Tokenizer:
         """Read `folder`/tokenizer.json. Raises UserError if it is damaged or missing."""
         path = folder / "tokenizer.json"
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
+            return cls(tokenizers.Tokenizer.from_str(path.read_text("utf-8")))
         except Exception as error:  # it raises nothing more specific
             raise UserError(f"{path}: damaged or missing ({str(error)[:200]}); restore it from a copy") from error
 

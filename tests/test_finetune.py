@@ -75,7 +75,7 @@ def test_inputs_are_those_of_the_exported_tokenizer(finished, tmp_path):
             encoded = kind.encode([Example(first, second, "x"), Example(first, None, "x")])
             assert [ids.tolist() for ids in encoded.ids] == [theirs.encode(first, second).ids, theirs.encode(first).ids]
     remark = kind.encode([Example(text, None, "x")]).remark
-    assert remark == "1 single texts with 1 labels (x); 1 are cut off at 24 tokens"
+    assert remark == "1 single texts with 1 labels (x); 1 are cut off at the limit of 24 tokens"
 
 
 def test_each_epoch_is_a_permutation():
@@ -219,7 +219,7 @@ def test_an_interrupted_sweep_continues(finished, tmp_path, capsys, monkeypatch)
     seeds = fake_runs(monkeypatch, lambda setup, tune, seed: None if seed == 2 else found[tune.learning_rate])
     flags = "--sweep --warmup-share 0.06 --batch-size 4".split()  # leaves a grid of four rates
     whole = tune(finished, "cola", tmp_path, *flags)
-    assert re.search("1.5 h left.*0.0 h left", capsys.readouterr().out, re.DOTALL)
+    assert re.search("1:30:00 left.*0:00:00 left", capsys.readouterr().out, re.DOTALL)
     assert seeds == [0, 0, 0, 0, 1, 2] and whole["setting"]["learning_rate"] == 4e-5
     assert whole["values"] == [0.0, None] and whole["median"] is None
     (tmp_path / "out" / "result.json").unlink()

@@ -244,9 +244,23 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
     assert contents(copy) == before
 
 
+def test_a_text_may_move_while_its_run_is_unfinished(text, tmp_path, finished):
+    moved, out = tmp_path / "moved.txt", tmp_path / "run"
+    short_run(text, out, "--stop-at", 3)
+    moved.write_bytes(text.read_bytes())
+    assert same(short_run(moved, out), finished)
+
+
+def test_a_checkpoint_of_another_run_is_refused(text, tmp_path, capsys):
+    mine, other = short_run(text, tmp_path / "mine", "--stop-at", 3), tmp_path / "other"
+    short_run(text, other, "--stop-at", 4, "--ablation", "enc-mask")
+    shutil.copy(other / "step_0000004.pt", mine)
+    assert "step_0000004.pt: a checkpoint of another run" in fails(lambda: short_run(text, mine), capsys)
+
+
 # ---- Command lines and machines -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("flags, message", [
-    ("--encoder-layer 3", "unknown flag --encoder-layer; the flags are .*--encoder-layers"),
+    ("--encoder-layer 3", "unknown flag --encoder-layer .did you mean --encoder-layers.*the flags are "),
     ("--\x1b[31m\x07é\u202e", r"unknown flag --\\x1b\[31m\\x07é\\u202e;"),  # a terminal would obey these
     ("--ablation bert", "invalid choice: 'bert' .*mae-lm.*dec-1024"),
     ("--batch-size 0", "batch_size=0: use a positive number"),
@@ -256,6 +270,7 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
     ("--max-steps 30 --warmup-steps 100", "warmup_steps=100: longer than the run, max_steps=30; lower --warmup-steps"),
     ("--init no/\x1brun", r"no/\\x1brun: not a run folder"),
     ("--init RUN --encoder-layers 1", "encoder_layers=1: the run of --init, .* has 2"),
+    ("--init=", "--init: the value is empty"),
     ("--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
     ("--adam-beta2 1", "adam_beta2=1.0 is not")])
 def test_a_bad_command_line_gets_a_one_line_error(flags, message, text, finished, tmp_path, monkeypatch, capsys):
