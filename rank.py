@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from maelm import draw_masks
 from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of,
-                         require, require_positive)
+                         printable, require, require_positive)
 from support.corpus import VAL_SHARE, seed_of
 from support.files import figure, lock_folder, write_json
 from support.subjects import Subject, subject_of_hub, subject_of_run
@@ -172,7 +172,8 @@ def draw(entries: dict[str, dict], config: RankConfig):
     with figure(config.out / "rank.png", panels=2) as (_, axes):
         for number, (name, entry) in enumerate(entries.items()):
             for curve, (panel, style, label) in LINES.items():
-                axes[panel].plot(entry["uncentered"][curve], style, color=f"C{number}", label=f"{name}, {label}")
+                label = f"{printable(name)}, {label}"
+                axes[panel].plot(entry["uncentered"][curve], style, color=f"C{number}", label=label)
         for axis, title in zip(axes, ("(a) all tokens", "(b) [MASK] tokens")):
             axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {config.tau}", title=title)
             axis.set_ylim(bottom=0)

@@ -3,6 +3,7 @@ import functools
 import json
 import math
 import platform
+import secrets
 import shlex
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from maelm import Config, Corruption
 from support.cli import UserError, printable
-from support.files import figure, json_lines, short_hash, write_texts
+from support.files import figure, json_lines, write_texts
 from support.models import make_model
 from support.worker import Worker
 
@@ -160,10 +161,13 @@ def start_wandb(project: str, out: Path, settings: dict):
     """Start the Weights & Biases run of a run folder; None without a project. Raises UserError if that fails."""
     if not project:
         return None
-    known = short_hash(str(out.resolve()))
+    known = out / ".wandb-id"  # in the folder, so that a new run in an emptied folder has a new id
+    if not known.is_file():
+        write_texts(out, {known.name: secrets.token_hex(8)})
     try:
         import wandb
-        run = wandb.init(project=project, id=known, resume="allow", name=str(out), dir=str(out.parent), config=settings)
+        run = wandb.init(project=project, id=known.read_text(), resume="allow", name=str(out), dir=str(out.parent),
+                         config=settings)
         run.define_metric("*", step_metric="step")  # a continued run may log a step again
     except Exception as error:  # wandb's errors have no common base
         raise UserError(f"--wandb: {error!r}; try `pip install wandb` and `wandb login`, or omit it") from error
