@@ -1,6 +1,6 @@
-"""MAE-LM: "Representation Deficiency in Masked Language Modeling" (Meng et al., ICLR 2024). A masked language model
-(MLM) spends dimensions of its encoder on [MASK], which no downstream text contains (section 2). MAE-LM removes
-masked positions M from the encoder's input, and a shallow decoder predicts their tokens (section 3). With M = {2, 5}:
+"""MAE-LM: "Representation Deficiency in Masked Language Modeling" (Meng et al., ICLR 2024). A masked language
+model (MLM) spends dimensions of its encoder on [MASK], which no downstream text contains (section 2). MAE-LM
+removes masked positions M from the encoder's input; a shallow decoder predicts them (section 3). M = {2, 5}:
 
     x       the   cat   sat   on    the   mat
              |     |           |     |
@@ -27,14 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # the special tokens' ids and their number; bytes and merges follow
+CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # ids 0 to 3, and their number; bytes and merges follow
 
 
 # ---- 1. Configuration: section 4.1 -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Config:
     """Hyperparameters of the model. The defaults are the paper's base model."""
-    vocab_size: int = 32768  # V, including special tokens and bytes
+    vocab_size: int = 32768  # V, the vocabulary with special tokens and bytes
     seq_len: int = 512  # n, tokens per sequence
     encoder_layers: int = 12  # L, layers of the encoder
     encoder_dim: int = 768  # d, dimensions
@@ -50,10 +50,10 @@ class Config:
     decoder_relative: bool = False  # whether the decoder also has relative positions
     # For Table 2 (see ABLATIONS) and Figure 4:
     mask_in_encoder: float = 0.0  # delta in Figure 4: fraction of the masked positions that the encoder sees
-    encoder_fill: str = "mask"  # mask | random: the token that the encoder sees there
-    decoder_reset: bool = False  # whether the decoder sees e_[MASK] there instead of the encoder's output
+    encoder_fill: str = "mask"  # mask | random: the token at the masked positions that it sees
+    decoder_reset: bool = False  # whether e_[MASK] replaces the encoder's output at these positions
     aligned_positions: bool = True  # whether tokens keep their positions in the encoder, or get 0 to r - 1
-    decoder_dim: int = 0  # 0 for encoder_dim
+    decoder_dim: int = 0  # dimensions of the decoder; 0 for encoder_dim
     decoder: str = "bi"  # bi | bi+cross | uni+cross | cross; see support/cross_attention.py
 
     def num_masked(self, n):  # m for n tokens
@@ -80,11 +80,11 @@ def corrupt(tokens, config, generator):
 
 
 def draw_masks(maskable, m, generator):
-    """Draw m random positions per sequence where maskable (B, n) bool is True -> (B, m) int64, or ValueError."""
+    """Draw m positions per sequence where maskable (B, n) bool is True -> (B, m) int64, or ValueError."""
     fewest = int(maskable.sum(1).min())
     if not 0 < m <= fewest:
         raise ValueError(f"cannot mask {m} tokens of each sequence: use 1 to {fewest}")
-    # Draw a number below 1 for each position. The m positions with the smallest numbers are masked, in random order.
+    # Draw a number below 1 for each position. The m smallest numbers determine the masks, in random order.
     number = torch.rand(maskable.shape, generator=generator, device=maskable.device)
     number = number.masked_fill(~maskable, 2.0)
     return number.topk(m, largest=False).indices
@@ -132,7 +132,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(dim, dim)
 
     def forward(self, x, bias=None, memory=None):
-        """x (B, t, d) -> (B, t, d). Keys and values come from x or, in cross-attention, from memory (B, s, d)."""
+        """x (B, t, d) -> (B, t, d). Keys and values come from x or, in cross-attention, memory (B, s, d)."""
         q = self.query(x)
         k, v = self.key_value(x if memory is None else memory).chunk(2, dim=-1)
         q, k, v = [y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v)]  # (B, heads, t, d_h)
@@ -159,7 +159,7 @@ class Block(nn.Module):
         else:
             x = x + self.dropout(self.self_attention(self.attention_norm(x), bias))
 
-        if at is not None:  # only for speed: the loss needs only masked positions, and the FFN does not mix positions
+        if at is not None:  # for speed: the loss needs only masked positions, and the FFN mixes no positions
             x = x.take_along_dim(at[:, :, None], dim=1)
 
         if self.post_norm:
@@ -205,7 +205,7 @@ class Stack(nn.Module):
         return [*states, self.final_norm(x)]
 
     def attention_bias(self, positions, padding=None):
-        """The relative bias, plus -inf where padding (B, t) is True at a key; fits (B, heads, t, t). Or None."""
+        """The relative bias, -inf at keys where padding (B, t) is True; fits (B, heads, t, t). Or None."""
         bias = self.relative_bias(positions) if self.relative_bias is not None else None
         if padding is not None:
             hidden = torch.zeros(padding.shape, device=padding.device).masked_fill(padding, -torch.inf)
@@ -227,7 +227,7 @@ class Encoder(nn.Module):
         self.stack = Stack(config, d, config.encoder_layers, config.dropout, relative=True)
 
     def forward(self, tokens, positions, padding=None, at=None):
-        """tokens, positions (B, r) int64 -> H^L (B, r, d). padding (B, r) bool hides keys. `at` as in Block."""
+        """tokens, positions (B, r) int64 -> H^L (B, r, d). padding (B, r) bool hides keys; at: see Block."""
         return self.hidden_states(tokens, positions, padding, at)[-1]
 
     def hidden_states(self, tokens, positions, padding=None, at=None):
@@ -251,7 +251,7 @@ class Decoder(nn.Module):
         self.stack = Stack(config, width, config.decoder_layers, 0.0, config.decoder_relative)  # no dropout
 
     def forward(self, x, positions, padding=None, at=None):
-        """x (B, n, d), with its gaps filled -> (B, n, decoder_width), or only at the positions `at` (B, m)."""
+        """x (B, n, d), with its gaps filled -> (B, n, decoder_width), or only the positions `at` (B, m)."""
         h = self.project(x) + self.position_embedding(positions)  # h-hat_i^0; e_[MASK] is also projected
         return self.stack(self.norm(h), positions, padding, at)[-1]
 
@@ -308,7 +308,7 @@ class MAELM(nn.Module):
         return self.head(h, self.encoder.token_embedding.weight)
 
     def encode(self, corruption, at=None):
-        """H^L at the kept positions (B, r, d) or, in a standard MLM (r = n), at the positions `at`: (B, m, d)."""
+        """H^L at the kept positions (B, r, d) or, in a standard MLM (r = n), at `at` (B, m): (B, m, d)."""
         seen = corruption.corrupted.gather(1, corruption.kept)  # (B, r)
         n, r = corruption.corrupted.shape[1], seen.shape[1]
         if at is not None and r < n:
@@ -359,8 +359,8 @@ ABLATIONS = {  # the rows of Table 2, as differences from MAE-LM
 
 # ---- 7. Details: T5's buckets, and speed-ups that change no result -----------------------------------------
 def relative_bucket(distance, num_buckets, max_distance):
-    """T5's bucket (Raffel et al., 2019) of each distance, key minus query, int64 -> int64. With 32 buckets up to
-    distance 128, the distances -200 -9 -1 0 1 9 fall into the buckets 15 8 1 0 17 24."""
+    """T5's bucket (Raffel et al., 2019) of each distance, key minus query, int64 -> int64. With 32 buckets
+    up to distance 128, the distances -200 -9 -1 0 1 9 fall into the buckets 15 8 1 0 17 24."""
     # Differs from the authors' code, which uses a different formula.
     half = num_buckets // 2  # keys to the right of the query get the upper half
     max_exact = half // 2  # distances below this have buckets of their own
