@@ -1,7 +1,7 @@
 """A small model and a batch for all tests."""
 import os
 
-# Set before torch is imported, also for processes that tests start: one thread, no network, no GPU unless it is named.
+# Set before torch is imported, and for processes that tests start: one thread, no network, no GPU unless one is named.
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 

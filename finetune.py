@@ -5,7 +5,7 @@
     python finetune.py --init out/base --task glue --data DIR   # all eight tasks from local files, and their average
     python finetune.py --init out/rte-base --predict test.tsv   # predict labels of new texts
 
---task custom reads the files train and dev (.csv, .tsv, .jsonl, .parquet, also compressed) in --data, with the columns
+--task custom reads the files train and dev (.csv, .tsv, .jsonl or .parquet, or compressed) in --data, with the columns
 text[,text2],label, or sentence1,sentence2,label as in GLUE. Labels are used as written (01 is not 1); labels with
 decimals are numbers. F1 treats the second of two labels as positive. The best of at most 20 checkpoints is chosen on
 dev, so scores are slightly optimistic. Repeat a command to complete missing runs; torchrun's processes share the runs.
@@ -219,7 +219,7 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     sweep = []
     if options.sweep:
         flags = fields_of(TuneConfig, vars(options))
-        # Given flags replace the grid's values. In tune, a learning rate of 0 has its actual value.
+        # Explicit flags replace the grid's values. In tune, a learning rate of 0 has its actual value.
         given = {name: getattr(tune, name) for name in flags}
         points = grid(TASKS[task].group, dim, given)
         # Seed 0, because the choice must not depend on the seeds of the result.

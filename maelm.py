@@ -169,7 +169,7 @@ class Block(nn.Module):
 
 
 class RelativeBias(nn.Module):
-    """A learned number per head and distance bucket, added to the logits of attention; section 4.1."""
+    """A learned number per head and distance bucket, added to the attention logits; section 4.1."""
     def __init__(self, config, heads):
         super().__init__()
         self.table = nn.Embedding(config.rel_pos_buckets, heads)

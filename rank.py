@@ -75,7 +75,7 @@ class Moments:
             gram = gram - torch.outer(self.total, self.total) / self.count
         if not gram.isfinite().all():
             raise UserError("the hidden states contain NaN or infinity; use another checkpoint")
-        # Centered, equal rows leave only rounding errors, whose flat spectrum would look like a high rank.
+        # Centering equal rows leaves only rounding errors, whose flat spectrum would look like a high rank.
         if gram.trace() <= 1e-12 * self.gram.trace():
             return torch.zeros_like(self.total)
         squares = torch.linalg.eigvalsh(gram).flip(0)  # the eigenvalues of H^T H
@@ -89,7 +89,7 @@ class RankConfig:
     """Settings of a measurement; every field is a flag. Raises ValueError for an impossible value."""
     data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; default: the validation text of the run, or docs
     column: str = "text"  # field that holds the text of a record
-    val_share: float = VAL_SHARE  # fraction of the documents to use: those that train.py holds out; above 0, at most 1
+    val_share: float = VAL_SHARE  # fraction of the documents to use (the ones train.py holds out), above 0, at most 1
     tokens: int = 1_000_000  # largest number of tokens to read, including special tokens
     tau: float = 0.9  # fraction of the sum of squared singular values, between 0 and 1
     seq_len: int = 512  # tokens per sequence for hf: models, unless their limit is lower

@@ -207,7 +207,7 @@ def test_near_distances_have_buckets_of_their_own():
     r = torch.tensor([[-7, -2, -1, 0], [1, 2, 6, 7]])
     before, found = r.clone(), maelm.relative_bucket(r, 32, 128)
     assert found.dtype == torch.int64, "buckets are int64: they index a table"
-    assert found.tolist() == [[7, 2, 1, 0], [17, 18, 22, 23]], "distances from -7 to 7 do not share buckets"
+    assert found.tolist() == [[7, 2, 1, 0], [17, 18, 22, 23]], "distances from -7 to 7 must not share buckets"
     exact(r, before, "the distances have changed: the caller still needs them")
 
 

@@ -336,7 +336,7 @@ def loop(run: Run, progress: Progress) -> int:
     rows, settings, options = run.rows["train"], run.settings, run.settings.options
     network = worker.parallel(model)
     stopped = False
-    progress.since = time.perf_counter()  # log_steps adds the time from here to run.seconds
+    progress.since = time.perf_counter()  # log_steps counts run.seconds from here
     # A thread prepares the next step's sequences and masks during this step.
     with noted_signals() as signals, ThreadPoolExecutor(1) as ahead:
         coming = ahead.submit(batch_of_step, run.step, rows, settings, worker)

@@ -125,7 +125,7 @@ class Interval(NamedTuple):
 
 
 def interval_of(values: np.ndarray, ranks: int = 0) -> Interval:
-    """The mean of numbers by seed, with its interval by Student's t. Each number sums `ranks` rounded ranks, so even
+    """The mean of one number per seed, with its Student's t interval. Each is a sum of `ranks` rounded ranks, so even
     equal numbers are uncertain. For one seed, the interval is infinite; for none, the mean is NaN."""
     from scipy.stats import t
     values = values[np.isfinite(values)]

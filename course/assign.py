@@ -1,4 +1,4 @@
-"""Assignments: makes homework for students and grades their solutions; see teaching.md.
+"""Prepares homework for students and grades their solutions; see teaching.md.
 
     python test_maelm.py --blank corrupt attention > student.py    # maelm.py without the bodies of these functions
     python test_maelm.py --handout homework                        # a folder for students

@@ -98,7 +98,7 @@ def main(argv=None):
         for name in options.runs:
             model, _ = load_model(Path(name))
             if model.config.decoder != "bi":
-                raise UserError(f"{name}: has a decoder with cross-attention, which has no gaps to look at")
+                raise UserError(f"{name}: its decoder uses cross-attention, so it has no gaps to look at")
             subject = subject_of_run(name, RankConfig(data=options.data or ""), torch.device("cpu"))
             tokens = evenly(subject.rows, 512)
             print(name, end=": ")

@@ -75,7 +75,7 @@ def find(text: str, name: str) -> ast.FunctionDef | None:
 
 
 def source(text: str, name: str) -> str:
-    """The lines of a function, not indented."""
+    """The lines of a function, dedented."""
     return textwrap.dedent(ast.get_source_segment(text, find(text, name), padded=True))
 
 

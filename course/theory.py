@@ -28,7 +28,7 @@ def residual(h) -> float:
 
 
 def share_outside(gram, text_gram, dims: int) -> float:
-    """The fraction of the squared length of vectors H that lies outside the first `dims` singular directions of a text.
+    """The share of the squared length of the rows of H outside the first `dims` singular directions of a text.
     Takes gram = H^T H and the same product for the text, (d, d) float64 each. Used in lecture.ipynb."""
     _, directions = torch.linalg.eigh(text_gram)  # ascending
     inside = directions[:, -dims:]  # (d, dims)

@@ -36,7 +36,7 @@ class Damaged(UserError):
 
 
 def read_tensors(path: Path, *wanted: str) -> dict:
-    """Read a .pt file to the CPU without running code; its configuration becomes a Config. Raises Damaged, or UserError
+    """Load a .pt file to the CPU without running code; its configuration becomes a Config. Raises Damaged, or UserError
     if the file lacks a field or is from a newer version. Disk and memory errors pass through."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")

@@ -119,7 +119,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, None if silent else f"{self.prog}: {printable(message)}\n")
 
     def parse_args(self, argv=None) -> argparse.Namespace:
-        # Added last, because the help of some flags depends on a value that parse_known_args finds first.
+        # Added last, because the help for some flags depends on a value that parse_known_args finds first.
         self.add_argument("-h", "--help", action="help", help="show this help")
         options, unknown = self.parse_known_args(argv)
         for name, value in vars(options).items():
@@ -155,7 +155,7 @@ def require_positive(config, *fields: str):
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
-    """Add a flag for every field of a dataclass. Its help is the comment after the field and its value in `values`."""
+    """Add a flag for every field of a dataclass. Its help joins the field's comment and its value in `values`."""
     comments = comments_of(config)
     group = parser.add_argument_group(config.__name__)
     for field in fields(config):

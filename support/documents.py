@@ -124,7 +124,7 @@ class Source(NamedTuple):
     """A source in --data, where + joins several."""
     name: str  # docs, hf:NAME[:CONFIG], or a path as given
     files: tuple[Path, ...]  # the text files, if the name is a path
-    column: str  # the field of a record that holds its text
+    column: str  # the field that holds the text of a record
     cache: str  # the folder for the documentation and the hashes of files
 
 

@@ -141,7 +141,7 @@ def examples_of(name: str, rows: Iterable[Row], where: object, labelled: bool = 
 
 # ---- 4. SQuAD -----------------------------------------------------------------------------------------------
 def field(record: dict, name: str, kind: type, place: str):
-    """The value of a field. Raises UserError if it is missing or has another type."""
+    """The value of a field. Raises UserError if it is missing or of the wrong type."""
     value = record.get(name) if isinstance(record, dict) else None
     if type(value) is not kind:
         raise UserError(f"{place}: not in SQuAD's format: `{name}` is {value!r:.60}, not of type {kind.__name__}")

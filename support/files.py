@@ -140,7 +140,7 @@ def open_folder(folder: Path, settings: dict[str, object], may_change: Container
 
 @contextmanager
 def figure(path: Path, panels: int = 1) -> Iterator[tuple]:
-    """Yield a matplotlib figure and its axes, side by side; then write the figure to `path`. No display is needed."""
+    """Yield a matplotlib figure and its side-by-side axes; then write the figure to `path`. No display is needed."""
     if "matplotlib" not in sys.modules:
         os.environ.pop("MPLBACKEND", None)  # it may name a backend, such as a notebook's, that is not installed here
     import matplotlib.figure

@@ -29,7 +29,7 @@ def from_hub(auto: str, name: str, **options):
 
 
 def model_from_hub(auto: str, name: str) -> nn.Module:
-    """A model in fp32 and in evaluation mode. Its head may be new. Raises UserError if weights of the encoder are
+    """A model in fp32 and in evaluation mode. Its head may be random. Raises UserError if weights of the encoder are
     missing."""
     model, loading = from_hub(auto, name, output_loading_info=True)
     missing = [key for key in loading["missing_keys"] if not key.startswith(("pooler.", "lm_head."))]

@@ -129,7 +129,7 @@ def flops(config: Config) -> int:
     n = config.seq_len
     m = config.num_masked(n)
     r = n - m + round(config.mask_in_encoder * m)  # tokens that the encoder sees
-    # Meta tensors have shapes but no data. On them, attention runs as matrix products; a GPU's kernel is not counted.
+    # Meta tensors have shapes but no data. There, attention runs as matrix products; a GPU kernel would go uncounted.
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         tokens, masked, kept = [torch.zeros(1, length, dtype=torch.int64) for length in (n, m, r)]
         make_model(config)(tokens, Corruption(tokens, masked, kept)).backward()

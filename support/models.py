@@ -21,7 +21,7 @@ def make_model(config: Config, position_init: str = "normal") -> MAELM:
 
 
 def sinusoid_(table, std: float):
-    """Fill a table (n, d) with sinusoids (Vaswani et al., 2017) of root mean square std."""
+    """Fill a table (n, d) with sinusoids (Vaswani et al., 2017) whose root mean square is std."""
     n, d = table.shape
     rates = 10000 ** -torch.linspace(0, 1, (d + 1) // 2, device=table.device)
     angle = torch.arange(n, device=table.device)[:, None] * rates  # (n, d / 2)

@@ -23,7 +23,7 @@ NOT_PASSED_ON = ("init", "tokenizer", "stop_at", "device", "compile", "cache", "
 
 @dataclass(frozen=True)
 class Inputs:
-    """The fields of config.json that describe the inputs of a run, alongside its settings."""
+    """The fields of config.json, besides the settings, that describe the inputs of a run."""
     corpus: str = ""  # the name of its folder in the cache
     vocabulary: str = ""  # a hash of tokenizer.json
     init_weights: str | None = None  # a hash of the checkpoint that --init loaded

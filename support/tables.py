@@ -136,7 +136,7 @@ def parquet_rows(path: Path, column: str | None = None) -> Iterator[Row]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a table, or the lines of a .txt file as `text`. Cells are text as in the file. Numbers from JSON and
+    """The rows of a table, or the lines of a .txt file as `text`. Cells keep the file's text. Numbers from JSON and
     Parquet are written as in Python (1.0 is not 1); null and NaN become None. Raises UserError for bad rows."""
     _, kind = split_name(path)
     if kind in (".csv", ".tsv"):
@@ -163,7 +163,7 @@ def hub_records(name: str, split: str = "train", streaming: bool = True) -> tupl
     datasets.disable_progress_bars()
     path, _, config = name.removeprefix("hf:").partition(":")
     if Path(path).exists():
-        raise UserError(f"{name}: the folder {path} would be read instead; start in another folder")
+        raise UserError(f"{name}: the folder {path} would be read instead; run in another folder")
     source = f"{name}, downloaded to the folder HF_HOME", HTTPError, datasets.exceptions.DatasetsError
     with readable(*source):
         is_text = hasattr(datasets.load_dataset_builder(path, config or None).config, "sample_by")

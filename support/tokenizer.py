@@ -34,7 +34,7 @@ class Tokenizer:
         tokens = [model.id_to_token(i) for i in range(model.get_vocab_size())]
         if None in tokens or tokens[:NUM_SPECIAL] != SPECIALS or not byte.keys() <= set(tokens):
             raise ValueError("its tokens are not special tokens, bytes and merges")  # tiktoken would panic
-        ranks = {}  # the bytes of each token -> its id, which is also the order of the merges
+        ranks = {}  # the bytes of each token -> its id, which is also its merge rank
         for i in range(NUM_SPECIAL, len(tokens)):
             ranks[bytes(byte[letter] for letter in tokens[i])] = i
         splitter = json.loads(model.to_str())["pre_tokenizer"]["pretokenizers"][0]

@@ -154,6 +154,6 @@ def make_worker(precision: str, device: str = "auto", small: bool = False) -> Wo
 
 
 def compile_model(model: nn.Module):
-    """Compile a model in place, at its first call, so that its parameters keep their names."""
+    """Compile a model at its first call, in place so that its parameters keep their names."""
     torch._dynamo.config.optimize_ddp = False  # it would split the model
     model.compile(dynamic=False)

@@ -65,7 +65,7 @@ def test_matthews_of_several_labels_is_gorodkins():
 def test_a_single_label_correlates_with_nothing():
     labels = np.array([0, 1, 2, 1])
     for predicted, true in ((labels, 0 * labels), (0 * labels, labels), (1 + 0 * labels, labels), (0 * labels,) * 2):
-        assert metrics.matthews(predicted, true) == 0, "if all true or all predicted labels are equal, the result is 0"
+        assert metrics.matthews(predicted, true) == 0, "must be 0 if `true` or `predicted` has a single label"
 
 
 # ---- Effective rank -------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def test_equal_singular_values_count_exactly():
     for d, tau, value in itertools.product((3, 10, 64), TAUS, (1, 0.1, 1 / 3)):
         k = int(np.ceil(tau * d - 1e-9))
         found = rank.tau_rank(torch.full((d,), value, dtype=torch.float64), tau)
-        assert found == k, f"{k} of {d} equal values make up a fraction {tau}: does a rounding error change the rank?"
+        assert found == k, f"{k} of {d} equal values reach {tau} of the sum: does rounding change the rank?"
 
 
 def with_squares(*squares):

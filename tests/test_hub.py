@@ -91,7 +91,7 @@ def assert_close(found, wanted):
 @torch.no_grad()
 def assert_same(model, encoder, with_head=None, order=SAME_IDS):
     """Fails unless hidden states and, with a head, logits at [MASK] are equal. Our token i is their order[i]."""
-    # An encoder with mask_in_encoder=0.5 reads some of several masks, but not a single mask.
+    # An encoder with mask_in_encoder=0.5 reads some of several masks, but never a lone one.
     tokens, real = texts(every=N if model.config.mask_in_encoder == 0.5 else 7)
     inputs = dict(input_ids=order[tokens], attention_mask=real.long())
     wanted = model.encoder.hidden_states(tokens, torch.arange(N)[None], ~real)

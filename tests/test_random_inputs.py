@@ -31,7 +31,7 @@ def outcome(function, arguments):
     for arguments that require a gradient and for all parameters of the function's module. Or a ValueError."""
     arguments = copy.deepcopy(arguments)
     sources = {name: x for name, x in arguments.items() if getattr(x, "requires_grad", False)}
-    given = arguments | {name: 1 * x for name, x in sources.items()}  # copies that may change in place
+    given = arguments | {name: 1 * x for name, x in sources.items()}  # copies, safe to edit in place
     try:
         results = function(*given.values())
     except ValueError:
