@@ -40,7 +40,7 @@ def all_learn(loss, module):
     assert loss.requires_grad, "no gradient flows back from this result: is it detached?"
     loss.backward()
     lost = [name for name, p in module.named_parameters() if p.grad is None or not p.grad.any()]
-    assert lost == [], f"after one backward pass {lost} have no gradient: they would never learn"
+    assert lost == [], f"after one backward pass, {lost} have no gradient: they would never learn"
 
 
 def is_masked(corruption):
@@ -53,10 +53,10 @@ def is_masked(corruption):
 def test_every_sequence_has_exactly_m_masks():
     for rate, n, m in ((0.25, 24, 6), (0.15, 24, 4), (0.25, 30, 8)):  # rounded to the nearest integer; half to even
         corrupted, masked, kept = maelm.corrupt(random_tokens(50, n), tiny(mask_rate=rate), generator(0))
-        assert masked.shape == (50, m) and kept.shape == (50, n - m), f"at rate {rate}, {m} of {n} tokens are masked"
-        assert {x.dtype for x in (corrupted, masked, kept)} == {torch.int64}, "tokens and positions are int64"
+        assert masked.shape == (50, m) and kept.shape == (50, n - m), f"rate {rate}: {m} of {n} tokens must be masked"
+        assert {x.dtype for x in (corrupted, masked, kept)} == {torch.int64}, "tokens and positions must be int64"
         assert [len(row.unique()) for row in masked] == [m] * 50, "a position is masked twice"
-        assert (corrupted == maelm.MASK).sum(1).tolist() == [m] * 50, "a sequence has too few or too many [MASK]"
+        assert (corrupted == maelm.MASK).sum(1).tolist() == [m] * 50, "a sequence has too few or too many [MASK] tokens"
 
 
 @task("corrupt", gate=True)
@@ -65,15 +65,15 @@ def test_only_real_or_given_positions_are_masked():
     tokens[:, 3:6] = torch.tensor([maelm.PAD, maelm.SEP, maelm.MASK])
     masked = maelm.corrupt(tokens, tiny(), generator(0)).masked
     assert tokens.gather(1, masked).min() >= maelm.NUM_SPECIAL, "a special token is masked"
-    given = (torch.arange(24) < 6).expand(50, -1)  # as many positions as masks, some of them special tokens
+    given = (torch.arange(24) < 6).expand(50, -1)  # as many positions as masks, some with special tokens
     masked = maelm.draw_masks(given, 6, generator(0))
-    exact(masked.sort(1).values, torch.arange(6).expand(50, -1), "only these six positions are maskable")
+    exact(masked.sort(1).values, torch.arange(6).expand(50, -1), "only these six positions may be masked")
     tokens[2] = torch.tensor([maelm.NUM_SPECIAL, 9999, 5, 6, 7] + [maelm.CLS] * 19)  # five real tokens
     for refused, rate in ((tokens, 0.25), (random_tokens(), 0.02)):  # 5 real tokens for 6 masks; 0 masks
         with pytest.raises(ValueError):
             maelm.corrupt(refused, tiny(mask_rate=rate), generator(0))
     masked = maelm.corrupt(tokens, tiny(mask_rate=0.2, vocab_size=10000), generator(0)).masked[2]
-    assert sorted(masked.tolist()) == [0, 1, 2, 3, 4], "any id from NUM_SPECIAL up can be masked"
+    assert sorted(masked.tolist()) == [0, 1, 2, 3, 4], "all ids from NUM_SPECIAL up must be maskable"
 
 
 @task("corrupt", gate=True)
@@ -81,7 +81,7 @@ def test_all_else_is_kept_in_order_and_unchanged():
     tokens = random_tokens()
     corrupted, masked, kept = maelm.corrupt(tokens, tiny(), generator(0))
     rest = [[i for i in range(24) if i not in row] for row in masked.tolist()]
-    assert kept.tolist() == rest, "the encoder sees all positions that are not masked, from left to right"
+    assert kept.tolist() == rest, "the encoder must see all positions that are not masked, from left to right"
     exact(corrupted, tokens.scatter(1, masked, maelm.MASK), "the text differs at a position that is not masked")
 
 
@@ -120,7 +120,7 @@ def test_delta_is_the_share_of_masks_that_the_encoder_sees():
     for delta, seen in ((0, 0), (0.25, 2), (0.5, 3), (0.75, 4), (1, 6)):  # of 6; round half to even
         corrupted, masked, kept = maelm.corrupt(random_tokens(), tiny(mask_in_encoder=delta), generator(0))
         found = (corrupted.gather(1, kept) == maelm.MASK).sum(1).tolist()
-        assert found == [seen] * 6, f"at delta {delta}, the encoder sees {seen} of 6 masks in each sequence"
+        assert found == [seen] * 6, f"at delta {delta}, the encoder must see {seen} of 6 masks in each sequence"
 
 
 @task("corrupt")
@@ -129,8 +129,8 @@ def test_any_number_of_masks_can_be_applied():
     for m, seen in ((1, 0), (2, 1), (23, 12)):  # the config's mask_rate would give 6
         masked = torch.arange(m).expand(3, -1)
         corruption = maelm.apply_masks(tokens, masked, tiny(mask_in_encoder=0.5), generator(0))
-        exact(corruption.masked, masked, "apply_masks applies the masks that it is given")
-        assert corruption.kept.tolist() == [[*range(seen), *range(m, 24)]] * 3, f"the encoder sees {seen} of {m} masks"
+        exact(corruption.masked, masked, "apply_masks must apply the masks that it is given")
+        assert corruption.kept.tolist() == [[*range(seen), *range(m, 24)]] * 3, f"kept must hold {seen} of {m} masks"
     for delta in (0.0, 1.0):
         with pytest.raises(ValueError):
             maelm.apply_masks(tokens, torch.tensor([[1, 2], [3, 3], [4, 5]]), tiny(mask_in_encoder=delta), generator(0))
@@ -143,8 +143,8 @@ def test_a_random_fill_is_any_real_token():
         config = tiny(mask_in_encoder=1.0, encoder_fill="random", vocab_size=V)
         corrupted, masked, _ = maelm.corrupt(tokens, config, generator(0))
         fill = corrupted.gather(1, masked)
-        assert fill.unique().tolist() == list(range(4, V)), "each real token, and no other, can fill a gap"
-        exact(corrupted.scatter(1, masked, 0), tokens.scatter(1, masked, 0), "other positions keep their tokens")
+        assert fill.unique().tolist() == list(range(4, V)), "every real token, and no other, must be able to fill a gap"
+        exact(corrupted.scatter(1, masked, 0), tokens.scatter(1, masked, 0), "other positions must keep their tokens")
         same = (fill[:, 1:] == fill[:, :1]).double().mean()
         assert same < 2 / V, "gaps in one sequence get the same token: each must draw its own"
 
@@ -198,7 +198,7 @@ def test_the_mask_embedding_learns_from_every_gap():
     gradient = model.encoder.token_embedding.weight.grad
     assert gradient is not None and h.grad is not None, "no gradient reaches e_[MASK], or none reaches the encoder"
     assert gradient[maelm.MASK].tolist() == [36] * 32, "e_[MASK] must get a gradient from each of the 36 gaps"
-    exact(h.grad, torch.ones_like(h), "each h_i is used once")
+    exact(h.grad, torch.ones_like(h), "each h_i must be used once")
 
 
 # ---- Section 4.1: relative positions --------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_the_mask_embedding_learns_from_every_gap():
 def test_near_distances_have_buckets_of_their_own():
     r = torch.tensor([[-7, -2, -1, 0], [1, 2, 6, 7]])
     before, found = r.clone(), maelm.relative_bucket(r, 32, 128)
-    assert found.dtype == torch.int64, "buckets are int64: they index a table"
+    assert found.dtype == torch.int64, "buckets must be int64: they index a table"
     assert found.tolist() == [[7, 2, 1, 0], [17, 18, 22, 23]], "distances from -7 to 7 must not share buckets"
     exact(r, before, "the distances have changed: the caller still needs them")
 
@@ -222,7 +222,7 @@ def test_far_buckets_begin_where_t5s_begin():
         right = maelm.relative_bucket(torch.arange(600), buckets, farthest).tolist()
         wrong = [s for s in range(own, 600) if left[s] != far[s - own]]
         assert wrong == [], f"{buckets} buckets up to {farthest}: wrong buckets for distances {wrong[:5]} to the left"
-        assert right[1:] == [half + bucket for bucket in left[1:]], "the right side has the upper half of the buckets"
+        assert right[1:] == [half + bucket for bucket in left[1:]], "the right must have the upper half of the buckets"
 
 
 def bias_table(heads=4, **fields):
@@ -247,7 +247,7 @@ def test_relative_bias_is_of_key_minus_query():
 def test_each_sequence_has_positions_of_its_own():
     positions = torch.tensor([[0, 1, 7], [2, 4, 9]])
     buckets = torch.tensor([[[0, 17, 23], [1, 0, 22], [7, 6, 0]], [[0, 18, 23], [2, 0, 21], [7, 5, 0]]])
-    exact(bias_table()(positions)[:, 3], 300 + buckets.float(), "sequences with different gaps have different biases")
+    exact(bias_table()(positions)[:, 3], 300 + buckets.float(), "sequences with different gaps must differ in bias")
     assert positions.tolist() == [[0, 1, 7], [2, 4, 9]], "the positions have changed"
 
 
@@ -257,7 +257,7 @@ def test_the_gradient_of_a_bias_counts_its_uses():
     all_learn(bias(positions).sum(), bias)
     used = {0: 3, 1: 1, 17: 1, 3: 1, 19: 1, 2: 1, 18: 1}
     found = bias.table.weight.grad.tolist()
-    assert found == [[used.get(b, 0)] * 4 for b in range(32)], "each bucket learns as often as it is used"
+    assert found == [[used.get(b, 0)] * 4 for b in range(32)], "each bucket must learn as often as it is used"
 
 
 # ---- Section 2.1: attention -----------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_a_bias_can_hide_keys_and_is_not_changed():
 def test_attention_drops_weights_out():
     """A fifth of 500 equal weights is dropped, and a query's result is 1 on average."""
     out = maelm.attention(torch.zeros(2, 3, 50, 4), torch.zeros(2, 3, 500, 4), torch.ones(2, 3, 500, 4), None, 0.2)
-    hint = "dropout is on the weights: it drops whole keys for a query, not features of the result"
+    hint = "dropout must act on the weights and drop whole keys for a query, not features of the result"
     close(out, out[..., :1].expand(-1, -1, -1, 4), hint)
     assert out.mean().item() == pytest.approx(1, abs=0.02), "the weights that stay are not scaled up by 1 / (1 - p)"
     assert 0.015 < out[..., 0].std(-1).mean() < 0.03, "each query must drop its own share p of the keys"
@@ -332,9 +332,9 @@ def test_attention_has_dropout_in_training_only():
     layer.key_value.bias.data.fill_(1)  # equal keys, and values of ones
     layer.output.load_state_dict(dict(weight=torch.eye(8), bias=torch.zeros(8)))
     heads = layer(x).unflatten(-1, (2, 4))
-    assert heads.std(dim=(1, 2)).min() > 0, "dropout is on the attention weights, not on the input"
+    assert heads.std(dim=(1, 2)).min() > 0, "dropout must act on the attention weights, not on the input"
     close(4 * heads, (4 * heads).round(), "not a multiple of 1/4, which is 1/5 times 1 / (1 - p): is p = self.p?")
-    close(heads, heads[..., :1].expand_as(heads), "dropout is on the attention weights, not on features")
+    close(heads, heads[..., :1].expand_as(heads), "dropout must act on the attention weights, not on features")
 
 
 @task("Attention.forward")
@@ -401,10 +401,10 @@ def test_all_layers_are_listed_and_learn():
     model, tokens, _ = model_and_batch(norm="pre")
     model.encoder.norm.reset_parameters()
     states = model.encoder.hidden_states(tokens, torch.arange(24)[None])
-    assert [state.shape for state in states] == [(6, 24, 32)] * 3, "the states are H^0, ..., H^L, so there are L + 1"
+    assert [state.shape for state in states] == [(6, 24, 32)] * 3, "the L + 1 states must be H^0, ..., H^L"
     at = torch.tensor([[4, 1]] * 6)
     last = model.encoder(tokens, torch.arange(24)[None], at=at)
-    close(last, at_positions(states[-1], at), "with `at`, H^L has only these positions", atol=1e-5, rtol=1e-4)
+    close(last, at_positions(states[-1], at), "with `at`, H^L must have only these positions", atol=1e-5, rtol=1e-4)
     close(states[0].var(-1, correction=0), torch.ones(6, 24), "H^0 is not normalized", atol=1e-3, rtol=0)
     all_learn(states[-1].sin().sum(), model.encoder)
 
@@ -429,14 +429,14 @@ def test_embeddings_have_dropout_in_training_only():
                              for on in (False, False, True))
     exact(calm, again, "two results differ in evaluation mode")
     zeros = training == 0
-    assert zeros.float().mean().item() == pytest.approx(0.3, abs=0.05), "a share p of H^0 is 0 in training"
+    assert zeros.float().mean().item() == pytest.approx(0.3, abs=0.05), "a share p of H^0 must be 0 in training"
     assert len(zeros.flatten(0, 1).unique(dim=0)) == 6 * 24, "each vector must drop its own numbers"
 
 
 # ---- Eq. (1): the loss ----------------------------------------------------------------------------------------------
 @task("MAELM.forward", gate=True)
 def test_loss_is_the_mean_over_the_masked_positions():
-    """The loss uses the masks of the corruption, even if it has two per sequence and the config would draw six."""
+    """The loss uses the masks of the corruption, even if there are two per sequence and the config would draw six."""
     model, tokens, corruption = model_and_batch()
     before = tokens.clone()
     fewer = maelm.apply_masks(tokens, torch.tensor([[7, 2]] * 6), model.config, generator(0))
@@ -449,7 +449,7 @@ def test_loss_is_the_mean_over_the_masked_positions():
         loss = model(tokens, drawn)
         close(loss, torch.stack(by_hand).mean(), "not the mean of -log p(true token), in the order of `masked`")
     exact(tokens, before, "the tokens have changed")
-    assert model.bfloat16()(tokens, corruption).dtype == torch.float32, "the loss is float32 for logits of any dtype"
+    assert model.bfloat16()(tokens, corruption).dtype == torch.float32, "the loss must be float32 for any logits dtype"
 
 
 @task("MAELM.forward")

@@ -41,7 +41,7 @@ def found_in(folder: Path) -> dict[str, object]:
 
 
 def layers_of(model: dict) -> list[dict]:
-    """The ranks of a model from rank.json, arranged as in evidence.json: by layer, centering and curve."""
+    """A model's ranks from rank.json, arranged as in evidence.json: by layer, centering and curve."""
     layers = []
     for layer in range(len(model["uncentered"]["with_mask"])):
         ranks = {}
@@ -57,7 +57,7 @@ def collect(out: Path):
     jobs = read_json(path)["jobs"] if path.is_file() else {}
     cpu = f"{cpu_name()}, {torch.get_num_threads()} thread(s)"
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
-    for log in sorted(out.glob("*.log")):  # a job has a folder NAME and NAME.log
+    for log in sorted(out.glob("*.log")):  # a job has a folder NAME and a file NAME.log
         name = log.stem.replace("-", " ").replace("mae lm", "mae-lm")
         found, printed = found_in(log.with_suffix("")), log.read_text(encoding="utf-8")
         if found and found != jobs.get(name, {}).get("found"):
@@ -125,8 +125,8 @@ class Interval(NamedTuple):
 
 
 def interval_of(values: np.ndarray, ranks: int = 0) -> Interval:
-    """The mean of one number per seed, with its Student's t interval. Each is a sum of `ranks` rounded ranks, so even
-    equal numbers are uncertain. For one seed, the interval is infinite; for none, the mean is NaN."""
+    """The mean of one number per seed, with its Student's t interval. Each number is a sum of `ranks` rounded ranks,
+    so even equal numbers are uncertain. For one seed, the interval is infinite; for none, the mean is NaN."""
     from scipy.stats import t
     values = values[np.isfinite(values)]
     n = len(values)
@@ -233,7 +233,7 @@ def write_verdicts(text: str):
     before, start, rest = PAGE.read_text(encoding="utf-8").partition("<!-- verdicts -->")
     _, end, after = rest.partition("<!-- end of verdicts -->")
     if not end:
-        raise UserError(f"{PAGE}: lacks <!-- verdicts --> and <!-- end of verdicts -->, between which the table goes")
+        raise UserError(f"{PAGE}: must have <!-- verdicts --> and <!-- end of verdicts --> around the table")
     write_texts(PAGE.parent, {PAGE.name: f"{before}{start}\n{text}\n{end}{after}"})
 
 
@@ -254,7 +254,7 @@ def report(folder: Path):
 def main(argv: list[str] | None = None):
     parser = Parser("bench.evidence", __doc__)
     either = parser.add_mutually_exclusive_group(required=True)
-    either.add_argument("--collect", type=Path, metavar="OUT", help="record the jobs that have ended there, and report")
+    either.add_argument("--collect", type=Path, metavar="OUT", help="record jobs that have ended in OUT, then report")
     either.add_argument("--report", type=Path, metavar="FOLDER", nargs="?", const=RECORD, help="[bench/results]")
     options = parser.parse_args(argv)
     with clear_errors("bench.evidence"):

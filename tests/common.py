@@ -72,12 +72,12 @@ def losses(out, name="loss"):
 
 
 def contents(folder):
-    """The bytes of each file in a folder, without hidden files."""
+    """The bytes of each file in a folder, except hidden files."""
     return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
 
 
 def fails(command, capsys):
-    """Run a command that ends with exit code 2 and one line on stderr; returns that line."""
+    """Run a command that must end with exit code 2 and one line on stderr; returns that line."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         command()

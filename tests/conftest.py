@@ -13,7 +13,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def finished(text, tmp_path_factory):
-    """The folder of a short run that nothing interrupted. It has a figure. Tests must not change it."""
+    """The folder of a short, uninterrupted run. It has a figure. Tests must not change it."""
     return short_run(text, tmp_path_factory.mktemp("finished") / "run")
 
 

@@ -1,4 +1,4 @@
-"""Claims about the files that --data reads, the documentation, prepared corpora, and the sequences of a step."""
+"""Claims about the files and the documentation that --data reads, prepared corpora, and the sequences of a step."""
 import bz2
 import gzip
 import json

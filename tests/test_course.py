@@ -16,7 +16,7 @@ OURS = {file: (HERE / file).read_text("utf-8") for file in FILES}
 
 
 def solved(*names):
-    """{file: its text} of a student who gives our solutions of these tasks, and of no others."""
+    """{file: its text} of a student who hands in our solutions to these tasks, and to no others."""
     texts = dict(OURS)
     for name, file in TASKS.items():
         if name not in names:
@@ -31,7 +31,7 @@ def grades(capsys, *arguments):
 
 
 def lines_of(text):
-    """The lines of a text that are long enough to be recognized, without comments."""
+    """The lines of a text, without comments, that are long enough to be recognized."""
     lines = [line.partition("  #")[0].strip() for line in text.splitlines()]
     return {line for line in lines if len(line) >= 30}
 

@@ -19,7 +19,7 @@ FLAG = r"--[a-z][\w-]+"
 
 
 def commands(page):
-    """(program, arguments) of each command that starts one of our programs in the shell blocks of a page."""
+    """(program, arguments) of each command in a page's shell blocks that starts one of our programs."""
     for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL):
         yield from re.findall(r"(?:python|torchrun .*?)(?: -m)? (\S+\.\w+)((?: [^#&\n]+)?)", block)
 

@@ -165,7 +165,7 @@ def test_the_saved_model_repeats_its_predictions(task, file, name, finished, tmp
 
 @pytest.fixture(scope="module")
 def pairs(finished, tmp_path_factory):
-    """A model of a custom task with pairs of texts and two labels."""
+    """A model trained on a custom task with pairs of texts and two labels."""
     folder = tmp_path_factory.mktemp("pairs")
     for name in ("train.csv", "validation.CSV"):
         (folder / name).write_text("text,text2,label\na,b,01\nc,d,1\nc,,1\n")
@@ -202,7 +202,7 @@ def test_only_the_first_process_predicts(pairs, tmp_path, monkeypatch):
 
 
 def fake_runs(monkeypatch, value):
-    """Let each run find value(setup, tune, seed) in half an hour by the clock; returns the list of seeds used."""
+    """Make each run return value(setup, tune, seed) after a simulated half hour; returns the list of seeds used."""
     seeds = []
 
     def run_once(setup, tune, seed):

@@ -1,4 +1,4 @@
-"""Claims about hf: names in all programs. The data sets are local folders, read by the library datasets."""
+"""Claims about `hf:` names in all programs. The data sets are local folders, read by the datasets library."""
 import json
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Claims about runs on a GPU, deselected without one. To run: CUDA_VISIBLE_DEVICES=0 pytest -m cuda -n 0."""
+"""Claims about runs on a GPU; without one, they are deselected. To run: CUDA_VISIBLE_DEVICES=0 pytest -m cuda -n 0."""
 import pytest
 import torch
 

@@ -29,7 +29,7 @@ def test_warm_up_ends_at_the_peak():
 def test_the_rate_falls_linearly_to_zero():
     found = [train.learning_rate_factor(step, 4, 12) for step in range(4, 12)]
     expected = [1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
-    assert found == pytest.approx(expected), "the rate falls in equal steps from 1 after warm-up to 0 at max_steps"
+    assert found == pytest.approx(expected), "the rate must fall in equal steps from 1 after warm-up to 0 at max_steps"
     found = [train.learning_rate_factor(step, 0, 2) for step in range(2)]
     assert found == pytest.approx([1, 0.5]), "warmup_steps may be 0"
 
@@ -42,9 +42,9 @@ def test_matthews_of_two_labels_is_the_formula():
     before = guess.copy(), true.copy()
     found = metrics.matthews(guess, true)
     assert found == pytest.approx((6 * 3 - 1 * 2) / math.sqrt(7 * 8 * 4 * 5)), "not the formula for two labels"
-    assert isinstance(found, float), "the result is a number, not an array"
+    assert isinstance(found, float), "the result must be a number, not an array"
     opposite = metrics.matthews(1 - guess, true)
-    assert opposite == pytest.approx((2 * 1 - 3 * 6) / math.sqrt(5 * 8 * 4 * 7)), "the opposite guess scores below 0"
+    assert opposite == pytest.approx((2 * 1 - 3 * 6) / math.sqrt(5 * 8 * 4 * 7)), "the opposite guess must score < 0"
     assert np.array_equal([guess, true], before), "an argument has changed: the caller still needs it"
 
 
@@ -52,13 +52,13 @@ def test_matthews_of_two_labels_is_the_formula():
 def test_matthews_of_several_labels_is_gorodkins():
     true, guess = np.random.default_rng(1).integers(5, size=(2, 60))
     true[:30] = guess[:30]
-    guess[50:] = 5  # a label that is never true
+    guess[50:] = 5  # a label not in `true`
     right, t, p = (true == guess).sum(), np.bincount(true, minlength=6), np.bincount(guess)
     expected = (60 * right - t @ p) / math.sqrt((60 ** 2 - t @ t) * (60 ** 2 - p @ p))
-    assert metrics.matthews(true, true) == pytest.approx(1), "a perfect guess scores 1"
+    assert metrics.matthews(true, true) == pytest.approx(1), "a perfect guess must score 1"
     for names in ([0, 1, 2, 3, 4, 5], [1, 7, 0, -2, 9, 4]):
         found = metrics.matthews(np.array(names)[guess], np.array(names)[true])
-        assert found == pytest.approx(expected), f"labels {names}: any integer can be a label, even if it is never true"
+        assert found == pytest.approx(expected), f"labels {names}: any integer can be a label, even one not in `true`"
 
 
 @task("matthews")
@@ -76,15 +76,15 @@ def test_rank_is_the_smallest_k_that_reaches_tau():
     taus = (0.5, 0.5333333, 0.5333334, 0.8, 0.9, 0.97)  # 16 of 30 is 0.53333333...
     for scale in (1, 1e-15):
         found = [rank.tau_rank(scale * values, tau) for tau in taus]
-        assert found == [1, 1, 2, 2, 3, 4], f"the ranks of the values 16, 9, 4, 1 times {scale} for tau in {taus}"
-    assert type(rank.tau_rank(values, 0.9)) is int, "a rank is an int"
+        assert found == [1, 1, 2, 2, 3, 4], f"wrong ranks for the values 16, 9, 4, 1 times {scale}, tau in {taus}"
+    assert type(rank.tau_rank(values, 0.9)) is int, "a rank must be an int"
     assert torch.equal(values, before), "the values have changed: the caller still needs them"
 
 
 @task("tau_rank")
 def test_zeros_have_rank_0_and_a_bad_tau_is_refused():
     values = torch.tensor([16.0, 9, 4, 1], dtype=torch.float64)
-    assert rank.tau_rank(0 * values, 0.9) == 0, "a matrix of zeros has rank 0"
+    assert rank.tau_rank(0 * values, 0.9) == 0, "a matrix of zeros must have rank 0"
     for tau in (-0.1, 0, 1, 1.5):
         with pytest.raises(ValueError):
             rank.tau_rank(values, tau)
@@ -112,11 +112,11 @@ def test_rank_is_exact_for_known_singular_values():
         for matrix in (h, h.T, h.float().numpy()):
             found = [rank.effective_rank(matrix, tau) for tau in TAUS]
             assert found == ranks, f"squared singular values {squares}, a matrix {tuple(matrix.shape)}, tau in {TAUS}"
-    assert rank.effective_rank(h) == 1, "the default of tau is 0.9"
-    assert rank.effective_rank(torch.eye(300)) == 270, "300 equal singular values: all rows and columns count"
+    assert rank.effective_rank(h) == 1, "the default of tau must be 0.9"
+    assert rank.effective_rank(torch.eye(300)) == 270, "300 equal singular values: all rows and columns must count"
     symmetric = torch.diag(torch.tensor([2.0, 1.0]))
     assert rank.effective_rank(symmetric, 0.75) == 1, "4 / 5 is more than 0.75"
-    assert type(rank.effective_rank(symmetric)) is int, "a rank is an int"
+    assert type(rank.effective_rank(symmetric)) is int, "a rank must be an int"
 
 
 @task("effective_rank")
@@ -134,7 +134,7 @@ def test_the_mean_is_not_subtracted():
     h = 10 + torch.randn(200, 8, generator=generator(0))
     before = h.clone()
     assert rank.effective_rank(h, 0.95) == 1, "nearly equal vectors have rank 1: do not subtract the mean"
-    assert rank.effective_rank(h - h.mean(0), 0.95) == 8, "without its mean this matrix has rank 8"
+    assert rank.effective_rank(h - h.mean(0), 0.95) == 8, "without its mean, this matrix has rank 8"
     assert torch.equal(h, before), "h has changed: the caller still needs it"
 
 

@@ -1,4 +1,4 @@
-"""Claims about conversion to and from Hugging Face: both sides compute the same, and other models are refused."""
+"""Claims about conversion to and from Hugging Face: both sides give the same results, and other models are refused."""
 import json
 import sys
 from dataclasses import asdict
@@ -29,7 +29,7 @@ ODD_TEXTS = [*ODD, "\n\n\t  x  ", "The cat's 12,345", "漢字 ı ﬁ½", "\u200b
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """The module transformers; its cache for the code of models is a temporary folder."""
+    """The transformers module; its cache for the code of models is a temporary folder."""
     import transformers
     cache = str(tmp_path_factory.mktemp("modules"))
     with pytest.MonkeyPatch.context() as patch:

@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.float64)
 
 def outcome(function, arguments):
     """The effect of a call: the results, the arguments after the call, and the gradients of a random sum of the results
-    for arguments that require a gradient and for all parameters of the function's module. Or a ValueError."""
+    with respect to arguments that require gradients and to all parameters of the function's module. Or a ValueError."""
     arguments = copy.deepcopy(arguments)
     sources = {name: x for name, x in arguments.items() if getattr(x, "requires_grad", False)}
     given = arguments | {name: 1 * x for name, x in sources.items()}  # copies, safe to edit in place

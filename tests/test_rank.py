@@ -44,7 +44,7 @@ def svd_ranks(h, centered):
 
 
 def spectrum_of(h, centered, *sizes):
-    """The spectrum that rank.Moments finds for h (n, d), added in parts of these sizes."""
+    """The spectrum that rank.Moments finds when h (n, d) is added in parts of these sizes."""
     moments = rank.Moments()
     for part in torch.from_numpy(h).split(sizes):
         moments.add(part)
@@ -186,7 +186,7 @@ def test_the_theory_of_a_run_has_each_layer(finished, capsys):
 
 def test_copying_is_seen_in_a_model_that_copies(finished, capsys):
     class Copier(torch.nn.Module):
-        """Predicts, in [CLS] A [SEP] A with ten tokens in A, the token eleven positions earlier."""
+        """In [CLS] A [SEP] A with ten tokens in A, predicts the token eleven positions earlier."""
         config = maelm.Config(mask_in_encoder=1.0, decoder_layers=0)
 
         def logits(self, corruption):

@@ -182,7 +182,7 @@ def test_a_recipe_changes_only_with_change_recipe(text, finished, tmp_path, caps
 
 
 def test_fields_may_be_added(text, finished, tmp_path):
-    """A file that lacks a field gets the default."""
+    """A field that a file lacks gets its default."""
     out = short_run(text, tmp_path / "run", "--stop-at", 3)
     settings, state = read_json(out / "config.json"), last_checkpoint(out)
     del settings["decoder"], settings["wandb"], state["config"]["decoder"]

@@ -161,7 +161,7 @@ def test_saving_is_not_training(text, tmp_path, monkeypatch):
 
 
 # ---- Optimizers -----------------------------------------------------------------------------------------------------
-def test_muon_in_bf16_is_pytorchs_muon():  # needs torch 2.9 or later, which has a Muon
+def test_muon_in_bf16_is_pytorchs_muon():  # needs torch 2.9 or later, which has Muon
     torch.manual_seed(0)
     ours = [torch.randn(shape, requires_grad=True) for shape in ((8, 8), (32, 8), (8, 8), (8, 32))]
     theirs = [matrix.detach().clone().requires_grad_() for matrix in ours]
@@ -230,7 +230,7 @@ def test_wandb_cannot_end_a_run(text, finished, tmp_path, monkeypatch, capsys):
     assert "wandb login" in fails(lambda: short_run(text, tmp_path / "new", *flags), capsys)
 
 
-EVERY_COLUMN = dict(  # of Table 4, and section 4.1
+EVERY_COLUMN = dict(  # from Table 4 and section 4.1
     batch_size=2048, warmup_steps=10_000, seq_len=512, adam_epsilon=1e-6, adam_beta1=0.9, adam_beta2=0.98, dropout=0.1,
     weight_decay=0.01, decoder_layers=4, mask_rate=0.15)
 TABLE_4 = {
