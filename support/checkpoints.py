@@ -28,7 +28,7 @@ def write_tensors(path: Path, state: dict):
         try:
             torch.save(state, file)
         except RuntimeError as error:
-            raise (error.__context__ or error) from None  # the error of the disk, which PyTorch's writer hides
+            raise (error.__context__ or error) from None  # the disk's error, which PyTorch's writer hides
 
 
 class Damaged(UserError):
@@ -36,8 +36,8 @@ class Damaged(UserError):
 
 
 def read_tensors(path: Path, *wanted: str) -> dict:
-    """Load a .pt file to the CPU without running code; its configuration becomes a Config. Raises Damaged, or UserError
-    if the file lacks a field or is from a newer version. Disk and memory errors pass through."""
+    """Load a .pt file to the CPU without running code; its configuration becomes a Config. Raises Damaged if the file
+    is damaged, or UserError if it lacks a field or is from a newer version. Disk and memory errors pass through."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     state = None
@@ -52,13 +52,13 @@ def read_tensors(path: Path, *wanted: str) -> dict:
         raise Damaged(f"{path}: damaged, or not written by this project; if you delete it, the previous checkpoint "
                       "is used, or its run is repeated")
     if not state.keys() >= {"config", *wanted}:
-        raise UserError(f"{path}: lacks config, {', '.join(wanted)}: not the kind of file that is needed here")
+        raise UserError(f"{path}: the wrong kind of file; it must contain config, {', '.join(wanted)}")
     check_fields(path, state["config"], Config)
-    return state | {"config": Config(**state["config"])}  # a missing field has its default
+    return state | {"config": Config(**state["config"])}  # a missing field gets its default
 
 
 def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, seconds: float, keep: int):
-    """Write step_STEP.pt, then remove all but the newest `keep` checkpoints, or none if `keep` is 0. `seconds` is the
+    """Write step_STEP.pt and, unless `keep` is 0, remove all but the newest `keep` checkpoints. `seconds` is the
     training time so far. Raises UserError if a weight is not finite."""
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
@@ -129,8 +129,8 @@ def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
 
 
 def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config, dict]:
-    """Load from a run folder, a checkpoint or a folder of finetune.py: the encoder in evaluation mode, its tokenizer,
-    its Config, and the settings of its run. Raises UserError if there is no encoder."""
+    """Load the encoder in evaluation mode, its tokenizer, its Config, and the settings of its run from a run folder, a
+    checkpoint or a folder that finetune.py wrote. Raises UserError if there is no encoder."""
     file = checkpoint_of(path)
     state = read_tensors(file, "model")
     encoder = Encoder(state["config"])
@@ -148,7 +148,7 @@ class Pretrained:
         self.weights = None if name.startswith("random:") else encoder.state_dict()
 
     def weights_hash(self) -> str:
-        """A hash of the weights; of those of seed 0 if they are random."""
+        """A hash of the weights; if they are random, of those drawn with seed 0."""
         weights = [tensor.numpy().tobytes() for tensor in self.new_encoder(seed=0).state_dict().values()]
         return short_hash(b"".join(weights))
 

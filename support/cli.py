@@ -108,7 +108,7 @@ def explain_out_of_memory(flags: str = "--micro-batch-size or a smaller model") 
 
 # ---- 3. Flags -----------------------------------------------------------------------------------------------
 class Parser(argparse.ArgumentParser):
-    """Reports an invalid command line in one line, with exit code 2. Until parse_args, -h is ignored."""
+    """Reports an invalid command line in one line, with exit code 2. Until parse_args is called, -h is ignored."""
     def __init__(self, prog: str, description: str):
         super().__init__(prog=prog, description=description, allow_abbrev=False, add_help=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -172,5 +172,5 @@ def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
 
 
 def fields_of(config: type, values: dict) -> dict:
-    """The entries of `values`, such as given flags, whose names are fields of a dataclass."""
+    """The entries of `values` (given flags, for example) whose names are fields of a dataclass."""
     return {field.name: values[field.name] for field in fields(config) if field.name in values}

@@ -26,7 +26,7 @@ from support.tokenizer import Tokenizer
 # ---- 1. Export ----------------------------------------------------------------------------------------------
 def read_weights(file: Path) -> tuple[Config, dict[str, torch.Tensor], str, list[str]]:
     """Read a checkpoint of train.py or the encoder.pt of finetune.py. Returns its Config, its weights under their names
-    in modeling_maelm.py, the ending of the class name there, and the labels of a classifier (one for regression)."""
+    in modeling_maelm.py, the suffix of its class name there, and the labels of a classifier (one for regression)."""
     state = read_tensors(file, "model")
     config, weights = state["config"], state["model"]
     if "task" not in state:
@@ -42,7 +42,7 @@ def read_weights(file: Path) -> tuple[Config, dict[str, torch.Tensor], str, list
 
 
 def renamed(weights: dict[str, torch.Tensor], head: str) -> dict[str, torch.Tensor]:
-    """Weights from finetune.py after renaming their head."""
+    """Weights from finetune.py with their head renamed."""
     return {re.sub("^head", head, name): weight for name, weight in weights.items()}
 
 
@@ -146,7 +146,7 @@ def read_tokenizer(name: str, theirs, size: int):
     """Convert a byte-level BPE to ours. Returns the tokenizer, and the original ids (size,) int64 in our order. Raises
     UserError if the BPE does not fit."""
     ours = Tokenizer.of_json(name, theirs.backend_tokenizer.to_str())
-    # Both name the 256 bytes and the merges in the letters of GPT-2.
+    # Both tokenizers write the 256 bytes and the merges in GPT-2's letters.
     order = [theirs.cls_token_id, theirs.pad_token_id, theirs.sep_token_id, theirs.mask_token_id]
     order += theirs.convert_tokens_to_ids([ours.model.id_to_token(i) for i in range(len(order), len(ours))])
     order += sorted(set(range(size)) - set(order))

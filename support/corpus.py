@@ -47,7 +47,7 @@ def ngrams(text: str) -> set[str]:
 
 # ---- 2. Documents as tokens ---------------------------------------------------------------------------------
 def sample(training: Iterator[str]) -> list[bytes]:
-    """Choose documents for the tokenizer, at most SAMPLE bytes: all, every second, every fourth, and so on."""
+    """Choose documents for the tokenizer, at most SAMPLE bytes: all, or every second, or every fourth, and so on."""
     kept, size, step = [], 0, 1
     for number, text in enumerate(map(str.encode, training)):  # as bytes, which need less memory
         if number % step == 0:
@@ -123,7 +123,7 @@ def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer 
     data, val_share, start = settings["data"], settings["val_share"], time.perf_counter()
     print(f"preparing {data}, in {folder}")
     bar = partial(tqdm, unit=" documents", unit_scale=True, leave=False, disable=None)
-    if (folder / "tokenizer.json").is_file():  # an interrupted preparation left it
+    if (folder / "tokenizer.json").is_file():  # left by an interrupted preparation
         tokenizer = Tokenizer.load(folder)
     elif tokenizer is None:
         training = (each for each in bar(documents(read), "reading") if not in_validation(each, val_share))
@@ -167,14 +167,14 @@ def read_meta(folder: Path) -> dict:
 
 
 def corpus_name(settings: dict, text: str, tokenizer: Tokenizer | None) -> str:
-    """The name of the folder of a corpus, given the hash of its text: a hash of the text and of how it is prepared."""
+    """The name of a corpus folder: a hash of how the corpus is prepared and of `text`, the hash of its text."""
     given = None if tokenizer is None else tokenizer.model.to_str()
     how = LAYOUT, text, settings["vocab_size"], settings["uncased"], settings["val_share"], given
     return short_hash(repr(how))
 
 
 def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
-    """The folder of the corpus that `settings` select, as in a run's config.json. If it does not exist, one process
+    """The folder of the corpus that `settings` (as in a run's config.json) select. If it does not exist, one process
     prepares it with the given tokenizer or a new one. The corpus of a run (`corpus`) is used even if its text has
     changed since. Raises UserError if the corpus is damaged, or if the text cannot be read."""
     cache, data, of_run = Path(settings["cache"]).expanduser(), settings["data"], settings.get("corpus")
@@ -196,7 +196,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
     text = text_hash(read)
     folder = cache / corpus_name(settings, text, tokenizer)
     if of_run and speaks:
-        print(f"{cache / of_run}: no longer there; it is made again from --data {data}")
+        print(f"{cache / of_run}: no longer there; it is being made again from --data {data}")
     complete = folder / "meta.json"
     if not complete.is_file():  # otherwise nothing is written: the disk may be read-only
         try:
@@ -204,7 +204,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
                 if not complete.is_file():
                     prepare(settings, read, text, tokenizer, folder)
         except (MemoryError, OSError) as error:
-            raise UserError(f"{folder}: not prepared ({root_cause(error)}); is memory or disk full? Choose another "
+            raise UserError(f"{folder}: not prepared ({root_cause(error)}); is memory or the disk full? Choose another "
                             "folder with --cache, or another one for downloads with HF_HOME") from error
     read_meta(folder)
     return folder
@@ -213,7 +213,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
 # ---- 4. From a prepared corpus to the sequences of a step --------------------------------------------------
 class Rows:
     """All sequences of a split ("train", "val"): `[CLS]` and the next seq_len - 1 tokens of a prepared corpus. Tokens
-    stay on the disk until they are read. Raises UserError if the corpus is damaged or too small for one sequence."""
+    stay on disk until they are read. Raises UserError if the corpus is damaged or too small for one sequence."""
     def __init__(self, folder: Path, split: str, seq_len: int):
         meta = read_meta(folder)
         tokens = meta["tokens"][split]

@@ -29,7 +29,7 @@ PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggin
 TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
 DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give C code a docstring
 GROUPED = 10_000  # characters after which a document without a blank line ends
-LONGEST = 1 << 22  # characters after which a line or document is split; no book is as long
+LONGEST = 1 << 22  # characters after which a line or document is split; no book is that long
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 
 
@@ -50,8 +50,8 @@ def docs_files() -> list[tuple[str, Path]]:
 
 
 def content_hashes(files: Iterable[Path], cache: str) -> list[str]:
-    """A hash of the content of each file. The hashes are stored in the folder `cache` by path, size and times of
-    change, so that 200 GB of text is not read again at every start."""
+    """A hash of the content of each file. The hashes are stored in the folder `cache` by path, size and timestamps,
+    so that 200 GB of text is not read again at every start."""
     remembered = Path(cache).expanduser() / "hashes.json"
     known, found, changed = {}, [], False
     with suppress(OSError, UserError):  # missing or damaged: the files are read again

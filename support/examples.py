@@ -27,7 +27,7 @@ def read_task(name: str, data: str | None, val_share: float) -> dict[str, list]:
 
 
 def hash_of(splits: dict[str, list]) -> str:
-    """A hash of the examples or questions of all splits, wherever they were read."""
+    """A hash of the examples or questions of all splits, wherever they were read from."""
     return short_hash(repr([[example[:4] for example in found] for found in splits.values()]))  # without `place`
 
 
@@ -49,8 +49,8 @@ def find_files(name: str, data: str) -> dict[str, Path]:
             found[split] = paths[0]
         elif paths or split != "dev_mm":
             there = " and ".join(path.name for path in paths) or "none"
-            raise UserError(f"--data {data}: for {name}, this folder needs one file {file} ({', '.join(formats)}); has "
-                            f"{there}")
+            raise UserError(f"--data {data}: for {name}, this folder must have one file {file} ({', '.join(formats)}), "
+                            f"but has {there}")
     return found
 
 
@@ -109,8 +109,8 @@ def cell_of(record: dict, place: str, *columns: str) -> str:
     column = next((name for name in columns if name in record), columns[0])
     if not isinstance(record.get(column), str):
         has = ", ".join(f"`{name}`" for name in record) if column not in record else repr(record[column])
-        raise UserError(f"{place}: needs a text in column `{column}`; has {has:.200}. A table starts with a header; a "
-                        ".csv has commas, and a .tsv has tabs")
+        raise UserError(f"{place}: must have a text in column `{column}`, but has {has:.200}. A table must start with "
+                        "a header; a .csv must have commas, and a .tsv must have tabs")
     return record[column]
 
 
@@ -169,7 +169,7 @@ def read_squad(path: Path, labelled: bool = True) -> list[Question]:
 
 
 def read_answers(record: dict, context: str, place: str) -> tuple[tuple[int, str], ...]:
-    """The answers of a question. Raises UserError if they contradict is_impossible or are not in the context."""
+    """The answers to a question. Raises UserError if they contradict is_impossible or are not in the context."""
     found = []
     for answer in field(record, "answers", list, place):
         start = field(answer, "answer_start", int, place)

@@ -24,7 +24,7 @@ def atomic(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())  # otherwise, a power cut could leave an empty file
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # adds the file's name, which a full disk's error lacks
+        error.filename = error.filename or str(path)  # adds the file's name, which the error of a full disk lacks
         raise
     finally:
         temporary.unlink(missing_ok=True)
@@ -54,7 +54,7 @@ def read_json(path: Path, *wanted: str, advice: str = "restore it from a copy, o
     except (FileNotFoundError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: missing, or damaged ({error}); {advice}") from error
     if not isinstance(found, dict) or not found.keys() >= set(wanted):
-        raise UserError(f"{path}: damaged, because it lacks {', '.join(wanted) or 'fields'}; {advice}")
+        raise UserError(f"{path}: damaged (it lacks {', '.join(wanted) or 'fields'}); {advice}")
     return found
 
 
@@ -87,7 +87,7 @@ def lock_folder(folder: Path, sign: str = "", *wanted: str, wait: bool = False) 
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be a folder ({error.strerror}); choose another --out or --cache") from error
+        raise UserError(f"{folder}: not a usable folder ({error.strerror}); choose another --out or --cache") from error
     # The system frees the lock when the process ends.
     lock = FileLock(folder / ".lock", timeout=-1 if wait else 0, fallback_to_soft=False)
     try:

@@ -50,7 +50,7 @@ def format_guess(guess: Guess) -> str:
 
 
 def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
-    """The model's guesses at a whole word in the middle of SHOWN validation sequences."""
+    """The model's guesses at a whole word in the middle of each of SHOWN validation sequences."""
     model.eval()
     lines = ["held-out text: the word in [brackets] was masked; below it are the model's three best guesses"]
     for row in evenly(rows, 20 * SHOWN):  # some sequences have no such word

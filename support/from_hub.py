@@ -1,16 +1,16 @@
-"""Models from the Hugging Face Hub, read with the library transformers, which is not needed otherwise."""
+"""Models from the Hugging Face Hub, read with the transformers library, which is not needed otherwise."""
 from torch import nn
 
 from support.cli import UserError, root_cause
 
 
 def transformers_library():
-    """The module transformers, with its messages silenced. Raises UserError if it is missing or too old."""
+    """The transformers module, with its messages silenced. Raises UserError if it is missing or too old."""
     try:
         import transformers
         transformers.utils.versions.require_version("transformers>=4.55")
     except ImportError as error:
-        raise UserError("this needs the package transformers, 4.55 or later: pip install -U transformers") from error
+        raise UserError("this needs transformers 4.55 or later: pip install -U transformers") from error
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

@@ -97,7 +97,7 @@ class Progress:
                    val_loss=val_loss, seconds=self.run.seconds)
 
     def log_steps(self):
-        """Log the means of the steps since the last line, and the speed. Raises UserError if any is not finite."""
+        """Log the speed and the means since the last line. Raises UserError if a loss or norm is not finite."""
         (config, recipe, _), run, count = self.run.settings, self.run, len(self.recent)
         losses, norms = [torch.stack(values).tolist() for values in zip(*self.recent, strict=True)]
         for step, loss, norm in zip(range(run.step - count + 1, run.step + 1), losses, norms, strict=True):

@@ -75,7 +75,7 @@ class MAELMForMaskedLM(MAELMModel):
 
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, labels=None, **options) -> outputs.MaskedLMOutput:
-        """As MAELMModel; labels (B, n) int64, -100 where there is no loss -> logits (B, n, V)."""
+        """As in MAELMModel; labels (B, n) int64, -100 where there is no loss -> logits (B, n, V)."""
         masked = input_ids == MASK
         real, positions = read(input_ids, attention_mask, options.pop("position_ids", None))
         reads_mask = self.shape.mask_in_encoder > 0.5  # whether pre-training would show a single [MASK] to the encoder
@@ -104,7 +104,7 @@ class MAELMForSequenceClassification(MAELMModel):
 
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, labels=None, **options) -> outputs.SequenceClassifierOutput:
-        """As MAELMModel; labels (B,) int64, or float32 for numbers -> logits (B, C)."""
+        """As in MAELMModel; labels (B,) int64, or float32 for numbers -> logits (B, C)."""
         out = super().forward(input_ids, attention_mask, return_dict=True, **options)
         first = read(input_ids, attention_mask, None)[0].int().argmax(1)  # (B,): the position of [CLS]
         row = torch.arange(first.shape[0], device=first.device)
@@ -123,7 +123,7 @@ class MAELMForQuestionAnswering(MAELMModel):
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, start_positions=None,
                 end_positions=None, **options) -> outputs.QuestionAnsweringModelOutput:
-        """As MAELMModel; start_positions and end_positions (B,) int64 -> logits (B, n) of both."""
+        """As in MAELMModel; start_positions and end_positions (B,) int64 -> logits (B, n) of both."""
         out = super().forward(input_ids, attention_mask, return_dict=True, **options)
         starts, ends = self.qa_outputs(out.last_hidden_state).unbind(2)
         loss = self.loss_function(starts, ends, start_positions, end_positions)

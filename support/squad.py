@@ -113,7 +113,7 @@ class Spans:
             null[q.id] = min(null[q.id], no_answer)
             if score > best[q.id][0]:
                 _, starts, ends = self.spans_of(q.context)
-                start = starts[int(first) - shift]  # first and last are tokens of the input
+                start = starts[int(first) - shift]  # first and last are indices in the input
                 end = ends[int(last) - shift]
                 best[q.id] = score, q.context[start:end]
         answers, odds = {}, {}

@@ -42,15 +42,15 @@ class Start(NamedTuple):
         """Raises ValueError if flags have changed a setting that is fixed."""
         for name in self.fixed:
             if settings[name] != self.settings[name]:
-                raise ValueError(f"{name}={settings[name]!r}: the run of --init, or --tokenizer, has "
-                                 f"{self.settings[name]!r}")
+                raise ValueError(f"{name}={settings[name]!r}: must be {self.settings[name]!r}, as in the run of "
+                                 "--init or in --tokenizer")
         if self.tokenizer is not None and settings["vocab_size"] < len(self.tokenizer):
-            raise ValueError(f"vocab_size={settings['vocab_size']}: the tokenizer has {len(self.tokenizer)} tokens")
+            raise ValueError(f"vocab_size={settings['vocab_size']}: the tokenizer needs {len(self.tokenizer)} or more")
 
 
 def load_start(init: str, preset: dict | None, ablation: str | None, *kinds: type) -> Start:
     """Load a run folder or a checkpoint. Its settings, fields of the dataclasses `kinds`, replace a preset; its peak
-    learning rates are divided by 5 unless it also began with --init. A given preset determines the recipe, and an
+    learning rates are divided by 5 unless that run also began with --init. A given preset determines the recipe, and an
     ablation determines the decoder and the masks. Raises UserError if a file is missing or damaged."""
     file = checkpoint_of(Path(init))
     model, tokenizer = load_model(file)
@@ -86,7 +86,7 @@ def settings_to_resume(out: Path, settings, start: Start, change_recipe: bool) -
     there, kinds = read_json(out / "config.json"), (*map(type, settings), Inputs)
     check_fields(out / "config.json", there, *kinds)
     for kind in kinds:
-        there = asdict(kind()) | there  # a missing field has its default
+        there = asdict(kind()) | there  # a missing field gets its default
     changed = changes(there, asdict(settings.config) | asdict(settings.recipe))
     if settings.options.init != there["init"]:  # a run of the same name may have been trained further
         changed |= changes(there, {"init_weights": start.weights})
@@ -110,7 +110,7 @@ def settings_to_resume(out: Path, settings, start: Start, change_recipe: bool) -
 
 
 def inputs_of(out: Path, corpus: Path, before: dict, start: Start) -> dict:
-    """The Inputs of a run, as a dictionary, given `before`, its earlier config.json or {}. Raises UserError if the run
+    """The Inputs of a run as a dictionary; `before` is its earlier config.json or {}. Raises UserError if the run
     had other inputs; an older version may not have recorded them."""
     vocabulary = short_hash((corpus / "tokenizer.json").read_bytes())
     inputs = asdict(Inputs(corpus.name, vocabulary, before["init_weights"] if before else start.weights))
@@ -135,4 +135,4 @@ def refuse_many_masks(config: Config, splits: list[Rows]):
     if m > least:
         least = min(split.fewest_real_tokens() for split in splits)
     if not 0 < m <= least:
-        raise UserError(f"mask_rate={config.mask_rate} masks {m} of {n} tokens in a sequence: use 1 to {least}")
+        raise UserError(f"mask_rate={config.mask_rate} masks {m} of {n} tokens per sequence; it must mask 1 to {least}")

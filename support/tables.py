@@ -1,4 +1,4 @@
-"""One reader of files: lines of text, rows of tables (CSV, JSON, Parquet), and data sets of the Hub.
+"""One reader for files: lines of text, rows of tables (CSV, JSON, Parquet), and data sets on the Hub.
 
 Paths are never patterns. Text is UTF-8, with or without a byte order mark, and may be compressed. The suffix
 names the format, in upper or lower case: labels.CSV.gz is a table with commas.
@@ -94,7 +94,7 @@ def json_rows(path: Path) -> Iterator[Row]:
             values = [parse_json(line, f"{path}, line {index}")]
         for place, value in enumerate(values, start=index):
             if not isinstance(value, dict):
-                raise UserError(f"{path}, {unit} {place}: needs an object such as {{\"text\": ...}}; has {value!r:.60}")
+                raise UserError(f"{path}, {unit} {place}: must be an object like {{\"text\": ...}}, not {value!r:.60}")
             yield f"{path}, {unit} {place}", value
 
 
@@ -102,7 +102,7 @@ def refuse_equal_names(place: object, names: Iterable[str | None]):
     """Raises UserError if two columns have the same name, apart from case and spaces."""
     names = [name.strip().lower() for name in names if name]
     if len(set(names)) < len(names):
-        raise UserError(f"{place}: two columns of {', '.join(names)} have the same name; rename one")
+        raise UserError(f"{place}: two of the columns {', '.join(names)} have the same name; rename one")
 
 
 def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, skip: bool = False) -> Iterator[Row]:
@@ -117,7 +117,7 @@ def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, sk
             if None not in row and None not in row.values():  # how DictReader marks too many and too few cells
                 yield f"{path}, line {reader.line_num}", row
             elif not skip:
-                raise UserError(f"{path}, line {reader.line_num}: not as many cells as columns in the header; put a "
+                raise UserError(f"{path}, line {reader.line_num}: must have as many cells as the header; put a "
                                 "text with a comma, tab or line break in quotes; in GLUE's files, remove the tab")
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.reader.line_num}: {error}; double the quotes inside a text") from error

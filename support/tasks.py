@@ -68,7 +68,7 @@ RATES = {  # (task in the large group, large encoder) -> learning rates to try
 
 
 def grid(group: str, dim: int, given: dict) -> list[dict[str, float]]:
-    """The settings of Table 5 or 6 for an encoder with dim dimensions; a given value replaces the grid's values."""
+    """The settings of Table 5 or 6 for an encoder of width `dim`; a given value replaces the grid's values."""
     tried = SWEEPS.get(group, SWEEPS["small"]) | {"learning_rate": RATES[group == "large", dim >= 1024]}
     tried |= {name: (given[name],) for name in SWEPT if name in given}
     return [dict(zip(tried, values)) for values in itertools.product(*tried.values())]
@@ -141,7 +141,7 @@ def labels_of(name: str, train: list) -> Labels:
         return Labels(task.metrics, task.labels, pairs=pairs)
     found = sorted({example.label for example in train})
     if len({label.lower() for label in found}) < len(found):
-        raise UserError(f"training labels that differ only in case: {', '.join(found):.200}; write them alike")
+        raise UserError(f"some training labels differ only in case: {', '.join(found):.200}; write them alike")
     if len(found) == 1:
         raise UserError(f"all training examples have the label {found[0]!r}: use two labels or more")
     numbers = [float(label) for label in found if NUMBER.fullmatch(label)]

@@ -33,7 +33,7 @@ class Tokenizer:
         byte = {letter: b for b, letter in enumerate(byte_letters())}
         tokens = [model.id_to_token(i) for i in range(model.get_vocab_size())]
         if None in tokens or tokens[:NUM_SPECIAL] != SPECIALS or not byte.keys() <= set(tokens):
-            raise ValueError("its tokens are not special tokens, bytes and merges")  # tiktoken would panic
+            raise ValueError("its tokens must be special tokens, bytes and merges")  # tiktoken would panic
         ranks = {}  # the bytes of each token -> its id, which is also its merge rank
         for i in range(NUM_SPECIAL, len(tokens)):
             ranks[bytes(byte[letter] for letter in tokens[i])] = i
@@ -55,7 +55,7 @@ class Tokenizer:
     @classmethod
     def of_merges(cls, merges: list[list[str]], uncased: bool, pieces: str = PIECES,
                   letters: list[str] | None = None) -> "Tokenizer":
-        """The tokenizer with these merges, in the alphabet of `byte_letters`. The ids of the bytes follow `letters`."""
+        """The tokenizer with these merges, in the alphabet of `byte_letters`. Byte ids are ordered like `letters`."""
         tokens = SPECIALS + (letters or byte_letters()) + [a + b for a, b in merges]
         vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}  # two merges can make the same token
         model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[*map(tuple, merges)]))
@@ -96,7 +96,7 @@ class Tokenizer:
                 path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
                 found = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # it raises nothing more specific
-            raise UserError(f"--tokenizer {name}: cannot be read as tokenizer.json ({str(error)[:200]})") from error
+            raise UserError(f"--tokenizer {name}: cannot be read as a tokenizer.json ({str(error)[:200]})") from error
         return cls.of_json(name, found.to_str())
 
     @classmethod

@@ -140,7 +140,7 @@ def make_worker(precision: str, device: str = "auto", small: bool = False) -> Wo
         numbers = [int(value) for value in given[:4] if value.isdecimal()]
         if len(numbers) < 4 or given[4] == "" or numbers[0] >= numbers[1] or numbers[3] > 65535:
             listed = ", ".join(f"{name}={value!r}" for name, value in zip(names, given, strict=True))
-            raise UserError(f"{listed}: not the variables of torchrun; start with torchrun, or unset them")
+            raise UserError(f"{listed}: not as torchrun sets them; start with torchrun, or unset them")
         rank, world_size = numbers[:2]
     found = best_device(device, small)
     if found.type == "cuda":

@@ -85,7 +85,7 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name, content, message", [
     ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl, line 1: needs a field `text`; --column can be content, id"),
     ("a.jsonl", b'{"text": 3}', "a.jsonl, line 1: field `text` holds 3, not text"),
-    ("a.jsonl", b'["text"]', "a.jsonl, record 1: needs an object such as"),
+    ("a.jsonl", b'["text"]', "a.jsonl, record 1: must be an object like"),
     ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
     ("a.txt", b"good text\n\ncaf\xe9", "a.txt, line 3: not UTF-8; convert the file"),
     ("a.txt", "text".encode("utf-16-le"), "a.txt, line 1: not UTF-8"),

@@ -259,6 +259,6 @@ def test_glue_is_the_average_of_eight_tasks(finished, tmp_path, monkeypatch):
     ("--init no/such", "no/such: not a run folder"), ("--init no --predict a.txt", "no: no encoder.pt"),
     ("--task sst3", "invalid choice: 'sst3'"), ("--task custom", "--task custom: needs --data"),
     ("--epochs inf", "epochs=inf: use"), ("--seeds 0", "--seeds 0: use a positive number"),
-    ("--task rte --data no/such", "no/such: for rte, this folder needs one file train")])
+    ("--task rte --data no/such", "no/such: for rte, this folder must have one file train")])
 def test_a_bad_command_gets_a_one_line_error(flags, message, tmp_path, capsys):
     assert message in fails(lambda: finetune.main([*flags.split(), "--out", str(tmp_path)]), capsys)

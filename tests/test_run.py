@@ -229,7 +229,7 @@ def test_a_folder_in_use_or_of_something_else_is_refused(text, copy, tmp_path, c
     write_json(tmp_path / "export" / "config.json", {"model_type": "maelm"})
     assert "not empty, and not" in fails(lambda: short_run(text, tmp_path / "export"), capsys)
     assert not (tmp_path / "export" / ".lock").exists()
-    assert "config.json: cannot be a folder" in fails(lambda: short_run(text, copy / "config.json"), capsys)
+    assert "config.json: not a usable folder" in fails(lambda: short_run(text, copy / "config.json"), capsys)
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -266,10 +266,10 @@ def test_a_checkpoint_of_another_run_is_refused(text, tmp_path, capsys):
     ("--batch-size 0", "batch_size=0: use a positive number"),
     ("--vocab-size 1000000000", "vocab_size=1000000000: use 261 to 1,048,576"),
     ("--micro-batch-size 3", "batch_size=8 is not a multiple of micro_batch_size=3 times 1"),
-    ("--mask-rate 0.99", "mask_rate=0.99 masks 24 of 24 tokens in a sequence: use 1 to"),
+    ("--mask-rate 0.99", "mask_rate=0.99 masks 24 of 24 tokens per sequence; it must mask 1 to"),
     ("--max-steps 30 --warmup-steps 100", "warmup_steps=100: longer than the run, max_steps=30; lower --warmup-steps"),
     ("--init no/\x1brun", r"no/\\x1brun: not a run folder"),
-    ("--init RUN --encoder-layers 1", "encoder_layers=1: the run of --init, .* has 2"),
+    ("--init RUN --encoder-layers 1", "encoder_layers=1: must be 2, as in the run of --init"),
     ("--init=", "--init: the value is empty"),
     ("--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
     ("--adam-beta2 1", "adam_beta2=1.0 is not")])

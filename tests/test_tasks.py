@@ -195,18 +195,18 @@ def test_labels_with_fractions_are_numbers():
 
 @pytest.mark.parametrize("name, file, content, message", [
     ("rte", "a.txt", "one text", "line 1: lacks a second text"), ("custom", "a.xls", "", "must end in .txt, .csv"),
-    ("cola", "a.tsv", "index\tsentence\n0\ta\n1\ta\tb\n", "line 3: not as many cells .* remove the tab"),
-    ("custom", "train.csv", "text,kind\na,b\n", "line 2: needs a text in column `label`; has `text`, `kind`"),
+    ("cola", "a.tsv", "index\tsentence\n0\ta\n1\ta\tb\n", "line 3: must have as many cells .* remove the tab"),
+    ("custom", "train.csv", "text,kind\na,b\n", "line 2: must have a text in column `label`, but has `text`, `kind`"),
     ("custom", "train.tsv", "text\tlabel\na\tx\nb\t\n", "line 3: the text or the label in column `label` is empty"),
     ("custom", "train.csv", 'text,label\na,x\n"b,x\n', "line 3: unexpected end of data"),
-    ("custom", "train.csv", "text,label,label\na,x,y\n", "two columns of text, label, label"),
-    ("custom", "train.jsonl", '{"text": "a", "label": "x", "Label": "y"}', "line 1: two columns of text, label, label"),
+    ("custom", "train.csv", "text,label,label\na,x,y\n", "two of the columns text, label, label"),
+    ("custom", "train.jsonl", '{"text": "a", "label": "x", "Label": "y"}', "line 1: two of the columns text, label"),
     ("custom", "train.jsonl", '{"text": "a", "label": "x\\ty"}', "line 1: the label or id has a tab"),
     ("custom", "train.csv", "text,label\ncafé,x\n".encode("latin-1"), "line 2: not UTF-8; convert"),
-    ("custom", "train.jsonl", '{"text": ["a"], "label": "x"}', "line 1: needs a text in column `text`; has .'a'"),
+    ("custom", "train.jsonl", '{"text": ["a"], "label": "x"}', "line 1: must have a text in column `text`, .* .'a'"),
     ("custom", "train.csv.gz", "text", "cannot be read .Not a gzipped file"),
     ("custom", "train.csv", "text,label\na,x\n", "all training examples have the label 'x'"),
-    ("custom", "train.x", "", "needs one file train .* has none")])
+    ("custom", "train.x", "", "must have one file train .* has none")])
 def test_bad_files_are_refused(name, file, content, message, tmp_path):
     for path in (file, file.replace("train", "dev")):
         (tmp_path / path).write_bytes(content if isinstance(content, bytes) else content.encode())
