@@ -8,7 +8,7 @@
 --task custom reads the files train and dev (.csv, .tsv, .jsonl or .parquet, or compressed) in --data, with the columns
 text[,text2],label, or sentence1,sentence2,label as in GLUE. Labels are used as written (01 is not 1); labels with
 decimals are numbers. F1 treats the second of two labels as positive. The best of at most 20 checkpoints is chosen on
-dev, so scores are slightly optimistic. Repeat a command to complete missing runs; torchrun's processes share the runs.
+dev, so scores are slightly optimistic. Repeat a command to do the missing runs; torchrun's processes share the runs.
 """
 import argparse
 import math
@@ -114,7 +114,7 @@ def fine_tune(model: Tuned, setup: Setup, tune: TuneConfig, seed: int) -> Iterat
 def evaluate(model: Tuned, kind: Classification | Spans, encoded: Encoded, batch_size: int, device: torch.device):
     """Evaluate on a split -> {"value": the main metric, "metrics": all of them, "ranks": of H^L, for Table 3}, and the
     texts of prediction files by name. If the model has diverged (a hidden state is not finite, or an output is NaN),
-    value and ranks are None, and there are no metrics and files."""
+    value and ranks are None, and there are no metrics or files."""
     model.eval()
     order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
     moments, outputs = Moments(), []
@@ -219,7 +219,7 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
     sweep = []
     if options.sweep:
         flags = fields_of(TuneConfig, vars(options))
-        # Explicit flags replace the grid's values. In tune, a learning rate of 0 has its actual value.
+        # Explicit flags replace the grid's values. In tune, the actual learning rate has already replaced a 0.
         given = {name: getattr(tune, name) for name in flags}
         points = grid(TASKS[task].group, dim, given)
         # Seed 0, because the choice must not depend on the seeds of the result.
@@ -273,8 +273,8 @@ def parse(argv) -> argparse.Namespace:
     add("--init", default="out/toy", help="run folder, checkpoint, or random:FOLDER [%(default)s]")
     add("--out", type=Path, help="folder for all results [out/TASK-INIT, or INIT/predict-FILE]")
     add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
-    add("--predict", type=Path, metavar="FILE", help="predict this file with the fine-tuned model in --init: lines "
-        "(.txt), a table with text[,text2] (.csv, .tsv, .jsonl, .parquet), or a test file of GLUE or SQuAD")
+    add("--predict", type=Path, metavar="FILE", help="write predictions for this file with the fine-tuned model in "
+        "--init: lines (.txt), a table with text[,text2] (.csv, .tsv, .jsonl, .parquet), or a GLUE or SQuAD test file")
     # The other flags depend on --predict, so it is read first. (Parser ignores -h until parse_args.)
     predicting = parser.parse_known_args(argv)[0].predict
     options = parse_prediction(parser, argv) if predicting else parse_tuning(parser, argv)

@@ -50,8 +50,8 @@ class Config:
     decoder_relative: bool = False  # whether the decoder also has relative positions
     # For Table 2 (see ABLATIONS) and Figure 4:
     mask_in_encoder: float = 0.0  # delta in Figure 4: fraction of the masked positions that the encoder sees
-    encoder_fill: str = "mask"  # mask | random: the token at the masked positions that it sees
-    decoder_reset: bool = False  # whether e_[MASK] replaces the encoder's output at these positions
+    encoder_fill: str = "mask"  # mask | random: the token that the encoder sees at masked positions
+    decoder_reset: bool = False  # whether e_[MASK] replaces the encoder's output at masked positions
     aligned_positions: bool = True  # whether tokens keep their positions in the encoder, or get 0 to r - 1
     decoder_dim: int = 0  # dimensions of the decoder; 0 for encoder_dim
     decoder: str = "bi"  # bi | bi+cross | uni+cross | cross; see support/cross_attention.py

@@ -204,7 +204,7 @@ def make_command(flags: Namespace) -> Command:
     for kind in KINDS:
         given |= fields_of(kind, vars(flags))
     start = start_of(given, flags)
-    row = ABLATIONS[flags.ablation] if flags.ablation else {}  # without the flag, the row of the start stays
+    row = ABLATIONS[flags.ablation] if flags.ablation else {}  # without the flag, `start` keeps its own row
     settings = make_settings(start.settings | row, given)
     start.require_fixed(settings.fields())
     if start.folder is None:  # toy or toy-mlm; with --init NAME, NAME-more or NAME-mlm
@@ -346,7 +346,7 @@ def loop(run: Run, progress: Progress) -> int:
             progress.recent.append(train_step(network, run.optimizers, batches, run.step, settings.recipe, worker))
             run.step += 1
 
-            # If a signal reaches one process, all stop. This check makes GPUs wait, so they do it at every fourth step.
+            # If a signal reaches one process, all stop. This check makes GPUs wait, so it runs only every fourth step.
             if worker.world_size == 1 or run.step % 4 == 0:
                 stopped = worker.all_reduce(len(signals))[0] > 0
             finished = run.step == settings.last_step

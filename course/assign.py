@@ -139,7 +139,7 @@ def main(argv=None) -> int:
         elif options.blank:
             tasks = list(TASKS) if "all" in options.blank else options.blank
             if "all" not in options.blank and len({TASKS[task] for task in tasks}) > 1:
-                raise UserError("--blank: these tasks are in several files; name those of one file")
+                raise UserError("--blank: these tasks are in several files; name only tasks from one file")
             print(without("maelm.py" if "all" in options.blank else TASKS[tasks[0]], tasks), end="")
         else:
             return int(not grade_students(options))

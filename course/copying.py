@@ -18,7 +18,7 @@ from support.subjects import subject_of_run
 
 
 def losses(model: MAELM, tokens, maskable, seed: int):
-    """Mask m of the tokens (B, n) per sequence, as in training, where maskable (B, n) bool is True ->
+    """Mask m of the tokens (B, n) per sequence where maskable (B, n) bool is True, with m as in training ->
     -log p(x_i | x-hat) in nats at the masked positions, and the masked positions: (B, m) each."""
     m = model.config.num_masked(tokens.shape[1])
     generator = torch.Generator().manual_seed(seed)

@@ -146,7 +146,7 @@ def marks_of(texts: dict[str, str]) -> list[str]:
     lines = []
     for file, text in texts.items():
         names = suspicious(text)
-        if "def main(" in text:  # a copy of our whole file, which itself has some of these names
+        if "def main(" in text:  # a copy of our whole file, which itself contains some of these names
             names -= suspicious((HERE / file).read_text("utf-8"))
         if names:
             lines.append(f"read by hand: {file} names {', '.join(sorted(names))}")
@@ -245,7 +245,7 @@ def grade_all(texts: dict[str, str], only: list[str], seconds: float) -> list[Re
 
 
 def gradescope(results: list[Result], marks: list[str]) -> str:
-    """results.json in Gradescope's format. Students do not see the lines of marks_of."""
+    """results.json in Gradescope's format. Students do not see the lines from marks_of."""
     tests = [{"name": task, "score": points, "max_score": most, "output": f"{status}\n{details}"}
              for task, points, most, status, details in results]
     tests += [{"name": mark, "score": 0, "max_score": 0, "visibility": "hidden"} for mark in marks]

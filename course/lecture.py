@@ -54,8 +54,8 @@ def draw_cells(rows: dict[str, list[str]], weights: dict[str, list[float]] | Non
 
 
 def repeated_words(sequences, tokenizer: Tokenizer) -> Iterator[tuple]:
-    """Find the sequences, among (N, n) int64, that contain a long word exactly twice. Yields each of these sequences as
-    (1, n), with both positions of the word."""
+    """Find those of the `sequences` (N, n) int64 that contain a long word exactly twice. Yields each of them as (1, n),
+    with both positions of the word."""
     for sequence in sequences:
         for token in sequence[sequence >= NUM_SPECIAL].tolist():
             places = (sequence == token).nonzero().flatten().tolist()
