@@ -202,7 +202,8 @@ def make_setup(task: str, options: argparse.Namespace, worker: Worker) -> Setup:
     # All processes compare these with config.json. The number of seeds may grow, and the encoder's path may change.
     settings = {"init": options.init, "task": task, "weights": pretrained.weights_hash(),
                 "examples": hash_of(examples), "sweep": options.sweep, **asdict(tune)}
-    open_folder(out, settings, may_change=["init"])
+    inherited = pretrained.inherited()
+    open_folder(out, settings | inherited, may_change=["init", *inherited])
     if worker.is_main:
         pretrained.tokenizer.save(out)
         print(f"{out}: {len(splits['train'].ids):,} training inputs")
@@ -243,9 +244,10 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
 # ---- 4. Predictions for new texts ---------------------------------------------------------------------------
 def predict_file(options: argparse.Namespace, device: torch.device):
     """Write the predictions of the model in --init for a file. Raises UserError if --out holds other files."""
-    folder, source = Path(options.init), options.predict.expanduser().resolve()
+    source = options.predict.expanduser().resolve()
+    folder = Path(options.init.removesuffix("encoder.pt"))
     if not (folder / "encoder.pt").is_file():
-        raise UserError(f"{folder}: no encoder.pt from the run of seed 1; delete runs/*-1.json to repeat that run")
+        raise UserError(f"{folder}: no encoder.pt from the run of seed 1; to repeat that run, delete its file in runs/")
     state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale", "pairs")
     task = state["task"]
     labels = Labels(TASKS[task].metrics, names=tuple(state["labels"]), scale=state["scale"], pairs=state["pairs"])

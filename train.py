@@ -35,7 +35,8 @@ from support.fill_mask import examples
 from support.log import Progress, draw_loss, start_wandb
 from support.models import check, make_model
 from support.optim import make_optimizers
-from support.start import Start, copy_fitting_weights, inputs_of, load_start, refuse_many_masks, settings_to_resume
+from support.start import (Start, copy_fitting_weights, default_out, inputs_of, load_start, refuse_many_masks,
+                           settings_to_resume)
 from support.tokenizer import Tokenizer
 from support.worker import Worker, compile_model, make_worker
 
@@ -185,11 +186,11 @@ def parse(argv) -> Command:
         parser.error(str(error))
 
 
-def start_of(given: dict, flags: Namespace) -> Start:
+def start_of(given: dict, out: Path, flags: Namespace) -> Start:
     """The run that --init names, or a preset. `given` holds those `flags` that are fields of KINDS."""
     if given.get("init"):
         preset = PRESETS[flags.preset] if flags.preset else None  # None keeps the recipe of that run
-        return load_start(given["init"], preset, flags.ablation, *KINDS)
+        return load_start(given["init"], out, preset, flags.ablation, *KINDS)
     preset = PRESETS[flags.preset or "toy"]
     if not given.get("tokenizer"):
         return Start(preset)
@@ -203,15 +204,12 @@ def make_command(flags: Namespace) -> Command:
     given = {}
     for kind in KINDS:
         given |= fields_of(kind, vars(flags))
-    start = start_of(given, flags)
+    out = flags.out or default_out(given.get("init", ""), flags.preset, flags.ablation)
+    start = start_of(given, out, flags)
     row = ABLATIONS[flags.ablation] if flags.ablation else {}  # without the flag, `start` keeps its own row
     settings = make_settings(start.settings | row, given)
     start.require_fixed(settings.fields())
-    if start.folder is None:  # toy or toy-mlm; with --init NAME, NAME-more or NAME-mlm
-        name = f"{flags.preset or 'toy'}-{flags.ablation or 'mae-lm'}".removesuffix("-mae-lm")
-    else:
-        name = f"{start.folder.resolve().name}-{flags.ablation or 'more'}"
-    return Command(settings, flags.out or Path("out", name), start, flags)
+    return Command(settings, out, start, flags)
 
 
 # ---- 2. A run and its folder --------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from support.subjects import subject_of_run
 def losses(model: MAELM, tokens, maskable, seed: int):
     """Mask m of the tokens (B, n) per sequence where maskable (B, n) bool is True, with m as in training ->
     -log p(x_i | x-hat) in nats at the masked positions, and the masked positions: (B, m) each."""
-    m = model.config.num_masked(tokens.shape[1])
+    m = min(model.config.num_masked(tokens.shape[1]), int(maskable.sum(1).min()))
     generator = torch.Generator().manual_seed(seed)
     masked = draw_masks(maskable, m, generator)
     logits = model.logits(apply_masks(tokens, masked, model.config, generator))  # (B, m, V)

@@ -65,11 +65,17 @@ def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, second
             raise UserError(f"step {step}: {name} is not finite; continue from the last checkpoint with "
                             "--change-recipe and a lower --learning-rate")
     write_tensors(out / f"step_{step:07d}.pt", {
-        "step": step, "seconds": seconds, "config": asdict(model.config), "model": model.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers]})
+        "step": step, "seconds": seconds, "inputs": inputs_in(out), "config": asdict(model.config),
+        "model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]})
     if keep > 0:
         for old in checkpoints(out)[:-keep]:
             old.unlink()
+
+
+def inputs_in(out: Path) -> dict:
+    """The hashes in config.json that tell a run from others with the same Config; see Inputs in support/start.py."""
+    there = run_settings(out)
+    return {name: there.get(name) for name in ("corpus", "vocabulary", "init_weights")}
 
 
 def set_damaged_aside(out: Path):
@@ -90,7 +96,9 @@ def load_checkpoint(path: Path, model: MAELM, optimizers: list) -> tuple[int, fl
     """Load a checkpoint into a model and its optimizers. Returns its step and the seconds of training. Raises UserError
     if it does not belong to this run."""
     state = read_tensors(path, "step", "seconds", "model", "optimizers")
-    if state["config"] != model.config or path.name != f"step_{state['step']:07d}.pt":
+    inputs = inputs_in(path.parent)
+    if (state["config"] != model.config or state.get("inputs", inputs) != inputs
+            or path.name != f"step_{state['step']:07d}.pt"):
         raise UserError(f"{path}: a checkpoint of another run or step; remove it")
     load_weights(model, state["model"], path)
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
@@ -151,6 +159,11 @@ class Pretrained:
         """A hash of the weights; if they are random, of those drawn with seed 0."""
         weights = [tensor.numpy().tobytes() for tensor in self.new_encoder(seed=0).state_dict().values()]
         return short_hash(b"".join(weights))
+
+    def inherited(self) -> dict:
+        """The settings of its run that a fine-tuned copy passes on."""
+        kept = {name: self.settings[name] for name in ("position_init", "val_share") if name in self.settings}
+        return kept | {"vocabulary": short_hash(self.tokenizer.model.to_str())}
 
     def new_encoder(self, seed: int) -> nn.Module:
         """A copy of the encoder, with dropout. If its weights are random, the seed determines them."""

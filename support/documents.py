@@ -151,13 +151,13 @@ def text_hash(read: list[Source]) -> str:
 
 
 def files_below(path: Path, seen: set[str]) -> Iterator[Path]:
-    """A file, or all files in a folder except hidden ones, each only once even if several links lead to it. `seen`
-    holds the real paths so far. Raises OSError if a folder cannot be read."""
-    place = os.path.realpath(path)
-    if place in seen:
+    """A text file, or all text files in a folder except hidden ones, each only once even if several links lead to it.
+    `seen` holds the real paths so far. Raises OSError if a folder cannot be read."""
+    is_folder, place = path.is_dir(), os.path.realpath(path)
+    if place in seen or not (is_folder or split_name(path)[1] in FORMATS):
         return
     seen.add(place)
-    if not path.is_dir():
+    if not is_folder:
         yield path
         return
     for inside in sorted(path.iterdir()):
@@ -171,8 +171,7 @@ def files_in(name: str) -> tuple[Path, ...]:
     path = Path(name).expanduser()
     if not name or not path.exists():
         raise UserError(f"--data {name}: no such file or folder; other sources are docs and hf:NAME")
-    files = sorted(files_below(path, set()), key=str)
-    found = [file for file in files if split_name(file)[1] in FORMATS]
+    found = sorted(files_below(path, set()), key=str)
     if not found:
         raise UserError(f"--data {name}: no file ending in {', '.join(FORMATS)}, plain or compressed (.gz, .bz2, .xz, "
                         ".zst)")

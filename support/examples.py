@@ -130,7 +130,8 @@ def examples_of(name: str, rows: Iterable[Row], where: object, labelled: bool = 
         value = cell_of(record, place, label).strip() if labelled else None
         if labelled and not (value and text.strip()):  # two of QQP's second questions are empty
             raise UserError(f"{place}: the text or the label in column `{label}` is empty")
-        index = str(record.get("index", record.get("idx", record.get("id", number))))
+        names = [record[name] for name in ("index", "idx", "id") if record.get(name)]
+        index = str(names[0] if names else number)
         if re.search("[\t\n\r]", f"{index} {value}"):
             raise UserError(f"{place}: the label or id has a tab or a line break, which predictions.tsv cannot hold")
         found.append(Example(text, text2, value, index, place))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from maelm import ABLATIONS, MAELM, Config
-from support.checkpoints import checkpoint_of, checkpoints, load_model
+from support.checkpoints import checkpoint_of, checkpoints, load_model, run_settings
 from support.cli import UserError
 from support.corpus import Rows, corpus_name
 from support.documents import sources, text_hash
@@ -34,7 +34,6 @@ class Start(NamedTuple):
     settings: dict  # which an ablation and flags override
     tokenizer: Tokenizer | None = None  # of --init or --tokenizer; otherwise one is learned
     fixed: tuple[str, ...] = ()  # settings that flags cannot change
-    folder: Path | None = None  # of --init
     model: MAELM | None = None  # of --init
     weights: str | None = None  # a hash of the checkpoint of --init
 
@@ -48,12 +47,29 @@ class Start(NamedTuple):
             raise ValueError(f"vocab_size={settings['vocab_size']}: the tokenizer needs {len(self.tokenizer)} or more")
 
 
-def load_start(init: str, preset: dict | None, ablation: str | None, *kinds: type) -> Start:
+def default_out(init: str, preset: str | None, ablation: str | None) -> Path:
+    """The run folder if --out is not given: toy or toy-mlm; with --init NAME, NAME-more or NAME-mlm."""
+    if not init:
+        return Path("out", f"{preset or 'toy'}-{ablation or 'mae-lm'}".removesuffix("-mae-lm"))
+    folder = Path(init).parent if init.endswith(".pt") else Path(init)
+    return Path("out", f"{folder.resolve().name}-{ablation or 'more'}")
+
+
+def load_start(init: str, out: Path, preset: dict | None, ablation: str | None, *kinds: type) -> Start:
     """Load a run folder or a checkpoint. Its settings, fields of the dataclasses `kinds`, replace a preset; its peak
     learning rates are divided by 5 unless that run also began with --init. A given preset determines the recipe, and an
     ablation determines the decoder and the masks. Raises UserError if a file is missing or damaged."""
-    file = checkpoint_of(Path(init))
-    model, tokenizer = load_model(file)
+    fixed = (*ENCODER, "uncased", "tokenizer")
+    try:
+        file = checkpoint_of(Path(init))
+        model, tokenizer = load_model(file)
+    except UserError:
+        there = run_settings(out) if checkpoints(out) else {}
+        if there.get("init") != init:
+            raise
+        # The run in `out` has a checkpoint of its own, and does not need its start, which is gone.
+        kept = {name: value for name, value in there.items() if name == "tokenizer" or name not in NOT_PASSED_ON}
+        return Start(kept, Tokenizer.load(out), fixed, None, there.get("init_weights"))
     path = file.parent / "config.json"
     there = read_json(path)
     check_fields(path, there, *kinds, Inputs)
@@ -72,8 +88,7 @@ def load_start(init: str, preset: dict | None, ablation: str | None, *kinds: typ
         values |= {name: getattr(Config, name) for name in row_decides}
         # A new decoder is as deep as in the presets.
         values["decoder_layers"] = model.config.decoder_layers or max(1, min(4, model.config.encoder_layers // 3))
-    fixed = (*ENCODER, "uncased", "tokenizer")
-    return Start(values, tokenizer, fixed, file.parent, model, short_hash(file.read_bytes()))
+    return Start(values, tokenizer, fixed, model, short_hash(file.read_bytes()))
 
 
 def settings_to_resume(out: Path, settings, start: Start, change_recipe: bool) -> dict:
@@ -90,10 +105,10 @@ def settings_to_resume(out: Path, settings, start: Start, change_recipe: bool) -
     changed = changes(there, asdict(settings.config) | asdict(settings.recipe))
     if settings.options.init != there["init"]:  # a run of the same name may have been trained further
         changed |= changes(there, {"init_weights": start.weights})
-    if changed.keys() == {"data"} and there["corpus"]:  # the same text may have another name now
+    if "data" in changed and there["corpus"]:  # the same text may have another name now
         text = text_hash(sources(settings.recipe.data, settings.recipe.column, settings.options.cache))
         if corpus_name(there, text, start.tokenizer) == there["corpus"]:
-            return there
+            del changed["data"]
     step = int(found[-1].stem.removeprefix("step_"))
     in_recipe = asdict(settings.recipe).keys() - {*TEXT, "batch_size", "optimizer", "position_init"}
     advice = "choose another --out"
@@ -112,7 +127,8 @@ def settings_to_resume(out: Path, settings, start: Start, change_recipe: bool) -
 def inputs_of(out: Path, corpus: Path, before: dict, start: Start) -> dict:
     """The Inputs of a run as a dictionary; `before` is its earlier config.json or {}. Raises UserError if the run
     had other inputs; an older version may not have recorded them."""
-    vocabulary = short_hash((corpus / "tokenizer.json").read_bytes())
+    tokens = start.tokenizer or Tokenizer.load(corpus)
+    vocabulary = short_hash(tokens.model.to_str())
     inputs = asdict(Inputs(corpus.name, vocabulary, before["init_weights"] if before else start.weights))
     if before.get("corpus"):
         refuse_changes(out, changes(before, inputs))

@@ -110,17 +110,20 @@ def csv_rows(path: Path, comma: str, header: tuple = (), quotes: bool = True, sk
     cells that contain commas or line breaks. Rows that do not fit the header raise UserError or are skipped."""
     csv.field_size_limit(2 ** 31 - 1)  # characters in a cell
     quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
-    reader = csv.DictReader(lines_of(path, newline=""), header or None, delimiter=comma, quoting=quoting, strict=True)
+    reader = csv.reader(lines_of(path, newline=""), delimiter=comma, quoting=quoting, strict=True)
     try:
-        refuse_equal_names(path, reader.fieldnames or ())
-        for row in reader:
-            if None not in row and None not in row.values():  # how DictReader marks too many and too few cells
-                yield f"{path}, line {reader.line_num}", row
-            elif not skip:
+        names = header or next(reader, [])
+        refuse_equal_names(path, names)
+        for cells in reader:
+            if not cells and len(names) == 1:  # a blank line is an empty cell
+                cells = [""]
+            if len(cells) == len(names):
+                yield f"{path}, line {reader.line_num}", dict(zip(names, cells))
+            elif cells and not skip:
                 raise UserError(f"{path}, line {reader.line_num}: must have as many cells as the header; put a "
                                 "text with a comma, tab or line break in quotes; in GLUE's files, remove the tab")
     except csv.Error as error:
-        raise UserError(f"{path}, line {reader.reader.line_num}: {error}; double the quotes inside a text") from error
+        raise UserError(f"{path}, line {reader.line_num}: {error}; double the quotes inside a text") from error
 
 
 def parquet_rows(path: Path, column: str | None = None) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 and needs no download; `custom` reads your own files."""
 import itertools
 import re
+import unicodedata
 from typing import NamedTuple
 
 import numpy as np
@@ -140,8 +141,9 @@ def labels_of(name: str, train: list) -> Labels:
     if task.labels or name == "squad2":
         return Labels(task.metrics, task.labels, pairs=pairs)
     found = sorted({example.label for example in train})
-    if len({label.lower() for label in found}) < len(found):
-        raise UserError(f"some training labels differ only in case: {', '.join(found):.200}; write them alike")
+    if len({unicodedata.normalize("NFC", label).casefold() for label in found}) < len(found):
+        raise UserError(f"some training labels differ only in case or encoding ({', '.join(found):.200}); write "
+                        "them alike")
     if len(found) == 1:
         raise UserError(f"all training examples have the label {found[0]!r}: use two labels or more")
     numbers = [float(label) for label in found if NUMBER.fullmatch(label)]

@@ -157,6 +157,13 @@ def test_docs_leave_the_validation_split_alone(monkeypatch):
         assert library != "tqdm" and (library, text) in documents and not in_validation(text, 0.3)
 
 
+def test_a_blank_line_is_an_empty_text_where_there_is_one_column(tmp_path):
+    (tmp_path / "a.csv").write_text('text\nb\n\n""\nc\n')
+    (tmp_path / "b.csv").write_text("text,label\nb,x\n\nc,y\n")
+    found = [examples.read_file("custom", tmp_path / name, labelled=False) for name in ("a.csv", "b.csv")]
+    assert [[example.text for example in each] for each in found] == [["b", "", "", "c"], ["b", "c"]]
+
+
 def test_all_formats_keep_cells_as_they_are(tmp_path):
     labels = ["01", "1", "1.0", "NA", "None", "1180591620717411303425"]
     rows = [{"text": text, "text2": "b", "label": label}
@@ -198,6 +205,7 @@ def test_labels_with_fractions_are_numbers():
     ("cola", "a.tsv", "index\tsentence\n0\ta\n1\ta\tb\n", "line 3: must have as many cells .* remove the tab"),
     ("custom", "train.csv", "text,kind\na,b\n", "line 2: must have a text in column `label`, but has `text`, `kind`"),
     ("custom", "train.tsv", "text\tlabel\na\tx\nb\t\n", "line 3: the text or the label in column `label` is empty"),
+    ("custom", "train.csv", "text,label\na,Yes\nb,yes\n", "labels differ only in case"),
     ("custom", "train.csv", 'text,label\na,x\n"b,x\n', "line 3: unexpected end of data"),
     ("custom", "train.csv", "text,label,label\na,x,y\n", "two of the columns text, label, label"),
     ("custom", "train.jsonl", '{"text": "a", "label": "x", "Label": "y"}', "line 1: two of the columns text, label"),

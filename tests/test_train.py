@@ -110,6 +110,8 @@ def test_init_copies_the_weights_once(text, finished, tmp_path, capsys):
     assert losses(out, "val_loss")[0][1] == losses(first, "val_loss")[-1][1]
     assert contents(out)["tokenizer.json"] == contents(first)["tokenizer.json"]
     short_run(text, first)
+    assert last_checkpoint(short_run(*flags, first, "--stop-at", 4))["step"] == 4
+    shutil.rmtree(first)
     assert last_checkpoint(short_run(*flags, first))["step"] == 6
     assert "init_weights=" in fails(lambda: short_run(*flags, finished), capsys)
 
