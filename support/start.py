@@ -127,8 +127,10 @@ def settings_to_resume(out: Path, settings, start: Start, change_recipe: bool) -
 def inputs_of(out: Path, corpus: Path, before: dict, start: Start) -> dict:
     """The Inputs of a run as a dictionary; `before` is its earlier config.json or {}. Raises UserError if the run
     had other inputs; an older version may not have recorded them."""
-    tokens = start.tokenizer or Tokenizer.load(corpus)
-    vocabulary = short_hash(tokens.model.to_str())
+    given = start.tokenizer
+    if given is not None and given.model.get_vocab() != Tokenizer.load(corpus).model.get_vocab():
+        raise UserError(f"{out}: its run began with another tokenizer than that of --tokenizer; choose another --out")
+    vocabulary = short_hash((corpus / "tokenizer.json").read_bytes())
     inputs = asdict(Inputs(corpus.name, vocabulary, before["init_weights"] if before else start.weights))
     if before.get("corpus"):
         refuse_changes(out, changes(before, inputs))
