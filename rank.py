@@ -119,7 +119,7 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     count, n = rows.shape
     states = subject.encode(rows[:1])  # H^0 ... H^L, (1, n, d) each, to get L and d
     masks = count * round(MASK_RATE * n)
-    least = 10 * states[-1].shape[-1]  # fewer vectors would limit the rank
+    least = 10 * states[-1].shape[-1]  # a rule of thumb: fewer vectors would limit the rank
     if masks < least:
         raise UserError(f"{subject.name}: {masks:,} [MASK] are fewer than 10 d = {least:,}, too few for a rank; "
                         "raise --tokens, or give more text: --data, --val-share 1")

@@ -275,6 +275,7 @@ def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> 
     size = worker.micro_batch(recipe.batch_size, options.micro_batch_size)
     chosen = rows_of_step(recipe.seed, step, recipe.batch_size, len(rows)).reshape(-1, size)  # (micro-batches, size)
     batches = []
+    # Each process gets equally many (see Worker.micro_batch), so that DDP's average is the mean over the whole batch.
     for number in range(worker.rank, len(chosen), worker.world_size):
         tokens = torch.from_numpy(rows[chosen[number]])  # (size, n)
         corruption = corrupt(tokens, config, torch.Generator().manual_seed(seed_of(recipe.seed, step, number)))
@@ -332,7 +333,7 @@ def loop(run: Run, progress: Progress) -> int:
     """Train from run.step to the last step. Returns 0, or the number of the signal that ended training."""
     model, worker = run.model, run.worker
     rows, settings, options = run.rows["train"], run.settings, run.settings.options
-    network = worker.parallel(model)
+    network = worker.parallel(model)  # only for train_step
     stopped = False
     progress.since = time.perf_counter()  # log_steps counts run.seconds from here
     # A thread prepares the next step's sequences and masks during this step.
