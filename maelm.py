@@ -308,7 +308,7 @@ class MAELM(nn.Module):
         return self.head(h, self.encoder.token_embedding.weight)
 
     def encode(self, corruption, at=None):
-        """H^L at the kept positions (B, r, d) or, in a standard MLM (r = n), at `at` (B, m): (B, m, d)."""
+        """H^L (B, r, d) at the kept positions; in a standard MLM (r = n), (B, m, d) at those in `at`."""
         seen = corruption.corrupted.gather(1, corruption.kept)  # (B, r)
         n, r = corruption.corrupted.shape[1], seen.shape[1]
         if at is not None and r < n:

@@ -315,7 +315,7 @@ def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> f
     tokens = evenly(rows, options.eval_rows)
     corruption = corrupt(tokens, model.config, torch.Generator().manual_seed(0))
     size, total, count = options.micro_batch_size, 0.0, 0
-    # The processes take turns; sequences are counted, because the last micro-batch may be smaller.
+    # The processes share the micro-batches; sequences are counted, because the last batch may be smaller.
     for start in range(worker.rank * size, len(tokens), worker.world_size * size):
         chosen = slice(start, start + size)
         part, masks = tokens[chosen], Corruption(*[x[chosen] for x in corruption])

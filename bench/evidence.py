@@ -147,7 +147,7 @@ def holm(p: list[float]) -> list[float]:
 
 
 class Claim(NamedTuple):
-    """A statement, as a number that is above 0 if the statement holds."""
+    """A statement, with a number that is above 0 if it holds."""
     where: str  # in the paper
     statement: str
     paper: str  # the paper's number

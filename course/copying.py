@@ -40,8 +40,8 @@ def which_are_easier(model: MAELM, tokens):
 
 # ---- 2. Does it copy? ---------------------------------------------------------------------------------------
 def twice(tokens):
-    """Sequences [CLS] A [SEP] A, where A is the beginning of tokens (B, n); sequences [CLS] B [SEP] A, where B is the
-    beginning of another sequence; and a mask that marks the second A."""
+    """Sequences [CLS] A [SEP] A, where A is the beginning of a sequence in tokens (B, n); sequences [CLS] A' [SEP] A,
+    where A' is the beginning of another one; and a mask that marks the second A."""
     half = tokens.shape[1] // 2
     first = tokens[:, :half]  # [CLS] A
     second = first.clone()

@@ -204,7 +204,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
                 if not complete.is_file():
                     prepare(settings, read, text, tokenizer, folder)
         except (MemoryError, OSError) as error:
-            raise UserError(f"{folder}: not prepared ({root_cause(error)}); is memory or the disk full? Choose another "
+            raise UserError(f"{folder}: not prepared ({root_cause(error)}); is the memory or disk full? Choose another "
                             "folder with --cache, or another one for downloads with HF_HOME") from error
     read_meta(folder)
     return folder

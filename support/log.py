@@ -41,7 +41,7 @@ def commit() -> str | None:
 
 
 class Progress:
-    """Reports on a train.Run in the terminal, log.jsonl and Weights & Biases. Only the first process reports."""
+    """Reports a train.Run to the terminal, log.jsonl and Weights & Biases. Only the first process reports."""
     def __init__(self, run):
         """Removes the lines of log.jsonl after run.step, because these steps will be repeated."""
         self.run, self.wandb = run, run.wandb

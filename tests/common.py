@@ -19,7 +19,7 @@ OBJECTS = "a tree", "some bread"
 
 
 def sentence(i):
-    """The i-th sentence of a language of few words in few patterns."""
+    """Sentence i of a language with few words and few patterns."""
     when = "today" if i % 3 else "at last"
     return f"{SUBJECTS[i % 4]} {VERBS[i // 4 % 4]} {OBJECTS[i // 16 % 2]} {when}, number {i}."
 

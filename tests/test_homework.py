@@ -181,4 +181,4 @@ def test_a_trained_model_can_be_measured():
     assert 4 <= found <= 13, f"the hidden states have effective rank {found}, ours 8"
     guess = model.logits(corruption).argmax(-1)
     found = metrics.matthews(guess.flatten().numpy(), tokens.gather(1, corruption.masked).flatten().numpy())
-    assert 0.5 < found < 1, f"the guesses have a correlation of {found:.2f} with the masked tokens, ours 0.9"
+    assert 0.5 < found < 1, f"the guesses' correlation with the masked tokens is {found:.2f}; ours is 0.9"

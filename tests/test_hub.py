@@ -29,7 +29,7 @@ ODD_TEXTS = [*ODD, "\n\n\t  x  ", "The cat's 12,345", "漢字 ı ﬁ½", "\u200b
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """The transformers module; its cache for the code of models is a temporary folder."""
+    """The transformers module, with a temporary folder as its cache of model code."""
     import transformers
     cache = str(tmp_path_factory.mktemp("modules"))
     with pytest.MonkeyPatch.context() as patch:
@@ -90,7 +90,7 @@ def assert_close(found, wanted):
 
 @torch.no_grad()
 def assert_same(model, encoder, with_head=None, order=SAME_IDS):
-    """Fails unless hidden states and, with a head, logits at [MASK] are equal. Our token i is their order[i]."""
+    """Fails unless hidden states and, with a head, logits at [MASK] are equal. Our id i is order[i] there."""
     # An encoder with mask_in_encoder=0.5 reads some of several masks, but never a lone one.
     tokens, real = texts(every=N if model.config.mask_in_encoder == 0.5 else 7)
     inputs = dict(input_ids=order[tokens], attention_mask=real.long())
