@@ -4,17 +4,25 @@ import struct
 import sys
 import zipfile
 import zlib
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from maelm import MAELM, Config, Encoder
-from support.cli import UserError
+from support.cli import UserError, fields_of
 from support.files import atomic, check_fields, read_json, short_hash
 from support.models import make_model
 from support.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The fields of config.json, besides the settings, that describe the inputs of a run."""
+    corpus: str = ""  # the name of its folder in the cache
+    vocabulary: str = ""  # a hash of tokenizer.json
+    init_weights: str | None = None  # a hash of the checkpoint that --init loaded
 
 
 def checkpoints(out: Path) -> list[Path]:
@@ -65,17 +73,12 @@ def save_checkpoint(out: Path, step: int, model: MAELM, optimizers: list, second
             raise UserError(f"step {step}: {name} is not finite; continue from the last checkpoint with "
                             "--change-recipe and a lower --learning-rate")
     write_tensors(out / f"step_{step:07d}.pt", {
-        "step": step, "seconds": seconds, "inputs": inputs_in(out), "config": asdict(model.config),
+        "step": step, "seconds": seconds, "config": asdict(model.config),
+        "inputs": fields_of(Inputs, run_settings(out)),
         "model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]})
     if keep > 0:
         for old in checkpoints(out)[:-keep]:
             old.unlink()
-
-
-def inputs_in(out: Path) -> dict:
-    """The hashes in config.json that tell a run from others with the same Config; see Inputs in support/start.py."""
-    there = run_settings(out)
-    return {name: there.get(name) for name in ("corpus", "vocabulary", "init_weights")}
 
 
 def set_damaged_aside(out: Path):
@@ -96,7 +99,7 @@ def load_checkpoint(path: Path, model: MAELM, optimizers: list) -> tuple[int, fl
     """Load a checkpoint into a model and its optimizers. Returns its step and the seconds of training. Raises UserError
     if it does not belong to this run."""
     state = read_tensors(path, "step", "seconds", "model", "optimizers")
-    inputs = inputs_in(path.parent)
+    inputs = fields_of(Inputs, run_settings(path.parent))
     if (state["config"] != model.config or state.get("inputs", inputs) != inputs
             or path.name != f"step_{state['step']:07d}.pt"):
         raise UserError(f"{path}: a checkpoint of another run or step; remove it")
@@ -133,7 +136,7 @@ def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
     state = read_tensors(file, "model", "step")  # encoder.pt of finetune.py has no step and no decoder
     model = make_model(state["config"])
     load_weights(model, state["model"], file)
-    return model.eval(), load_tokenizer(file.parent, state["config"])
+    return model.eval(), load_tokenizer(file.parent, state["config"], run_settings(file.parent))
 
 
 def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encoder, Tokenizer, Config, dict]:
@@ -144,8 +147,9 @@ def load_encoder(path: Path, device: torch.device | str = "cpu") -> tuple[Encode
     encoder = Encoder(state["config"])
     names = [name.removeprefix("encoder.") for name in state["model"] if name.startswith("encoder.")]
     load_weights(encoder, {name: state["model"][f"encoder.{name}"] for name in names}, file)
-    tokenizer = load_tokenizer(file.parent, state["config"])
-    return encoder.to(device).eval(), tokenizer, state["config"], run_settings(file.parent)
+    settings = run_settings(file.parent)
+    tokenizer = load_tokenizer(file.parent, state["config"], settings)
+    return encoder.to(device).eval(), tokenizer, state["config"], settings
 
 
 class Pretrained:
@@ -174,9 +178,10 @@ class Pretrained:
         return encoder
 
 
-def load_tokenizer(folder: Path, config: Config) -> Tokenizer:
-    """Load the tokenizer of a run folder. Raises UserError if the run was trained with another tokenizer."""
-    tokenizer, recorded = Tokenizer.load(folder), run_settings(folder).get("vocabulary")
+def load_tokenizer(folder: Path, config: Config, settings: dict) -> Tokenizer:
+    """Load the tokenizer of a run folder with these run_settings. Raises UserError if the run was trained with another
+    tokenizer."""
+    tokenizer, recorded = Tokenizer.load(folder), settings.get("vocabulary")
     other = recorded and recorded != short_hash((folder / "tokenizer.json").read_bytes())
     if other or len(tokenizer) > config.vocab_size:
         raise UserError(f"{folder / 'tokenizer.json'}: not the tokenizer of this run; restore it from a copy")

@@ -84,8 +84,9 @@ def export(source: Path, out: Path):
     import safetensors.torch  # comes with transformers
     file = checkpoint_of(source)
     config, weights, head, labels = read_weights(file)
-    seq_len = min(config.seq_len, run_settings(file.parent).get("seq_len", config.seq_len))  # finetune.py's may be less
-    save_tokenizer(load_tokenizer(file.parent, config), seq_len, head, out)
+    settings = run_settings(file.parent)
+    seq_len = min(config.seq_len, settings.get("seq_len", config.seq_len))  # finetune.py's may be less
+    save_tokenizer(load_tokenizer(file.parent, config, settings), seq_len, head, out)
     # Not save_file, which makes a file that only its owner can read.
     (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
     for code in ("support/modeling_maelm.py", "maelm.py"):

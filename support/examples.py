@@ -9,8 +9,7 @@ from support.cli import UserError
 from support.corpus import in_validation
 from support.documents import read_docs
 from support.files import short_hash
-from support.tables import (TABLES, Row, csv_rows, hub_records, lines_of, parse_json, read_rows, refuse_equal_names,
-                            split_name)
+from support.tables import TABLES, Row, csv_rows, hub_records, lines_of, parse_json, read_rows, split_name
 from support.tasks import GLUE, SPLITS, TASKS, Example, Question
 
 
@@ -122,7 +121,6 @@ def examples_of(name: str, rows: Iterable[Row], where: object, labelled: bool = 
     firsts = [*columns[:1], *task.other_columns[:1], "text"]
     seconds = [*columns[1:], *task.other_columns[1:], "text2"]
     for number, (place, record) in enumerate(rows):
-        refuse_equal_names(place, record)
         record = {column.strip().lower(): cell for column, cell in record.items()}
         text, text2 = cell_of(record, place, *firsts), None
         if any(record.get(column) is not None for column in seconds):

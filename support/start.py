@@ -1,12 +1,12 @@
 """Where a run starts: from a preset, from the run that --init names, or from its own last checkpoint."""
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import nn
 
 from maelm import ABLATIONS, MAELM, Config
-from support.checkpoints import checkpoint_of, checkpoints, load_model, run_settings
+from support.checkpoints import Inputs, checkpoint_of, checkpoints, load_model, run_settings
 from support.cli import UserError
 from support.corpus import Rows, corpus_name
 from support.documents import sources, text_hash
@@ -19,14 +19,6 @@ ENCODER = ("vocab_size", "seq_len", "encoder_layers", "encoder_dim", "encoder_he
            "rel_pos_max_distance")  # fields of Config on which the encoder's weights depend
 TEXT = ("data", "column", "uncased", "val_share")  # settings on which the corpus depends
 NOT_PASSED_ON = ("init", "tokenizer", "stop_at", "device", "compile", "cache", "wandb")
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The fields of config.json, besides the settings, that describe the inputs of a run."""
-    corpus: str = ""  # the name of its folder in the cache
-    vocabulary: str = ""  # a hash of tokenizer.json
-    init_weights: str | None = None  # a hash of the checkpoint that --init loaded
 
 
 class Start(NamedTuple):
@@ -127,13 +119,14 @@ def settings_to_resume(out: Path, settings, start: Start, change_recipe: bool) -
 def inputs_of(out: Path, corpus: Path, before: dict, start: Start) -> dict:
     """The Inputs of a run as a dictionary; `before` is its earlier config.json or {}. Raises UserError if the run
     had other inputs; an older version may not have recorded them."""
-    given = start.tokenizer
-    if given is not None and given.model.get_vocab() != Tokenizer.load(corpus).model.get_vocab():
-        raise UserError(f"{out}: its run began with another tokenizer than that of --tokenizer; choose another --out")
     vocabulary = short_hash((corpus / "tokenizer.json").read_bytes())
     inputs = asdict(Inputs(corpus.name, vocabulary, before["init_weights"] if before else start.weights))
     if before.get("corpus"):
         refuse_changes(out, changes(before, inputs))
+        given = start.tokenizer
+        if given is not None and given.model.get_vocab() != Tokenizer.load(corpus).model.get_vocab():
+            raise UserError(f"{out}: its run began with another tokenizer than that of --tokenizer; choose another "
+                            "--out")
     return inputs
 
 

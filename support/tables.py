@@ -149,6 +149,7 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield f"{path}, line {number}", {"text": line.removesuffix("\n")}
     elif kind in TABLES:
         for place, record in parquet_rows(path) if kind == ".parquet" else json_rows(path):
+            refuse_equal_names(place, record)
             for name, cell in record.items():
                 if isinstance(cell, bool | int | float):
                     record[name] = json.dumps(cell) if cell == cell else None
