@@ -245,7 +245,7 @@ def run_task(task: str, options: argparse.Namespace, worker: Worker) -> dict:
 def predict_file(options: argparse.Namespace, device: torch.device):
     """Write the predictions of the model in --init for a file. Raises UserError if --out holds other files."""
     source = options.predict.expanduser().resolve()
-    folder = Path(options.init.removesuffix("encoder.pt"))
+    folder = Path(options.init)
     if not (folder / "encoder.pt").is_file():
         raise UserError(f"{folder}: no encoder.pt from the run of seed 1; to repeat that run, delete its file in runs/")
     state = read_tensors(folder / "encoder.pt", "model", "task", "labels", "scale", "pairs")
@@ -292,6 +292,7 @@ def parse_prediction(parser: Parser, argv) -> argparse.Namespace:
     parser.prog += " --predict"
     parser.add_argument("--batch-size", type=int, default=argparse.SUPPRESS, help="inputs per batch")
     options = parser.parse_args(argv)
+    options.init = str(Path(options.init.removesuffix("encoder.pt")))  # the folder, even if the file is named
     options.out = options.out or Path(options.init, f"predict-{split_name(options.predict)[0]}")
     return options
 

@@ -122,9 +122,9 @@ class Parser(argparse.ArgumentParser):
         # Added last, because the help for some flags depends on a value that parse_known_args finds first.
         self.add_argument("-h", "--help", action="help", help="show this help")
         options, unknown = self.parse_known_args(argv)
-        for name, value in vars(options).items():
-            if value == "":  # such as --init "$RUN", where RUN is not set
-                self.error(f"--{name.replace('_', '-')}: the value is empty")
+        for action in self._actions:
+            if action.option_strings and getattr(options, action.dest, None) == "":  # --init "$RUN" without a RUN
+                self.error(f"{action.option_strings[0]}: the value is empty")
         if unknown:
             valid = sorted(flag for flag in self._option_string_actions if not flag.startswith("--no-"))
             close = difflib.get_close_matches(unknown[0].partition("=")[0], valid, n=1)
