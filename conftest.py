@@ -8,7 +8,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 import torch  # noqa: E402
 
 import maelm  # noqa: E402
-from support import cross_attention  # noqa: E402
+from support.model import cross_attention  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -20,12 +20,11 @@ import torch
 from tqdm import tqdm
 
 from maelm import draw_masks
-from support.cli import (Parser, UserError, add_flags, clear_errors, explain_out_of_memory, fields_of,
-                         printable, require, require_positive)
-from support.corpus import VAL_SHARE, seed_of
-from support.files import figure, lock_folder, write_json
-from support.subjects import Subject, subject_of_hub, subject_of_run
-from support.worker import make_worker
+from support.hub.subjects import Subject, subject_of_hub, subject_of_run
+from support.program.cli import Parser, UserError, add_flags, clear_errors, fields_of, path_of, printable, require, say
+from support.program.files import figure, lock_folder, write_json
+from support.program.worker import make_worker
+from support.text.corpus import VAL_SHARE, seed_of
 
 CURVES = ("with_mask", "without_mask", "mask_only")
 CENTERINGS = {"uncentered": False, "centered": True}
@@ -83,24 +82,28 @@ class Moments:
 
 
 # ---- 2. Measuring a model -----------------------------------------------------------------------------------
-# The comment after a field is also its text in -h and in error messages.
+# The comment after a field is also its text in -h.
 @dataclass(frozen=True)
 class RankConfig:
-    """Settings of a measurement; every field is a flag. Raises ValueError for an impossible value."""
+    """Settings of a measurement; every field is a flag. Raises ValueError if a value is not allowed."""
     data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; default: the validation text of the run, or docs
     column: str = "text"  # field that holds the text of a record
-    val_share: float = VAL_SHARE  # fraction of the documents to use (the ones train.py holds out), above 0, at most 1
+    val_share: float = VAL_SHARE  # fraction of the documents to use (the ones train.py holds out)
     tokens: int = 1_000_000  # largest number of tokens to read, including special tokens
-    tau: float = 0.9  # fraction of the sum of squared singular values, between 0 and 1
+    tau: float = 0.9  # fraction of the sum of squared singular values
     seq_len: int = 512  # tokens per sequence for hf: models, unless their limit is lower
     batch_size: int = 32  # sequences per batch
-    seed: int = 0  # seed of the masks, 0 or more, below 2^63
+    seed: int = 0  # seed of the masks
     device: str = "auto"  # auto | cpu | cuda | mps
     out: Path = Path("out/rank")  # folder for rank.json and rank.png
 
     def __post_init__(self):
-        require_positive(self, "tokens", "seq_len", "batch_size")
-        require(self, tau=0 < self.tau < 1, seed=0 <= self.seed < 2 ** 63, val_share=0 < self.val_share <= 1)
+        require(
+            self,
+            *[(name, getattr(self, name) >= 1, "1 or more") for name in ("tokens", "seq_len", "batch_size")],
+            ("tau", 0 < self.tau < 1, "a number between 0 and 1"),
+            ("seed", 0 <= self.seed < 2 ** 63, "0 or more, below 2^63"),
+            ("val_share", 0 < self.val_share <= 1, "a number above 0, at most 1"))
 
 
 def masks_for(subject: Subject, tokens, seed: int):
@@ -137,30 +140,31 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
 
 def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float) -> dict:
     """Turn the result of `measure` into an entry of rank.json: a list of L + 1 ranks for each centering and curve."""
-    found = {"text": subject.text, "trained_on_mask": subject.reads_mask, "d": len(moments["with_mask"][-1].total),
+    entry = {"text": subject.text, "trained_on_mask": subject.reads_mask, "d": len(moments["with_mask"][-1].total),
              "n": {curve: layers[-1].count for curve, layers in moments.items()}}
     for centering, centered in CENTERINGS.items():
-        found[centering] = {}
+        entry[centering] = {}
         for curve, layers in moments.items():
-            found[centering][curve] = [tau_rank(layer.spectrum(centered), tau) for layer in layers]
-    return found
+            entry[centering][curve] = [tau_rank(layer.spectrum(centered), tau) for layer in layers]
+    return entry
 
 
 # ---- 3. Table and figure ------------------------------------------------------------------------------------
-def print_table(name: str, entry: dict, tau: float):
-    """Print an entry of rank.json: the ranks by layer, centering and curve."""
+def table(name: str, entry: dict, tau: float) -> str:
+    """An entry of rank.json as text: the ranks by layer, centering and curve."""
     n = entry["n"]
-    print(f"{name}: rank_{tau} of {n['without_mask']:,} tokens ({n['mask_only']:,} [MASK]), d = {entry['d']}, text "
-          f"{entry['text']}\n"
-          "            uncentered (formula) |        centered (variance)\n"
-          "layer     with  without   [MASK] |     with  without   [MASK]")
+    lines = [f"{name}: rank_{tau} of {n['without_mask']:,} tokens ({n['mask_only']:,} [MASK]), d = {entry['d']}, text "
+             f"{entry['text']}",
+             "            uncentered (formula) |        centered (variance)",
+             "layer     with  without   [MASK] |     with  without   [MASK]"]
     for layer in range(len(entry["uncentered"]["with_mask"])):
         halves = []
         for centering in CENTERINGS:
             halves.append("".join(f"{entry[centering][curve][layer]:>9}" for curve in CURVES))
-        print(f"{layer:>5}{' |'.join(halves)}")
+        lines.append(f"{layer:>5}{' |'.join(halves)}")
     if not entry["trained_on_mask"]:
-        print("its encoder never read [MASK] in training, so it does not know this token")
+        lines.append("its encoder never read [MASK] in training, so it does not know this token")
+    return "\n".join(lines)
 
 
 LINES = {"with_mask": (0, "o-", "input with [MASK]"), "without_mask": (0, "s--", "input without [MASK]"),
@@ -192,22 +196,20 @@ def main(argv=None):
     except ValueError as error:
         parser.error(str(error))
     for name in options.models:
-        if not name.startswith("hf:") and not Path(name).exists():  # checked before the first measurement
+        if not name.startswith("hf:") and not path_of(name).exists():  # checked before the first measurement
             parser.error(f"{name}: no such run folder or checkpoint; make one with train.py, or name hf:MODEL")
     # A folder with other files is refused, unless it has a rank.json.
     with clear_errors("rank.py"), lock_folder(config.out, sign="rank.json"):
         device = make_worker("fp32", config.device).device
-        torch.set_float32_matmul_precision("highest")  # TF32, which make_worker allows, is too coarse for a covariance
         entries = {}
         for name in options.models:
             open_subject = subject_of_hub if name.startswith("hf:") else subject_of_run
-            with explain_out_of_memory("--batch-size"):
-                subject = open_subject(name, config, device)
-                entries[name] = model_ranks(subject, measure(subject, config), config.tau)
-            print_table(name, entries[name], config.tau)
-        write_json(config.out / "rank.json", {"tau": config.tau, "models": entries})
+            subject = open_subject(name, config, device)
+            entries[name] = model_ranks(subject, measure(subject, config), config.tau)
+            write_json(config.out / "rank.json", {"tau": config.tau, "models": entries})  # another model may fail
+            say(table(name, entries[name], config.tau))
         draw(entries, config)
-        print(f"{config.out}: rank.json, rank.png")
+        say(f"{config.out}: rank.json, rank.png")
 
 
 if __name__ == "__main__":

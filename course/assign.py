@@ -12,8 +12,8 @@ import textwrap
 from pathlib import Path
 
 from course.grade import (FILES, HERE, PYTEST_INI, SHORTCUTS, TASKS, TESTS, find, functions_of, grade_all, gradescope,
-                          marks_of, read_submission, source)
-from support.cli import Parser, UserError, clear_errors
+                          read_submission, source)
+from support.program.cli import Parser, UserError, clear_errors
 
 HEADER = '"""Functions that you write for a larger program."""\nimport math\n\nimport numpy as np\nimport torch'
 CROSS_ATTENTION = "CrossMAELM = None  # a part of Table 2 that is not homework, but conftest.py imports it\n"
@@ -62,7 +62,7 @@ def hand_out(folder: Path):
     """Make a folder for students. Raises UserError if the folder exists."""
     if folder.exists():
         raise UserError(f"{folder}: already exists; name a new folder")
-    texts = {"pytest.ini": PYTEST_INI, "support/cross_attention.py": CROSS_ATTENTION}
+    texts = {"pytest.ini": PYTEST_INI, "support/model/cross_attention.py": CROSS_ATTENTION}
     for name, page in (("README.md", "course/homework.md"), ("conftest.py", "conftest.py"), ("LICENSE", "LICENSE")):
         texts[name] = (HERE / page).read_text("utf-8")
     for file in TESTS:
@@ -99,20 +99,20 @@ def grade_students(options) -> bool:
         raise UserError("--json: name one submission, not a class")
     perfect = True
     for name, texts in submissions.items():
-        results, marks = grade_all(texts, options.only, options.time_limit), marks_of(texts)
+        results = grade_all(texts, options.only, options.time_limit)
         score, most = sum(result.points for result in results), sum(result.most for result in results)
         perfect = perfect and score == most
         if len(submissions) > 1:
             points = [f"{result.task} {result.points}" for result in results]
-            print(f"{name}: {score}/{most}; {', '.join([*points, *marks])}")
+            print(f"{name}: {score}/{most}; {', '.join(points)}")
             continue
         for result in results:
             print(f"{result.task} {result.points}/{result.most} {result.status}")
             if options.verbose and result.details:
                 print(textwrap.indent(result.details, "    "))
-        print("\n".join([*marks, f"total {score}/{most}"]))
+        print(f"total {score}/{most}")
         if options.json:
-            options.json.write_text(gradescope(results, marks), "utf-8")
+            options.json.write_text(gradescope(results), "utf-8")
     return perfect
 
 

@@ -5,7 +5,6 @@ come from pytest's report, which is written outside the copy. The copy is not a 
 """
 import ast
 import functools
-import io
 import json
 import os
 import re
@@ -14,20 +13,18 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import tokenize
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from support.cli import UserError
+from support.program.cli import UserError
 
 HERE = Path(__file__).resolve().parent.parent
 TASKS = {  # function or Class.method: its file; each function calls only functions above it
     "learning_rate_factor": "train.py",
     "tau_rank": "rank.py",
-    "matthews": "support/metrics.py",
+    "matthews": "support/tasks/metrics.py",
     "effective_rank": "rank.py",
     "relative_bucket": "maelm.py",
     "attention": "maelm.py",
@@ -41,18 +38,11 @@ TASKS = {  # function or Class.method: its file; each function calls only functi
 STEPS = {"corrupt": ("draw_masks", "apply_masks")}  # functions that also belong to a task
 SHORTCUTS = {"RelativeBias.forward": ("lookup",)}  # functions that only our solution to a task calls
 TOGETHER = "together"  # claims about all of a student's functions at once
-FILES = ("maelm.py", "rank.py", "train.py", "support/metrics.py")
+FILES = ("maelm.py", "rank.py", "train.py", "support/tasks/metrics.py")
 TESTS = ("test_maelm.py", "tests/test_homework.py")  # files that students also get
 CLAIMS = (*TESTS, "tests/test_random_inputs.py")
-COPIED = ("*.py", "support/*.py", *CLAIMS)
+COPIED = ("*.py", "support/**/*.py", *CLAIMS)
 PYTEST_INI = "[pytest]\naddopts = --import-mode=importlib --tb=short\npythonpath = .\n"
-IMPORTS = {"collections", "copy", "dataclasses", "functools", "itertools", "math", "numpy", "random", "re",
-           "statistics", "string", "torch", "typing", "maelm", "rank", "train", "support"}  # harmless modules
-BY_HAND = set("""os sys subprocess ctypes gc inspect importlib builtins threading multiprocessing signal atexit io
-    pathlib shutil socket pickle types traceback mmap mock unittest pytest _pytest conftest test_maelm transformers
-    testing assert_close library setattr getattr delattr vars globals locals exec eval compile open breakpoint
-    attrgetter methodcaller load fromfile memmap from_file genfromtxt loadtxt gi_frame cr_frame tb_frame f_back
-    _exit _getframe _C glob tempfile linecache codecs fileinput runpy solutions""".split())
 
 
 # ---- 1. Reading code ----------------------------------------------------------------------------------------
@@ -101,28 +91,6 @@ def is_written(text: str, name: str) -> bool:
     return not is_blank or bool(re.search(rf"^\s*({re.escape(name)}|{last}) = ", text, re.MULTILINE))
 
 
-def suspicious(text: str) -> Counter:
-    """Names through which a file could reach the interpreter or the tests, and how often each occurs."""
-    nodes = list(ast.walk(parsed(text)))
-    code = io.StringIO(ast.unparse(parsed(text)))  # without comments
-    names = [token.string for token in tokenize.generate_tokens(code.readline) if token.type == tokenize.NAME]
-    dunders = {name for name in names if name.startswith("__")} - {"__init__", "__name__"}
-    found = Counter(name for name in names if name in BY_HAND | dunders)
-    allowed = {"self", *[node.name for node in nodes if isinstance(node, ast.ClassDef)]}
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names if alias.name.partition(".")[0] not in IMPORTS)
-        if isinstance(node, ast.ImportFrom):
-            found[str(node.module)] += str(node.module).partition(".")[0] not in IMPORTS
-        if isinstance(node, ast.Constant) and "solutions" in str(node.value):
-            found["solutions"] += 1
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):  # such as torch.equal = ...
-            found[ast.unparse(node)] += ast.unparse(node.value) not in allowed and node.attr != "data"
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "type":
-            found["type"] += len(node.args) > 1  # makes a class
-    return +found
-
-
 # ---- 2. Submissions -----------------------------------------------------------------------------------------
 def read_submission(path: Path) -> dict[str, str]:
     """The texts of a student's files, by their names in FILES. Raises UserError if the path does not exist."""
@@ -139,18 +107,6 @@ def read_submission(path: Path) -> dict[str, str]:
         if found.name in names and "__MACOSX" not in found.parts:
             texts[names[found.name]] = found.read_text("utf-8-sig", "replace")
     return texts
-
-
-def marks_of(texts: dict[str, str]) -> list[str]:
-    """One line for each file that a person should read."""
-    lines = []
-    for file, text in texts.items():
-        names = suspicious(text)
-        if "def main(" in text:  # a copy of our whole file, which itself contains some of these names
-            names -= suspicious((HERE / file).read_text("utf-8"))
-        if names:
-            lines.append(f"read by hand: {file} names {', '.join(sorted(names))}")
-    return lines
 
 
 def completed(text: str, file: str, own: list[str]) -> str:
@@ -244,9 +200,8 @@ def grade_all(texts: dict[str, str], only: list[str], seconds: float) -> list[Re
         return list(pool.map(lambda task: grade(task, texts, seconds), only or [*TASKS, TOGETHER]))
 
 
-def gradescope(results: list[Result], marks: list[str]) -> str:
-    """results.json in Gradescope's format. Students do not see the lines from marks_of."""
+def gradescope(results: list[Result]) -> str:
+    """results.json in Gradescope's format."""
     tests = [{"name": task, "score": points, "max_score": most, "output": f"{status}\n{details}"}
              for task, points, most, status, details in results]
-    tests += [{"name": mark, "score": 0, "max_score": 0, "visibility": "hidden"} for mark in marks]
     return json.dumps({"tests": tests}, indent=1)

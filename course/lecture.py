@@ -1,11 +1,14 @@
-"""Functions for lecture.ipynb that draw figures and find example sequences."""
+"""Functions for lecture.ipynb that draw figures, find example sequences and look into models."""
 from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch
+import torch.nn.functional as F
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from maelm import MASK, NUM_SPECIAL, Corruption
-from support.tokenizer import Tokenizer
+from maelm import MAELM, MASK, NUM_SPECIAL, Attention, Corruption, attention, corrupt
+from support.text.tokenizer import Tokenizer
 
 # The color of a cell by its text; cells with other texts are gray. Purple always means [MASK].
 SHADES = {"": "white", "[MASK]": "#b8a1dd", "e_[MASK]": "#e4daf5"}
@@ -64,3 +67,30 @@ def repeated_words(sequences, tokenizer: Tokenizer) -> Iterator[tuple]:
             if is_long and len(places) == 2:
                 yield sequence[None], places
                 break
+
+
+def losses(model: MAELM, tokens, seed: int):
+    """-log p(x_i | x-hat) in nats at masked positions of tokens (B, n), drawn by the seed -> (B, m)."""
+    corruption = corrupt(tokens, model.config, torch.Generator().manual_seed(seed))
+    logits = model.logits(corruption)  # (B, m, V)
+    return F.cross_entropy(logits.mT, tokens.gather(1, corruption.masked), reduction="none")
+
+
+@contextmanager
+def recorded_attention(model: MAELM) -> Iterator[list[torch.Tensor]]:
+    """Until the context ends, collect the attention weights (B, heads, n, n) of each layer that reads gaps: the layers
+    of an MLM's encoder or of an MAE-LM's decoder."""
+    layers = []
+
+    def record(layer: Attention, inputs, output):
+        x, bias = inputs
+        keys, _ = layer.key_value(x).chunk(2, dim=-1)
+        q, k = [y.unflatten(-1, (layer.heads, -1)).transpose(1, 2) for y in (layer.query(x), keys)]
+        identity = torch.eye(x.shape[1]).expand(*k.shape[:2], -1, -1)
+        layers.append(attention(q, k, identity, bias))  # with the identity as V, attention returns the softmax
+
+    stack = model.encoder.stack if model.decoder is None else model.decoder.stack
+    hooks = [block.self_attention.register_forward_hook(record) for block in stack.blocks]
+    yield layers
+    for hook in hooks:
+        hook.remove()

@@ -1,18 +1,10 @@
-"""Lemma 2.1 and Theorem 2.2, computed for a trained model; used in lecture 1 of teaching.md.
+"""Lemma 2.1 and Theorem 2.2, computed for the vectors of a trained model; used in lecture.ipynb.
 
-    python -m course.theory out/toy-mlm       # a run folder or checkpoint of train.py
+Attention is pure here, as App. A assumes: the model's weights as one head, without skip connections, FFN, LayerNorm,
+biases or relative positions.
 """
-from pathlib import Path
-
 import torch
 from torch import nn
-
-from maelm import Encoder
-from rank import RankConfig, effective_rank, masks_for
-from support.checkpoints import load_encoder
-from support.cli import Parser, clear_errors
-from support.corpus import seed_of
-from support.subjects import subject_of_run
 
 
 def norm(x) -> float:
@@ -68,51 +60,3 @@ def both_sides(real, masks, qk, vo) -> dict[str, float]:
     epsilon = float(torch.linalg.matrix_norm(qk, 1)) * norm(vo) * size * (1 + size)
     spread = float((F.amax(1) - F.amin(1)).max())
     return {"left": norm(left), "right": 4 * epsilon * norm(R) ** 3, "spread": spread, "eq3": eq3}
-
-
-def lemma_2_1(encoder: Encoder, states, masked):
-    """Print the ranks of P, E, H_M^0 and H_M^L of a model."""
-    matrices = {"P": encoder.position_embedding.weight.double(), "E": encoder.token_embedding.weight.double(),
-                "H_M^0": states[0][masked], "H_M^L": states[-1][masked]}
-    for name, matrix in matrices.items():
-        numerical = int(torch.linalg.matrix_rank(matrix))
-        print(f"  {name:<6} rank_0.9 {effective_rank(matrix):>5}   numerical rank {numerical:>5}")
-    print("  the proof uses rank(P) <= d - rank(E)")
-
-
-def theorem_2_2(encoder: Encoder, states, masked):
-    """Print both sides of the bound for the first sequence of each layer's input."""
-    print("  layer  ||R'||_1,inf        bound     spread  Eq.(3) error")
-    at = masked[0]
-    for layer, block in enumerate(encoder.stack.blocks):
-        qk, vo = single_head(block.self_attention)
-        state = states[layer][0]  # (n, d)
-        left, right, spread, error = both_sides(state[~at], state[at], qk, vo).values()
-        print(f"  {layer:>5}  {left:12.3e} {right:12.3e} {spread:10.2f}  {error:12.3f}")
-
-
-ASSUMPTIONS = """\
-  Attention is pure, as App. A assumes: the model's weights as one head, without skip connections, FFN, LayerNorm,
-  biases or relative positions. A bound far above ||R'|| says nothing. A spread above 1.256 violates the proof's
-  exp(x) <= 1 + 2x. An error in Eq. (3) means that H_M is not in the row space of H_R."""
-
-
-@torch.no_grad()
-def main(argv=None):
-    parser = Parser("course.theory", __doc__)
-    parser.add_argument("run", help="a run folder or checkpoint of train.py")
-    options = parser.parse_args(argv)
-    with clear_errors("course.theory"):
-        encoder, *_ = load_encoder(Path(options.run))
-        subject = subject_of_run(options.run, RankConfig(), torch.device("cpu"))
-        tokens = subject.sample(16_384)  # (B, n)
-        masked = masks_for(subject, tokens, seed_of(0))
-        states = [h.double() for h in subject.encode(tokens.masked_fill(masked, subject.mask))]
-        print(f"Lemma 2.1 and Theorem 2.2 for {options.run}, d = {states[0].shape[-1]}")
-        lemma_2_1(encoder, states, masked)
-        theorem_2_2(encoder, states, masked)
-        print(ASSUMPTIONS)
-
-
-if __name__ == "__main__":
-    main()

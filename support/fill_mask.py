@@ -3,15 +3,14 @@
     python -m support.fill_mask out/toy "Return the [MASK] of the array."
 """
 import re
-from pathlib import Path
 
 import torch
 
 from maelm import CLS, MAELM, MASK, SEP, apply_masks
-from support.checkpoints import load_model
-from support.cli import Parser, UserError, clear_errors, printable
-from support.corpus import Rows, evenly
-from support.tokenizer import Tokenizer
+from support.model.checkpoints import load_model
+from support.program.cli import Parser, UserError, clear_errors, path_of, printable, say
+from support.text.corpus import Rows, evenly
+from support.text.tokenizer import Tokenizer
 
 SHOWN = 6  # examples at the end of a run
 Guess = list[tuple[str, float]]  # the three best tokens at a position, with their probabilities
@@ -22,11 +21,11 @@ def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, at) -> list[Guess]:
     """The best guesses for tokens (1, n) int64 at the positions `at` (1, k) int64."""
     logits = model.logits(apply_masks(tokens, at, model.config, torch.Generator().manual_seed(0)))  # (1, k, V)
     best = logits[0].float().softmax(-1).topk(3)
-    found = []
+    guesses = []
     for ids, probabilities in zip(best.indices.tolist(), best.values.tolist()):
         texts = [printable(tokenizer.decode([i])) for i in ids]
-        found.append([(text.strip() or repr(text), p) for text, p in zip(texts, probabilities)])
-    return found
+        guesses.append([(text.strip() or repr(text), p) for text, p in zip(texts, probabilities)])
+    return guesses
 
 
 def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[Guess]:
@@ -68,13 +67,13 @@ def examples(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
 
 def main(argv=None):
     parser = Parser("support.fill_mask", __doc__)
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder or checkpoint of train.py")
+    parser.add_argument("run", metavar="RUN", type=path_of, help="a run folder or checkpoint of train.py")
     parser.add_argument("text", metavar="TEXT", help="a text with [MASK] in place of one or more words")
     options = parser.parse_args(argv)
     with clear_errors("support.fill_mask"):
         model, tokenizer = load_model(options.run)
         for number, guess in enumerate(guess_masks(model, tokenizer, options.text), start=1):
-            print(f"[MASK] {number}: {format_guess(guess)}")
+            say(f"[MASK] {number}: {format_guess(guess)}")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from torch.utils._pytree import tree_map_only
 
 import train
 from conftest import TINY
-from support.checkpoints import checkpoints
-from support.log import read_log
+from support.model.checkpoints import checkpoints
+from support.training.log import read_log
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -1,32 +1,30 @@
 """Claims about the files and the documentation that --data reads, prepared corpora, and the sequences of a step."""
 import bz2
 import gzip
-import json
 import lzma
-import os
 import pathlib
 import re
-import shutil
 from unittest.mock import Mock
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import zstandard
 
 import train
 from maelm import CLS, NUM_SPECIAL
-from support import corpus, documents
-from support.cli import UserError
-from support.corpus import Rows, rows_of_step
-from support.files import json_lines
-from support.tokenizer import Tokenizer
+from support.program.cli import UserError
+from support.text import corpus, documents, tokenizer as tokenizers
+from support.text.corpus import Rows, rows_of_step
+from support.program.files import json_lines
+from support.text.tokenizer import Tokenizer
 from tests.common import contents, fails, little_documents, sentence, write_corpus
 
 
 def prepared(data, cache, tokenizer=None, **change):
     """Prepare a corpus in the folder `cache`; returns the folder of the corpus."""
-    how = dict(data=str(data), cache=str(cache), vocab_size=320, uncased=True, val_share=0.1)
+    how = dict(data=str(data), column="text", cache=str(cache), vocab_size=320, uncased=True, val_share=0.1)
     return corpus.prepared_corpus(how | change, tokenizer)
 
 
@@ -48,14 +46,14 @@ def test_every_format_gives_the_same_documents(tmp_path):
     records = [{"id": 1, "text": text} for text in expected] + [{"text": None, "other": {"a": []}}, {"id": "x"}]
     lines = json_lines(records).encode()
     files = {"a.txt": b"\xef\xbb\xbf" + plain, "a.txt.xz": lzma.compress(plain), "a.jsonl": lines,
-             "A.Jsonl.GZ": gzip.compress(lines), "a.json": json.dumps(records, indent=1).encode(),
-             "a.json.bz2": bz2.compress(lines), "a[1]/Book [vol 2].TXT": plain, "a[1]/.a.txt": b"hidden",
-             "a[1]/a.csv": b"of another format", "a.txt.zst": bytes(pyarrow.compress(plain, "zstd"))}
+             "A.Jsonl.GZ": gzip.compress(lines), "a.json.bz2": bz2.compress(lines),
+             "a[1]/Book [vol 2].TXT": plain, "a[1]/.a.txt": b"hidden", "a[1]/a.csv": b"of another format",
+             "a.txt.zst": zstandard.compress(plain)}
     (tmp_path / "a[1]").mkdir()
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     pyarrow.parquet.write_table(pyarrow.table({"text": [*expected, None], "n": range(41)}), tmp_path / "a.parquet")
-    for name in (*list(files)[:7], "a.txt.zst", "a.parquet", "a[1]"):
+    for name in (*list(files)[:6], "a.txt.zst", "a.parquet", "a[1]"):
         assert documents_of(tmp_path / name) == expected, name
 
 
@@ -85,10 +83,10 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name, content, message", [
     ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl, line 1: needs a field `text`; --column can be content, id"),
     ("a.jsonl", b'{"text": 3}', "a.jsonl, line 1: field `text` holds 3, not text"),
-    ("a.jsonl", b'["text"]', "a.jsonl, record 1: must be an object like"),
+    ("a.jsonl", b'["text"]', "a.jsonl, line 1: must be an object like"),
     ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
-    ("a.txt", b"good text\n\ncaf\xe9", "a.txt, line 3: not UTF-8; convert the file"),
-    ("a.txt", "text".encode("utf-16-le"), "a.txt, line 1: not UTF-8"),
+    ("a.txt", b"good text\n\ncaf\xe9", "a.txt: not UTF-8 .*; convert it"),
+    ("a.txt", "text".encode("utf-16-le"), "a.txt: has a NUL character"),
     ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),
     ("a.parquet", b"PAR1 not really", "a.parquet: cannot be read .Parquet magic bytes not found"),
     ("a.txt", b"few", "its train split has . tokens, too few for a sequence of seq_len=64"),
@@ -138,7 +136,6 @@ def test_docs_leave_out_near_duplicates_of_validation(tmp_path, monkeypatch):
     texts = [" ".join(20 * [f"word{i}"]) for i in range(400)]
     copies = [f"Copied: {text.upper()} and more" for text in texts if corpus.in_validation(text, 0.1)]
     monkeypatch.setattr(documents, "read_docs", lambda cache: [("python", text) for text in texts + copies])
-    monkeypatch.setattr(documents, "docs_files", lambda: [])
     assert len([text for text in copies if not corpus.in_validation(text, 0.1)]) > 20
     folder = prepared("docs", tmp_path)
     whole = Tokenizer.load(folder).decode(np.fromfile(folder / "train.bin", np.uint16))
@@ -168,44 +165,24 @@ def test_the_fewest_real_tokens_are_counted(folder):
     assert rows.fewest_real_tokens() == fewest < 23
 
 
-def test_a_corpus_is_identified_by_its_content_and_preparation(tmp_path, monkeypatch):
+def test_a_corpus_is_found_by_everything_that_shapes_it(tmp_path, monkeypatch):
     text, records = write_corpus(tmp_path / "text.txt"), tmp_path / "a.jsonl"
     first = prepared(text, tmp_path)
     records.write_text(json_lines({"id": 1, "body": document} for document in little_documents()))
     assert contents(prepared(records, tmp_path, column="body"))["train.bin"] == contents(first)["train.bin"]
-    given = prepared(text, tmp_path, tokenizer=Tokenizer.load(first))  # as for a run whose corpus is gone
+    given = prepared(text, tmp_path, tokenizer=Tokenizer.load(first))
     assert contents(given) == contents(first)
-    others = [given, prepared(text, tmp_path, uncased=False)]
-    (tmp_path / "hashes.json").write_text("{")  # damaged, so the text is read again
-    monkeypatch.setattr(corpus, "lock_folder", None)  # an existing corpus is only read
-    os.utime(text, ns=(0, 0))
-    assert prepared(text.rename(tmp_path / "moved.txt"), tmp_path) == first
-    monkeypatch.undo()
-    others.append(prepared(write_corpus(text, 401), tmp_path))
-    assert len({first, *others}) == 4
-
-
-def test_a_run_keeps_its_corpus_and_tokenizer(tmp_path, capsys):
-    text = write_corpus(tmp_path / "text.txt")
-    first = prepared(text, tmp_path)
-    of_run = dict(corpus=first.name, tokenizer=Tokenizer.load(first))
-
-    def again():
-        capsys.readouterr()
-        return prepared(text, tmp_path, **of_run), capsys.readouterr().out
-
-    os.utime(text, ns=(0, 0))
-    assert again() == (first, "")
-    text.write_text("zebra " * 20_000)
-    folder, line = again()
-    assert folder == first and line.count("\n") == 1 and "has changed" in line
-    shutil.rmtree(first)  # the run's tokenizer now encodes the new text
-    folder, lines = again()
-    assert folder != first and "no longer there" in lines and "zebra" not in (folder / "tokenizer.json").read_text()
-    of_run["corpus"] = folder.name
-    text.unlink()
-    folder, line = again()
-    assert folder.name == of_run["corpus"] and line.count("\n") == 1 and "no such file" in line
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "lock_folder", None)  # an existing corpus is only read
+        assert prepared(text.rename(tmp_path / "moved.txt"), tmp_path) == first
+    names = {first, given, prepared(tmp_path / "moved.txt", tmp_path, uncased=False)}
+    names.add(prepared(write_corpus(text, 401), tmp_path))
+    rules = {"NGRAM": corpus, "SAMPLE": corpus, "ENOUGH": corpus, "GROUPED": documents, "LONGEST": documents}
+    for constant, module in (rules | {"PIECES": tokenizers}).items():
+        with monkeypatch.context() as patch:
+            patch.setattr(module, constant, "." if constant == "PIECES" else 999)
+            names.add(prepared(text, tmp_path))
+    assert len(names) == 10
 
 
 @pytest.mark.parametrize("documents, share", [(1, 0.01), (3, 0.01), (2, 0.4), (1, 0.999)])
@@ -235,7 +212,7 @@ def test_prepare_reports_what_it_made_and_dropped(tmp_path, capsys):
     *_, line = capsys.readouterr().out.splitlines()
     assert re.search(r"100 documents, [\d,]+ training tokens, [\d,]+ val.*3 empty, 0 near-duplicates", line)
     train.main(flags)
-    assert capsys.readouterr().out == line + "\n"
+    assert capsys.readouterr().out == line + "\n"  # the second time, nothing is prepared
 
 
 BLOCK = ("val", np.arange(4), 9)  # a block that is written before the error
@@ -250,20 +227,7 @@ def test_a_preparation_that_ends_early_is_never_used(function, results, seen, te
         patch.setattr(corpus, function, Mock(side_effect=results))
         patch.setattr(corpus, "BATCH", 20)
         prepared(text, tmp_path)
-    monkeypatch.setattr(Tokenizer, "train", None)  # the tokenizer is not learned again
     assert contents(prepared(text, tmp_path)) == contents(folder)
-
-
-@pytest.mark.parametrize("name, content", [("val.bin", b"cut"), ("train.bin", None), ("tokenizer.json", b"{}"),
-                                           ("meta.json", b'{"train": [9, 24]}'), ("meta.json", b"{")])
-def test_a_damaged_corpus_is_refused(name, content, text, folder, tmp_path, capsys):
-    there = shutil.copytree(folder, tmp_path / folder.name)
-    (there / name).unlink()
-    if content is not None:
-        (there / name).write_bytes(content)
-    flags = f"--data {text} --cache {tmp_path} --out {tmp_path / 'out'} --vocab-size 320 --val-share 0.1".split()
-    for more in ([], ["--prepare"]):
-        assert f"{there}: this prepared corpus is damaged" in fails(lambda: train.main([*flags, *more]), capsys)
 
 
 @pytest.mark.parametrize("total, batch", [(1, 3), (10, 4), (97, 10), (1000, 64)])

@@ -6,10 +6,8 @@ import subprocess
 import sys
 import zipfile
 
-import pytest
-
 from course.assign import blank, main, unsolved
-from course.grade import CLAIMS, FILES, HERE, TASKS, TESTS, claims_of, completed, find, functions_of, marks_of, source
+from course.grade import CLAIMS, FILES, HERE, TASKS, TESTS, claims_of, completed, functions_of, source
 from tests.common import fails
 
 OURS = {file: (HERE / file).read_text("utf-8") for file in FILES}
@@ -89,10 +87,10 @@ def test_our_solutions_of_other_tasks_complete_a_students_file():
 
 def test_an_error_in_a_task_costs_points_of_that_task_only(tmp_path, capsys):
     texts = solved("learning_rate_factor", "tau_rank", "attention", "matthews", "corrupt")
-    texts["support/metrics.py"] += "def broken(:\n"
+    texts["support/tasks/metrics.py"] += "def broken(:\n"
     texts["train.py"] = "import missing\n" + texts["train.py"]
     wrong = texts["maelm.py"].replace("tokens.scatter(1, masked, replacement)", "tokens")
-    texts["maelm.py"] = wrong.replace("d_h ** -0.5", "d_h ** -0.5 + unknown") + "\nimport os, torch\n"
+    texts["maelm.py"] = wrong.replace("d_h ** -0.5", "d_h ** -0.5 + unknown")
     texts["rank.py"] += "\nprint('<testcase name=\"test_x\"/>' * 100)\n"
     expected = [
         "learning_rate_factor 0/3 cannot be imported: ModuleNotFoundError: No module named 'missing'",
@@ -104,18 +102,16 @@ def test_an_error_in_a_task_costs_points_of_that_task_only(tmp_path, capsys):
     ]
     only = [line.partition(" ")[0] for line in expected]
     folder, results = tmp_path / "student", tmp_path / "results.json"
-    (folder / "support").mkdir(parents=True)
+    (folder / "support/tasks").mkdir(parents=True)
     for file, text in texts.items():
         (folder / file).write_text(text)
     found = grades(capsys, folder, "--only", *only, "--verbose", "--json", results)
     assert all(any(line.startswith(start) for line in found) for start in expected), found
     assert any(re.match(r" +maelm.py:\d+ in attention: logits = .* unknown", line) for line in found)
-    assert "read by hand: maelm.py names os" in found
     assert found[-1] == "total 4/30"
     tests = json.loads(results.read_text())["tests"]
-    assert [test["score"] for test in tests] == [0, 4, 0, 0, 0, 0, 0, 0]
-    assert [test["max_score"] for test in tests] == [3, 4, 4, 5, 4, 10, 0, 0]  # the last two are marks
-    assert tests[-1]["visibility"] == "hidden"
+    assert [test["score"] for test in tests] == [0, 4, 0, 0, 0, 0]
+    assert [test["max_score"] for test in tests] == [3, 4, 4, 5, 4, 10]
 
 
 def test_honest_work_counts_in_any_form(tmp_path, capsys):
@@ -132,14 +128,3 @@ def test_honest_work_counts_in_any_form(tmp_path, capsys):
     assert "there is no such file" in fails(lambda: main(["--grade", str(tmp_path / "mistyped")]), capsys)
     (tmp_path / "empty").mkdir()
     assert "has none of the files" in fails(lambda: main(["--grade", str(tmp_path / "empty")]), capsys)
-
-
-@pytest.mark.parametrize("code, name", [("import os as o\n", "os"), ("import pydoc\n", "pydoc"),
-                                        ("torch.equal = print\n", "torch.equal"),
-                                        ("x = type('A', (int,), {})\n", "type"), ("y = __import__\n", "__import__"),
-                                        ("class A(int):\n    def __eq__(self, b):\n        return True\n", "__eq__")])
-def test_a_file_that_reaches_for_the_interpreter_is_marked(code, name):
-    assert marks_of(OURS) == []
-    text = OURS["maelm.py"] + "\n\n" + code
-    assert marks_of({"maelm.py": text}) == [f"read by hand: maelm.py names {name}"]
-    assert find(text, "corrupt")

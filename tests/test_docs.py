@@ -66,7 +66,7 @@ def imports_of(path):
 
 def test_imports_go_one_way_without_cycles():
     graph = {}
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("support/*.py"), *ROOT.glob("course/*.py")]:
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("support/**/*.py"), *ROOT.glob("course/*.py")]:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         top = name.partition(".")[0]
         if top in MAY_IMPORT:

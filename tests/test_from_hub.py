@@ -10,9 +10,7 @@ from huggingface_hub.errors import HTTPError
 import finetune
 import rank
 import train
-from support import convert
-from support.documents import documents, sources
-from support.files import read_json
+from support.text.documents import documents, sources
 from tests.common import arguments, fails, sentence, write_corpus
 from tests.test_hub import write_hub_model
 
@@ -43,12 +41,10 @@ def test_hf_names_work_in_every_program(hub, tmp_path, monkeypatch):
     (glue / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
 
     assert len(list(documents(sources("hf:user/texts")))) == 400
-    imported, tuned = tmp_path / "bert", tmp_path / "tuned"
-    convert.main(["import", "hf:user/bert", str(imported)])
+    tuned = tmp_path / "tuned"
     train.main(arguments(tmp_path / "text", tmp_path / "run", "--data", "hf:user/texts"))
     rank.main(["hf:user/bert", "--data", "hf:user/texts", "--val-share", "1", "--out", str(tmp_path / "rank")])
-    finetune.main(f"--init {imported} --task stsb --seeds 1 --epochs 1 --out {tuned}".split())
-    assert read_json(imported / "config.json")["init"] == "hf:user/bert"
+    finetune.main(f"--init {tmp_path}/run --task stsb --seeds 1 --epochs 1 --out {tuned}".split())
     labels = [json.loads(line)["label"] for line in (tuned / "predictions.jsonl").read_text().splitlines()]
     assert labels == [3.2, 0.0, 5.0] * 4
 

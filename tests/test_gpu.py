@@ -4,7 +4,7 @@ import torch
 
 import maelm
 from conftest import generator, model_and_batch
-from support.worker import make_worker
+from support.program.worker import make_worker
 from tests.common import losses, short_run
 from tests.test_precision import errors
 

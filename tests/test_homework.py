@@ -10,7 +10,7 @@ import maelm
 import rank
 import train
 from conftest import generator, tiny
-from support import metrics
+from support.tasks import metrics
 
 task = pytest.mark.task
 TAUS = (0.5, 0.8, 0.9, 0.95, 0.99)

@@ -13,15 +13,13 @@ from conftest import generator, model_and_batch
 from finetune import Tuned
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP, apply_masks
 from support import convert
-from support.checkpoints import load_model, save_checkpoint, write_tensors
-from support.files import write_json
-from support.heads import ClassifierHead
-from support.tokenizer import SPECIALS, Tokenizer
+from support.model.checkpoints import load_model, write_checkpoint
+from support.tasks.heads import ClassifierHead
+from support.text.tokenizer import SPECIALS, Tokenizer
 from tests.common import contents, fails, little_documents
 from tests.test_tokenizer import ODD
 
 N, V = 160, 320  # N is larger than rel_pos_max_distance
-SAME_IDS = torch.arange(V)
 MLM = dict(mask_in_encoder=1.0, decoder_layers=0)
 TRUST = dict(trust_remote_code=True)
 ODD_TEXTS = [*ODD, "\n\n\t  x  ", "The cat's 12,345", "漢字 ı ﬁ½", "\u200b\u0301e", "</a> <x>"]
@@ -41,9 +39,15 @@ def hub(tmp_path_factory):
 def write_run(folder, uncased=False, **fields):
     """Write a run folder with random weights; returns its model."""
     model, _, _ = model_and_batch(**dict(vocab_size=V, seq_len=N, norm="pre") | fields)
-    save_checkpoint(folder, 7, model, [], 0.0, 0)
-    Tokenizer.train(little_documents(50), V, uncased).save(folder)
+    write_checkpoint(folder / "step_0000007.pt", state_of(model, uncased) | {"step": 7})
     return model
+
+
+def state_of(model, uncased=False):
+    """The entries that every checkpoint has."""
+    tokenizer = Tokenizer.train(little_documents(50), V, uncased)
+    return {"config": asdict(model.config), "settings": {}, "tokenizer": tokenizer.to_json(),
+            "model": model.state_dict()}
 
 
 def exported(folder, **fields):
@@ -89,18 +93,18 @@ def assert_close(found, wanted):
 
 
 @torch.no_grad()
-def assert_same(model, encoder, with_head=None, order=SAME_IDS):
-    """Fails unless hidden states and, with a head, logits at [MASK] are equal. Our id i is order[i] there."""
+def assert_same(model, encoder, with_head=None):
+    """Fails unless hidden states and, with a head, logits at [MASK] are equal."""
     # An encoder with mask_in_encoder=0.5 reads some of several masks, but never a lone one.
     tokens, real = texts(every=N if model.config.mask_in_encoder == 0.5 else 7)
-    inputs = dict(input_ids=order[tokens], attention_mask=real.long())
+    inputs = dict(input_ids=tokens, attention_mask=real.long())
     wanted = model.encoder.hidden_states(tokens, torch.arange(N)[None], ~real)
     found = encoder(**inputs, output_hidden_states=True).hidden_states
     for a, b in zip(found, wanted, strict=True):
         assert_close(a[real], b[real])
     if with_head is None:
         return
-    logits = with_head(**inputs).logits[:, :, order]
+    logits = with_head(**inputs).logits
     for row, length in enumerate(real.sum(1)):  # our model reads one text at a time, without padding or removed tokens
         text = tokens[row:row + 1, :length]
         masked = text == MASK
@@ -125,7 +129,7 @@ def test_an_export_computes_what_our_model_does(has_head, fields, hub, tmp_path)
 @pytest.mark.parametrize("uncased", [False, True])
 def test_an_exported_tokenizer_gives_our_ids(uncased, hub, tmp_path):
     _, folder = exported(tmp_path, uncased=uncased)
-    ours = Tokenizer.load(tmp_path / "run")
+    ours = load_model(tmp_path / "run")[1]
     theirs = hub.AutoTokenizer.from_pretrained(folder, **TRUST)
     for text in [*ODD_TEXTS, *little_documents(20)]:
         assert theirs(text)["input_ids"] == [CLS, *ours.encode(text), SEP], text
@@ -143,8 +147,8 @@ def test_a_fine_tuned_model_gives_the_same_logits(task, labels, scale, hub, tmp_
     model = write_run(tmp_path / "run")
     head = torch.nn.Linear(32, 2) if task == "squad2" else ClassifierHead(32, max(1, len(labels)), 0.0)
     tuned = Tuned(model.encoder, head).eval()
-    write_tensors(tmp_path / "run" / "encoder.pt", {"config": asdict(model.config), "model": tuned.state_dict(),
-                                                    "task": task, "labels": labels, "scale": scale})
+    state = {"model": tuned.state_dict(), "task": task, "labels": labels, "scale": scale}
+    write_checkpoint(tmp_path / "run" / "encoder.pt", state_of(model) | state)
     convert.main(["export", str(tmp_path / "run"), str(tmp_path / "hub")])
     tokens, real = texts()
     inputs = dict(input_ids=tokens, attention_mask=real.long())
@@ -200,39 +204,15 @@ def test_an_export_overwrites_nothing(tmp_path, capsys):
 
 def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    export = ["export", "run", str(tmp_path / "hub")]
+    write_run(tmp_path / "run")
+    export = ["export", str(tmp_path / "run"), str(tmp_path / "hub")]
     assert "pip install -U transformers" in fails(lambda: convert.main(export), capsys)
 
 
-# ---- Import ---------------------------------------------------------------------------------------------------------
-def test_an_imported_model_computes_the_same(hub, tmp_path):
-    theirs, their_tokenizer = write_hub_model(tmp_path / "hub", seq_len=N)
-    convert.main(["import", f"hf:{tmp_path / 'hub'}", str(tmp_path / "run")])
-    model, tokenizer = load_model(tmp_path / "run")
-    _, order = convert.read_tokenizer("hub", their_tokenizer, model.config.vocab_size)
-    for text in ODD_TEXTS:
-        ids = torch.tensor([CLS, *tokenizer.encode(text).tolist(), SEP])
-        assert their_tokenizer(text)["input_ids"] == order[ids].tolist(), text
-    assert_same(model, theirs.base_model, theirs, order)
-
-
+# ---- Models of the Hub ----------------------------------------------------------------------------------------------
 def test_a_missing_encoder_is_not_measured(hub, tmp_path, capsys):
     model, _ = write_hub_model(tmp_path / "hub")
     renamed = {f"x.{name}": weight.clone() for name, weight in model.state_dict().items()}
     for content, message in ((save(renamed), "lacks weights of the encoder"), (b"", "cannot load")):
         (tmp_path / "hub/model.safetensors").write_bytes(content)
         assert message in fails(lambda: rank.main([f"hf:{tmp_path / 'hub'}", "--out", str(tmp_path / "out")]), capsys)
-
-
-@pytest.mark.parametrize("file, fields, message", [
-    ("config.json", dict(model_type="bert"), "has model_type='bert'; import reads only roberta"),
-    ("config.json", dict(layer_norm_eps=1e-12), "has layer_norm_eps=1e-12, but maelm supports only 1e-05"),
-    ("config.json", dict(num_hidden_layers=3), "it lacks weights of the encoder, such as roberta.encoder.layer.2"),
-    ("tokenizer_config.json", dict(add_prefix_space=True), "that maelm's tokenizer cannot"),
-])
-def test_an_unsupported_model_is_not_imported(file, fields, message, hub, tmp_path, capsys):
-    write_hub_model(tmp_path / "hub")
-    found = json.loads((tmp_path / "hub" / file).read_text())
-    write_json(tmp_path / "hub" / file, found | fields)
-    error = fails(lambda: convert.main(["import", str(tmp_path / "hub"), str(tmp_path / "run")]), capsys)
-    assert message in error and not (tmp_path / "run").exists()

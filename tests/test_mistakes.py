@@ -138,7 +138,7 @@ MISTAKES = [  # claim, without test_; a piece of our code; wrong code in its pla
     ("the_loss_falls_as_ours_does", "= self.fill_gaps(h,", "= self.fill_gaps(h.detach(),"),
 ]
 CASES = [(claim, piece, mistake) for claim, piece, *mistakes in MISTAKES for mistake in mistakes]
-FILES = ["maelm.py", "rank.py", "train.py", "support/metrics.py", "support/cross_attention.py"]
+FILES = ["maelm.py", "rank.py", "train.py", "support/tasks/metrics.py", "support/model/cross_attention.py"]
 
 
 def module_with(piece, mistake):

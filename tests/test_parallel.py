@@ -12,7 +12,7 @@ PROGRAM = """
 import os
 import torch
 import train
-from support import corpus
+from support.text import corpus
 
 prepare, compiled = corpus.prepare, torch.nn.Module.compile
 

@@ -4,8 +4,8 @@ import torch
 
 from conftest import generator, random_tokens
 from maelm import ABLATIONS, corrupt
-from support.models import make_model
-from support.worker import Worker
+from support.model.build import make_model
+from support.program.worker import Worker
 from train import make_config
 
 EXACT = Worker(0, 1, torch.device("cpu"), torch.float32)  # without autocast

@@ -17,11 +17,11 @@ import maelm
 import rank
 import train
 from conftest import generator, tiny
-from support import metrics
+from support.tasks import metrics
 
 PLACE = "solutions." if find_spec("solutions") else ""
 our_maelm, our_rank, our_train = [import_module(PLACE + name) for name in ("maelm", "rank", "train")]
-our_metrics = import_module(PLACE + "support.metrics")
+our_metrics = import_module(PLACE + "support.tasks.metrics")
 task = pytest.mark.task
 DTYPES = (torch.float32, torch.float64)
 

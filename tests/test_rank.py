@@ -8,11 +8,11 @@ import torch
 import maelm
 import rank
 from conftest import generator
-from course import copying, theory
-from support import subjects
-from support.checkpoints import checkpoints, load_encoder
-from support.corpus import in_validation
-from support.files import read_json
+from course import theory
+from support.hub import subjects
+from support.model.checkpoints import checkpoints, load_encoder
+from support.text.corpus import in_validation
+from support.program.files import read_json
 from tests.common import contents, fails, little_documents, short_run, write_corpus
 from tests.test_homework import TAUS
 from tests.test_hub import write_hub_model
@@ -132,10 +132,10 @@ def test_the_command_writes_ranks_and_a_figure_and_overwrites_nothing_else(text,
 
 def test_a_run_is_measured_on_its_validation_text(finished):
     subject = subjects.subject_of_run(str(finished), rank.RankConfig(), CPU)
-    encoder, tokenizer, *_ = load_encoder(finished)
+    encoder, state = load_encoder(finished)
     document = next(text for text in little_documents() if in_validation(text, 0.1))
     tokens = torch.from_numpy(subject.rows[[0, 1, 2]])
-    assert tokenizer.decode(tokens[:, 1:].flatten()).startswith(document.lower())
+    assert state["tokenizer"].decode(tokens[:, 1:].flatten()).startswith(document.lower())
     states = encoder.hidden_states(tokens, torch.arange(24)[None])
     assert all(map(torch.equal, subject.encode(tokens), states))
 
@@ -176,25 +176,3 @@ def test_theorem_2_2_holds_where_u_exists():
         sides = theory.both_sides(near, U @ near, 0.05 * qk, vo)
         assert sides["eq3"] < 1e-9 and sides["spread"] < 1.256
         assert 0 < sides["left"] <= sides["right"]
-
-
-def test_the_theory_of_a_run_has_each_layer(finished, capsys):
-    theory.main([str(finished)])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if line.strip()[:1].isdigit()] == ["0", "1"]
-
-
-def test_copying_is_seen_in_a_model_that_copies(finished, capsys):
-    class Copier(torch.nn.Module):
-        """In [CLS] A [SEP] A with ten tokens in A, predicts the token eleven positions earlier."""
-        config = maelm.Config(mask_in_encoder=1.0, decoder_layers=0)
-
-        def logits(self, corruption):
-            return torch.nn.functional.one_hot(corruption.corrupted.gather(1, corruption.masked - 11), 300).float() * 50
-
-    rows = torch.randint(maelm.NUM_SPECIAL, 300, (8, 22), generator=generator(0))
-    same, other, second = copying.twice(rows)
-    found = [copying.losses(Copier(), text, second, seed=1)[0].mean() for text in (same, other)]
-    assert found[0] < 1e-3 and found[1] > 30
-    copying.main([str(finished)])
-    assert "masks in the second A" in capsys.readouterr().out

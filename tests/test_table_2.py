@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import maelm
 import train
 from conftest import generator, model_and_batch, random_tokens, tiny
-from support import cross_attention
-from support.models import check, make_model
+from support.model import cross_attention
+from support.model.build import check, make_model
 from test_maelm import all_learn, bias_table, close, copy_attention, copy_layer, exact
 from tests.common import SHAPE
 

@@ -1,7 +1,6 @@
 """Claims about tasks: their files, their grids and their metrics."""
 import csv
 import gzip
-import itertools
 import json
 
 import numpy as np
@@ -11,51 +10,48 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 
-from support import examples, metrics, tasks
-from support.cli import UserError
-from support.corpus import in_validation
-from support.tasks import Example, Labels, labels_of
+from support.program.cli import UserError
+from support.tasks import examples, metrics, table1 as tasks
+from support.tasks.table1 import Example, Labels, labels_of
+from support.text.corpus import in_validation
 from tests.common import SUBJECTS, sentence
 
-FORMATS = {  # header, row and labels of the original releases
-    "CoLA": ("", 'gj04\t{label}\t*\t"{a}', "0 1"),
-    "SST-2": ("sentence\tlabel", '"{a} \t{label}', "0 1"),
-    "MRPC": ("\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String", '{label}\t1\t2\t"{a}\t{b}', "0 1"),
-    "RTE": ("index\tsentence1\tsentence2\tlabel", '{i}\t"{a}\t{b}\t{label}', "not_entailment entailment"),
-    "QNLI": ("index\tquestion\tsentence\tlabel", '{i}\t"{a}\t{b}\t{label}', "entailment not_entailment"),
-    "QQP": ("id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", '{i}\t1\t2\t"{a}\t{b}\t{label}', "0 1"),
-    "STS-B": ("index\tsource1\tsentence1\tsentence2\tscore", '{i}\tnone\t"{a}\t{b}\t{label}', "0.0 2.5 5.0"),
-    "MNLI": ("sentence1\tsentence2\tlabel1\tgold_label", '"{a}\t{b}\tx\t{label}', "neutral entailment contradiction"),
-}
+GLUE = {name: task for name, task in tasks.TASKS.items() if name in tasks.GLUE}
 
 
-def rows_of(labels):
-    """Twelve pairs of texts with their labels."""
-    return [(sentence(i), sentence(i + 3), label) for i, label in zip(range(12), itertools.cycle(labels.split()))]
+def rows_of(name):
+    """Twelve records of a GLUE task, as the Hub has them: with numbers as labels, float32 for STS-B."""
+    task, records = GLUE[name], []
+    for i in range(12):
+        label = i % len(task.labels) if task.labels else float(np.float32((3.2, 0.0, 5.0)[i % 3]))
+        texts = (f'"{sentence(i)}', sentence(i + 3))
+        records.append(dict(zip(task.columns, texts)) | {"label": label, "idx": i})
+    return records
 
 
 def write_glue(folder):
-    """Write all files of GLUE with twelve rows each, and those of SQuAD; returns the folder."""
-    for name, (header, row, labels) in FORMATS.items():
-        rows = [row.format(i=i, a=a, b=b, label=label) for i, (a, b, label) in enumerate(rows_of(labels))]
+    """Write the Hub's files of GLUE and SQuAD with twelve rows each; returns the folder."""
+    for name, task in GLUE.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
-        for part in ("train", "dev", "dev_matched", "dev_mismatched"):
-            lines = [header, *rows] if header else rows
-            (folder / name / f"{part}.tsv").write_text("\n".join(lines), encoding="utf-8")
-    write_squad(folder / "train-v2.0.json")
-    write_squad(folder / "dev-v2.0.json")
+        for split in ("train", *task.dev):
+            table = pyarrow.Table.from_pylist(rows_of(name))
+            pyarrow.parquet.write_table(table, folder / name / f"{split}-00000-of-00001.parquet")
+    (folder / "squad_v2").mkdir(exist_ok=True)
+    for split in ("train", "validation"):
+        table = pyarrow.Table.from_pylist(squad_records())
+        pyarrow.parquet.write_table(table, folder / "squad_v2" / f"{split}-00000-of-00001.parquet")
     return folder
 
 
-def write_squad(path):
-    """Write a SQuAD file of twelve paragraphs, each with an answerable and an unanswerable question."""
-    paragraphs = []
+def squad_records():
+    """Twelve answerable and twelve unanswerable questions, as the Hub has them."""
+    records = []
     for i in range(12):
-        answer = {"text": SUBJECTS[i % 4], "answer_start": 0}
-        questions = [{"id": f"q{i}", "question": "who is it?", "is_impossible": False, "answers": [answer]},
-                     {"id": f"n{i}", "question": "what not?", "is_impossible": True, "answers": []}]
-        paragraphs.append({"context": sentence(i), "qas": questions})
-    path.write_text(json.dumps({"version": "v2.0", "data": [{"title": "t", "paragraphs": paragraphs}]}))
+        answers = {"text": [SUBJECTS[i % 4]], "answer_start": [0]}
+        records.append({"id": f"q{i}", "question": "who is it?", "context": sentence(i), "answers": answers})
+        nothing = {"text": [], "answer_start": []}
+        records.append({"id": f"n{i}", "question": "what not?", "context": sentence(i), "answers": nothing})
+    return records
 
 
 @pytest.mark.parametrize("n", [10, 1000])
@@ -118,34 +114,29 @@ def test_tasks_and_grids_are_those_of_the_paper():
 
 
 @pytest.mark.parametrize("name", tasks.GLUE)
-def test_original_files_are_read_as_they_are(name, tmp_path):
+def test_the_hubs_files_are_read_as_they_are(name, tmp_path):
     splits = examples.read_task(name, str(write_glue(tmp_path)), 0.01)
     assert list(splits) == (["train", "dev", "dev_mm"] if name == "mnli" else ["train", "dev"])
-    _, _, labels = FORMATS[tasks.TASKS[name].folder]
+    labels, columns = GLUE[name].labels, GLUE[name].columns
     for rows in splits.values():
-        for found, (a, b, label) in zip(rows, rows_of(labels), strict=True):
-            assert (found.text.strip(), *found[1:3]) == (f'"{a}', None if name in ("cola", "sst2") else b, label)
+        for found, record in zip(rows, rows_of(name), strict=True):
+            label = labels[record["label"]] if labels else str(round(record["label"], 1))
+            texts = [record[column] for column in columns]
+            assert found[:3] == (*texts, *[None] * (2 - len(texts)), label)
+    assert examples.read_task(name, str(tmp_path / name), 0.01) == {
+        split: [row._replace(place=row.place) for row in rows] for split, rows in splits.items()}
 
 
-def test_odd_rows_of_qqp_are_read(tmp_path):
-    rows = ['1\t1\t2\tNone\tsay "yes\t1', "2\t1\t2\tcut off", "3\t1\t2\tHow?\t\t0"]
-    (tmp_path / "train.tsv").write_text("\n".join([FORMATS["QQP"][0], *rows]))
-    found = [row[:4] for row in examples.read_file("qqp", tmp_path / "train.tsv")]
-    assert found == [("None", 'say "yes', "1", "1"), ("How?", "", "0", "3")]
-
-
-@pytest.mark.parametrize("field, value, message", [
-    ("answers", [{"text": "the cat", "answer_start": 3}], "q0: answer 'the cat' is empty, or not at character 3"),
-    ("answers", [{"text": "the cat", "answer_start": "0"}], "q0: .* `answer_start` is '0', not of type int"),
-    ("answers", [], "q0: has 0 answers, but is_impossible is False"), ("id", "n0", "a second question has the id n0"),
-    ("is_impossible", "false", "q0: has 1 answers, but is_impossible is 'false'"), ("question", None, "`question` is")])
-def test_malformed_questions_are_named(field, value, message, tmp_path):
-    write_squad(tmp_path / "dev.json")
-    content = json.loads((tmp_path / "dev.json").read_text())
-    content["data"][0]["paragraphs"][0]["qas"][0][field] = value
-    (tmp_path / "dev.json").write_text(json.dumps(content))
+@pytest.mark.parametrize("name, change, message", [
+    ("rte", {"label": -1}, "train.parquet, row 1: has no label"),
+    ("qnli", {}, "row 1: needs the columns question, sentence, label of qnli, but has sentence1"),
+    ("squad2", {"answers": {"text": ["the cat"], "answer_start": [3]}}, "answer 'the cat' is empty, or not at char")])
+def test_other_records_are_refused(name, change, message, tmp_path):
+    record = (squad_records() if name == "squad2" else rows_of("rte"))[0] | change
+    for split in ("train", "validation"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / f"{split}.parquet")
     with pytest.raises(UserError, match=message):
-        examples.read_squad(tmp_path / "dev.json")
+        examples.read_task(name, str(tmp_path), 0.01)
 
 
 def test_docs_leave_the_validation_split_alone(monkeypatch):
@@ -155,13 +146,6 @@ def test_docs_leave_the_validation_split_alone(monkeypatch):
     assert len(splits["train"]) == 200 and not set(splits["train"]) & set(splits["dev"])
     for text, _, library, *_ in splits["train"] + splits["dev"]:
         assert library != "tqdm" and (library, text) in documents and not in_validation(text, 0.3)
-
-
-def test_a_blank_line_is_an_empty_text_where_there_is_one_column(tmp_path):
-    (tmp_path / "a.csv").write_text('text\nb\n\n""\nc\n')
-    (tmp_path / "b.csv").write_text("text,label\nb,x\n\nc,y\n")
-    found = [examples.read_file("custom", tmp_path / name, labelled=False) for name in ("a.csv", "b.csv")]
-    assert [[example.text for example in each] for each in found] == [["b", "", "", "c"], ["b", "c"]]
 
 
 def test_all_formats_keep_cells_as_they_are(tmp_path):
@@ -177,56 +161,44 @@ def test_all_formats_keep_cells_as_they_are(tmp_path):
         packed = gzip.compress((tmp_path / f"a{suffix}").read_bytes())
         (tmp_path / f"[a]{suffix.upper()}.gz").write_bytes(packed)
     for path in tmp_path.iterdir():
-        found = examples.read_file("custom", path)
-        assert [row[:3] for row in found] == [tuple(row.values()) for row in rows], path
+        assert [row[:3] for row in examples.custom_examples(path)] == [tuple(row.values()) for row in rows], path
 
 
-def test_lines_and_json_numbers_are_read_verbatim(tmp_path):
-    (tmp_path / "new.TXT").write_text("\ufeffa\n\n b")
-    assert [row.text for row in examples.read_file("custom", tmp_path / "new.TXT", labelled=False)] == ["a", "", " b"]
+def test_json_numbers_are_labels_as_written(tmp_path):
     labels = ["1.0", f"{10 ** 21}", "true"]
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "a", "label": {label}}}\n' for label in labels))
-    assert [row.label for row in examples.read_file("custom", tmp_path / "a.jsonl")] == labels
+    assert [row.label for row in examples.custom_examples(tmp_path / "a.jsonl")] == labels
 
 
 def test_labels_with_fractions_are_numbers():
     def found(*labels):
         return labels_of("custom", [Example("a", None, label) for label in labels])
-    assert found("1", "-2.5", "n/a") == Labels(("spearman",), (), 2.5, pairs=False)
-    assert found("2", "1.0", "n/a") == Labels(("accuracy",), ("1.0", "2", "n/a"), pairs=False)
+    assert found("1", "-2.5", "n/a") == Labels(("spearman",), (), 2.5)
+    assert found("2", "1.0", "n/a") == Labels(("accuracy",), ("1.0", "2", "n/a"))
     assert found("b", "a").metrics == ("accuracy", "f1")
     for label in ("n/a", "1e999"):
         with pytest.raises(UserError, match="line 8: label .* is not one of the training labels .numbers"):
             found("1", "2.5").target(Example("a", None, label, place="line 8"))
 
 
-@pytest.mark.parametrize("name, file, content, message", [
-    ("rte", "a.txt", "one text", "line 1: lacks a second text"), ("custom", "a.xls", "", "must end in .txt, .csv"),
-    ("cola", "a.tsv", "index\tsentence\n0\ta\n1\ta\tb\n", "line 3: must have as many cells .* remove the tab"),
-    ("custom", "train.csv", "text,kind\na,b\n", "line 2: must have a text in column `label`, but has `text`, `kind`"),
-    ("custom", "train.tsv", "text\tlabel\na\tx\nb\t\n", "line 3: the text or the label in column `label` is empty"),
-    ("custom", "train.csv", "text,label\na,Yes\nb,yes\n", "labels differ only in case"),
-    ("custom", "train.csv", 'text,label\na,x\n"b,x\n', "line 3: unexpected end of data"),
-    ("custom", "train.csv", "text,label,label\na,x,y\n", "two of the columns text, label, label"),
-    ("custom", "train.jsonl", '{"text": "a", "label": "x", "Label": "y"}', "line 1: two of the columns text, label"),
-    ("custom", "train.jsonl", '{"text": "a", "label": "x\\ty"}', "line 1: the label or id has a tab"),
-    ("custom", "train.csv", "text,label\ncafé,x\n".encode("latin-1"), "line 2: not UTF-8; convert"),
-    ("custom", "train.jsonl", '{"text": ["a"], "label": "x"}', "line 1: must have a text in column `text`, .* .'a'"),
-    ("custom", "train.csv.gz", "text", "cannot be read .Not a gzipped file"),
-    ("custom", "train.csv", "text,label\na,x\n", "all training examples have the label 'x'"),
-    ("custom", "train.x", "", "must have one file train .* has none")])
-def test_bad_files_are_refused(name, file, content, message, tmp_path):
+@pytest.mark.parametrize("file, content, message", [
+    ("train.csv", "text,kind\na,b\n", "row 1: needs texts in `text` .* and a label in `label`, but has .*'kind': 'b'"),
+    ("train.tsv", "text\tlabel\na\tx\nb\t\n", "row 2: needs texts"),
+    ("train.csv", "text,label\na,Yes\nb,yes\n", "labels differ only in case"),
+    ("train.csv", "text,label\na,x\nb\n", "row 2: needs texts"),
+    ("train.csv", "text,label\na,x,y\n", "cannot be read .*Expected 2 fields in line 2, saw 3"),
+    ("train.csv", 'text,label\na,x\n"b,x\n', "cannot be read .*EOF inside string"),
+    ("train.csv", "text,label,label\na,x,y\n", "two of the columns text, label, label"),
+    ("train.csv", "text,label\ncafé,x\n".encode("latin-1"), "not UTF-8 .*; convert it"),
+    ("train.jsonl", '{"text": ["a"], "label": "x"}', "line 1: needs texts in `text`"),
+    ("train.csv.gz", "text", "cannot be read .Not a gzipped file"),
+    ("train.csv", "text,label\na,x\n", "all training examples have the label 'x'"),
+    ("train.x", "", "must have one file train .* has none")])
+def test_bad_files_are_refused(file, content, message, tmp_path):
     for path in (file, file.replace("train", "dev")):
         (tmp_path / path).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=message):
-        if file.startswith("a"):
-            splits = {"dev": examples.read_file(name, tmp_path / file, labelled=False)}
-            labels = Labels(("accuracy",), pairs=name == "rte")
-        else:
-            splits = examples.read_task(name, str(tmp_path), 0.01)
-            labels = labels_of(name, splits["train"])
-        for example in itertools.chain(*splits.values()):
-            labels.target(example)
+        labels_of("custom", examples.read_task("custom", str(tmp_path), 0.01)["train"])
 
 
 @pytest.mark.parametrize("names", ["text,Text2 ,Label", "sentence1,sentence2,label"])

@@ -1,15 +1,12 @@
 """Claims about support/tokenizer.py."""
-import json
 import sys
 import unicodedata
 
 import pytest
-import tokenizers
 
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
-from support.cli import UserError
-from support.tokenizer import SPECIALS, Tokenizer, byte_letters
-from tests.common import little_documents, sentence
+from support.text.tokenizer import SPECIALS, Tokenizer
+from tests.common import sentence
 
 ODD = ["The cat sees a tree.", "naïve café — ∑ 数学 🙂\t\r\n  x", "\x00\x7f ~", "a" * 500, "İstanbul ẞ", " ", "",
        bytes(range(256)).decode("latin-1"), "ΑΣ ΣΑΣ. Σ ὈΔΥΣΣΕΎΣ"]
@@ -47,37 +44,3 @@ def test_tiktoken_gives_the_ids_of_tokenizers(tokenizer):
     expected = tokenizer.model.encode_batch(texts, add_special_tokens=False)
     for text, found in zip(texts, expected):
         assert tokenizer.encode(text).tolist() == found.ids
-
-
-BYTES = tokenizers.pre_tokenizers.ByteLevel
-SPLIT = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r" ?\w+|\s|[^\w\s]+"), "isolated")
-
-
-@pytest.mark.parametrize("layers", [[BYTES(False)], [SPLIT, BYTES(False, use_regex=False)]], ids=["gpt2", "split"])
-def test_a_given_bpe_keeps_its_ids_after_the_special_tokens(layers, tmp_path):
-    learned = json.loads(Tokenizer.train(little_documents(), 300, uncased=False).model.to_str())["model"]
-    vocabulary = {token: i for i, token in enumerate([*reversed(byte_letters()), *list(learned["vocab"])[260:]])}
-    merges = [tuple(pair) for pair in learned["merges"]]
-    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
-    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(layers)
-    theirs.save(str(tmp_path / "t.json"))
-    ours = Tokenizer.read(str(tmp_path / "t.json"))
-    for example in (*little_documents(5), *ODD):
-        assert ours.encode(example).tolist() == [NUM_SPECIAL + i for i in theirs.encode(example).ids]
-
-
-def test_a_tokenizer_of_another_kind_is_refused(tmp_path):
-    tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0})).save(str(tmp_path / "t.json"))
-    for name, message in (("t.json", "not a byte-level BPE"), ("none.json", "cannot be read")):
-        with pytest.raises(UserError, match=message):
-            Tokenizer.read(str(tmp_path / name))
-
-
-@pytest.mark.parametrize("old, new", [('"b":', '"no byte":'), ('"b": 102', '"b": 103'), ("[CLS]", "[XYZ]"), ("{", "")])
-def test_a_damaged_tokenizer_is_refused_in_one_line(old, new, tmp_path, capfd):
-    text = json.dumps(json.loads(Tokenizer.train(little_documents(), 320, uncased=True).model.to_str()))
-    assert old in text
-    (tmp_path / "tokenizer.json").write_text(text.replace(old, new))
-    with pytest.raises(UserError, match="tokenizer.json: damaged"):
-        Tokenizer.load(tmp_path)
-    assert capfd.readouterr().err == ""  # Rust prints before it panics

@@ -9,20 +9,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from maelm import CLS, SEP, Config
-from support.metrics import squad_metrics
-from support.tasks import Encoded, Labels, Question
-from support.tokenizer import Tokenizer
+from support.tasks.metrics import squad_metrics
+from support.tasks.table1 import Encoded, Labels, Question
+from support.text.tokenizer import Tokenizer
 
 
 def spans_of(tokenizer: Tokenizer, text: str):
     """Text -> token ids, and the start and end character of each token, end exclusive, without the space before a word;
     (length,) each."""
-    found = tokenizer.model.encode(text, add_special_tokens=False)  # tiktoken gives no offsets
-    offsets = np.array(found.offsets, np.int64).reshape(-1, 2)
+    encoding = tokenizer.model.encode(text, add_special_tokens=False)  # tiktoken gives no offsets
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
     starts, ends = offsets.T
     space = np.array([*map(str.isspace, text), False])
     starts = np.minimum(starts + space[starts], ends)
-    return np.array(found.ids, np.int64), starts, ends
+    return np.array(encoding.ids, np.int64), starts, ends
 
 
 def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
@@ -39,7 +39,8 @@ def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
 
 
 class Spans:
-    """Inputs `[CLS] question [SEP] window of the context [SEP]`; the target is [CLS] if the answer is elsewhere."""
+    """A Kind with inputs `[CLS] question [SEP] window of the context [SEP]`. The target is the answer's first and last
+    token, or [CLS] if the answer is elsewhere."""
     def __init__(self, tokenizer: Tokenizer, config: Config, tune, labels: Labels):
         self.tokenizer, self.config, self.tune, self.labels = tokenizer, config, tune, labels
         self.n = min(tune.seq_len, config.seq_len)

@@ -11,9 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from maelm import Corruption
-from support.cli import UserError
-
-PLACES = {"init", "tokenizer", "device", "cache", "wandb"}  # settings that may differ between machines
+from support.program.cli import UserError
 
 
 class Worker(NamedTuple):
@@ -25,17 +23,16 @@ class Worker(NamedTuple):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that prints and writes."""
+        """Whether this is the process that decides, prints and writes."""
         return self.rank == 0
 
     def micro_batch(self, batch_size: int, most: int) -> int:
-        """The number of sequences per device and forward pass, at most `most`. Raises UserError if the batch size is
-        not a multiple of this number times the number of devices."""
-        size = max(1, min(most, batch_size // self.world_size))
-        if batch_size % (size * self.world_size):
-            raise UserError(f"batch_size={batch_size} is not a multiple of micro_batch_size={size} times "
-                            f"{self.world_size} processes; change --batch-size or --micro-batch-size")
-        return size
+        """The number of sequences per forward pass: the largest divisor of this process's share of a batch that is at
+        most `most`. Raises UserError if the processes cannot have equal shares."""
+        share, rest = divmod(batch_size, self.world_size)
+        if rest:  # unequal shares would make the mean of the gradients wrong
+            raise UserError(f"batch_size={batch_size}: use a multiple of the {self.world_size} processes")
+        return max(size for size in range(1, min(share, most) + 1) if share % size == 0)
 
     def autocast(self) -> torch.autocast:
         """A new context in which matrix products are computed in `dtype`."""
@@ -58,20 +55,12 @@ class Worker(NamedTuple):
         """Wait until all processes get here."""
         self.all_reduce(0)
 
-    def gather(self, value: object) -> list:
-        """The values of all processes, by rank. Waits for all processes."""
-        found = [value] * self.world_size
+    def of_main(self, value: object) -> object:
+        """The first process's value."""
+        values = [value]
         if self.world_size > 1:
-            dist.all_gather_object(found, value)
-        return found
-
-    def agree(self, settings: dict):
-        """Raises UserError if any settings other than PLACES differ between processes."""
-        for rank, others in enumerate(self.gather(settings)):
-            for name, value in settings.items():
-                if name not in PLACES and value != others[name]:
-                    raise UserError(f"{name}={value!r} in process {self.rank}, {others[name]!r} in process {rank}: "
-                                    "start all processes with the same command, text and --out")
+            dist.broadcast_object_list(values)
+        return values[0]
 
     def parallel(self, model: nn.Module) -> nn.Module:
         """A model that averages its gradients over all processes in the backward pass."""
@@ -106,12 +95,12 @@ def keep_freed_memory():
 def best_device(name: str, small: bool) -> torch.device:
     """The device that --device names. For auto, it is an NVIDIA GPU, an Apple GPU (unless the model is `small`) or the
     CPU. Raises UserError if the device is missing."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         # An Apple GPU starts the hundreds of kernels of a toy step no faster than its CPU computes them.
-        there["mps"] = there["mps"] and not small
-        name = [kind for kind in there if there[kind]][0]
-    if not there.get(name):
+        available["mps"] = available["mps"] and not small
+        name = [kind for kind in available if available[kind]][0]
+    if not available.get(name):
         raise UserError(f"--device {name}: this machine, or this PyTorch, has none; use --device auto")
     if name != "cuda":
         return torch.device(name)
@@ -130,27 +119,19 @@ def has_bf16(device: torch.device) -> bool:
     return "amx_bf16" in flags or "avx512_bf16" in flags
 
 
-def make_worker(precision: str, device: str = "auto", small: bool = False) -> Worker:
-    """This process's device, dtype and rank. Raises UserError if the device is missing or torchrun's variables are
-    incomplete."""
-    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"
-    given = [os.environ.get(name, "") for name in names]
-    rank, world_size = 0, 1
-    if given[0] or given[1]:
-        numbers = [int(value) for value in given[:4] if value.isdecimal()]
-        if len(numbers) < 4 or given[4] == "" or numbers[0] >= numbers[1] or numbers[3] > 65535:
-            listed = ", ".join(f"{name}={value!r}" for name, value in zip(names, given, strict=True))
-            raise UserError(f"{listed}: not as torchrun sets them; start with torchrun, or unset them")
-        rank, world_size = numbers[:2]
-    found = best_device(device, small)
-    if found.type == "cuda":
-        torch.cuda.set_device(found)
-        torch.set_float32_matmul_precision("high")  # use TF32 where autocast keeps float32
+def make_worker(precision: str, device: str = "auto", small: bool = False, tf32: bool = False) -> Worker:
+    """This process's rank, device and dtype. precision: auto | fp32 | bf16. With `tf32`, a GPU rounds the factors of
+    float32 products to TF32, except in fp32. Raises UserError if the device is missing."""
+    chosen = best_device(device, small)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+        torch.set_float32_matmul_precision("high" if tf32 and precision != "fp32" else "highest")
         # cuDNN's attention may misread the dtype of a mask. A context around the call would be compiled each time.
         torch.backends.cuda.enable_cudnn_sdp(False)
     keep_freed_memory()
-    bf16 = precision == "bf16" or (precision == "auto" and has_bf16(found))
-    return Worker(rank, world_size, found, torch.bfloat16 if bf16 else torch.float32)
+    bf16 = precision == "bf16" or (precision == "auto" and has_bf16(chosen))
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets them
+    return Worker(rank, world_size, chosen, torch.bfloat16 if bf16 else torch.float32)
 
 
 def compile_model(model: nn.Module):

@@ -10,18 +10,20 @@ import hashlib
 import importlib.util
 import json
 import os
+import platform
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
 
-from support.cli import UserError
-from support.files import read_json, short_hash, write_json
-from support.tables import Row, hub_records, json_rows, lines_of, parquet_rows, split_long, split_name
+from support.program.cli import UserError, path_of
+from support.program.files import short_hash, write_json
+from support.text.readers import Record, hub_records, json_records, lines_of, parquet_records, split_long, split_name
 
 CACHE = "~/.cache/maelm"  # default folder for files that can be made again
 PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib", "pyarrow",
@@ -49,47 +51,26 @@ def docs_files() -> list[tuple[str, Path]]:
     return found
 
 
-def content_hashes(files: Iterable[Path], cache: str) -> list[str]:
-    """A hash of the content of each file. The hashes are stored in the folder `cache` by path, size and timestamps,
-    so that 200 GB of text is not read again at every start."""
-    remembered = Path(cache).expanduser() / "hashes.json"
-    known, found, changed = {}, [], False
-    with suppress(OSError, UserError):  # missing or damaged: the files are read again
-        known = read_json(remembered)
-    for file in tqdm(files, "comparing files", unit="file", leave=False, delay=2, disable=None):
-        stat = os.stat(file)
-        state = f"{os.path.abspath(file)} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
-        if state not in known:
-            with open(file, "rb") as content:
-                known[state] = hashlib.file_digest(content, "blake2b").hexdigest()[:32]
-            changed = True
-        found.append(known[state])
-    if changed:
-        with suppress(OSError):
-            write_json(remembered, known)
-    return found
-
-
-@functools.cache
-def docs_hash(cache: str) -> str:
-    """A hash of the files that read_docs reads."""
-    hashes = content_hashes([file for _, file in docs_files()], cache)
-    return short_hash(repr([[library for library, _ in docs_files()], hashes]))
+def docs_versions() -> str:
+    """A hash of everything that decides the documentation: the versions of Python and PACKAGES, and this file."""
+    installed = {each.name.lower().replace("-", "_"): each.version for each in metadata.distributions()}
+    versions = platform.python_version(), [installed.get(name) for name in PACKAGES]
+    return short_hash(repr((versions, Path(__file__).read_bytes())))
 
 
 @functools.cache
 def read_docs(cache: str = CACHE) -> list[tuple[str, str]]:
-    """(library, text) of every distinct documentation string on this machine, cached in the folder `cache`."""
-    cached = Path(cache).expanduser() / f"docs-{docs_hash(cache)}.json"
+    """(library, text) of every distinct documentation string on this machine, kept in the folder `cache`."""
+    kept = path_of(cache) / f"docs-{docs_versions()}.json"
     with suppress(OSError, ValueError):  # missing or damaged: it is made again
-        return [(library, text) for library, text in json.loads(cached.read_bytes())]
+        return [(library, text) for library, text in json.loads(kept.read_bytes())]
     first = {}  # the library in which a text was seen first
     for library, path in tqdm(docs_files(), "reading documentation", unit="file", leave=False, disable=None):
         for text in docstrings(path):
             first.setdefault(text, library)
     docs = [(library, text) for text, library in first.items()]
     with suppress(OSError):  # where nothing can be written, the files are parsed again each time
-        write_json(cached, docs)
+        write_json(kept, docs)
     return docs
 
 
@@ -111,7 +92,7 @@ def docstrings(path: Path) -> list[str]:
         elif isinstance(node, ast.Dict) and path.parent.name == "pydoc_data":
             found += strings_in(node.values)
     texts = [text.strip() for text in found if len(text.split()) > 3]
-    return [text.encode(errors="replace").decode() for text in texts]  # a string may have half a surrogate pair
+    return [text.encode(errors="replace").decode() for text in texts]  # a string may hold half a surrogate pair
 
 
 def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
@@ -125,17 +106,14 @@ class Source(NamedTuple):
     name: str  # docs, hf:NAME[:CONFIG], or a path as given
     files: tuple[Path, ...]  # the text files, if the name is a path
     column: str  # the field that holds the text of a record
-    cache: str  # the folder for the documentation and the hashes of files
+    cache: str  # the folder for the documentation
 
 
 def sources(data: str, column: str = "text", cache: str = CACHE) -> list[Source]:
     """The sources in --data, in a fixed order. Raises UserError if one of them has no text files."""
-    names = [data] if Path(data).expanduser().exists() else data.split("+")
-    found = []
-    for name in names:
-        elsewhere = name == "docs" or (name.startswith("hf:") and name != "hf:")
-        found.append(Source(name, () if elsewhere else files_in(name), column, cache))
-    return found
+    names = [data] if path_of(data).exists() else data.split("+")
+    elsewhere = [name == "docs" or (name.startswith("hf:") and name != "hf:") for name in names]
+    return [Source(name, () if other else files_in(name), column, cache) for name, other in zip(names, elsewhere)]
 
 
 def text_hash(read: list[Source]) -> str:
@@ -143,10 +121,12 @@ def text_hash(read: list[Source]) -> str:
     found = []
     for source in read:
         if source.name == "docs":
-            found.append(docs_hash(source.cache))
-        else:
-            formats = [split_name(file)[1] for file in source.files]
-            found.append([formats or source.name, source.column, content_hashes(source.files, source.cache)])
+            found.append(short_hash(json.dumps(read_docs(source.cache))))
+        for path in tqdm(source.files, "comparing files", unit="file", leave=False, delay=2, disable=None):
+            with open(path, "rb") as file:
+                found.append([split_name(path)[1], source.column, hashlib.file_digest(file, "blake2b").hexdigest()])
+        if source.name.startswith("hf:"):
+            found.append([source.name, source.column])
     return short_hash(repr(found))
 
 
@@ -168,13 +148,12 @@ def files_below(path: Path, seen: set[str]) -> Iterator[Path]:
 def files_in(name: str) -> tuple[Path, ...]:
     """The text file at a path, or all text files in a folder except hidden ones. Raises UserError if there are none, or
     OSError if a folder cannot be read."""
-    path = Path(name).expanduser()
+    path = path_of(name)
     if not name or not path.exists():
         raise UserError(f"--data {name}: no such file or folder; other sources are docs and hf:NAME")
     found = sorted(files_below(path, set()), key=str)
     if not found:
-        raise UserError(f"--data {name}: no file ending in {', '.join(FORMATS)}, plain or compressed (.gz, .bz2, .xz, "
-                        ".zst)")
+        raise UserError(f"--data {name}: no file ending in {', '.join(FORMATS)}, plain or compressed")
     return tuple(found)
 
 
@@ -193,11 +172,11 @@ def grouped(lines: Iterable[str]) -> Iterator[str]:
         yield "".join(document)
 
 
-def column_of(rows: Iterable[Row], column: str) -> Iterator[str]:
-    """The texts in a column of rows, "" for null. Raises UserError if the first row lacks the column, or if a value is
-    not text."""
-    for number, (place, record) in enumerate(rows):
-        if number == 0 and column not in record:  # later rows may lack it, which counts as null
+def column_of(records: Iterable[Record], column: str) -> Iterator[str]:
+    """The texts in a column of records, "" for null. Raises UserError if the first record lacks the column, or if a
+    value is not text."""
+    for number, (place, record) in enumerate(records):
+        if number == 0 and column not in record:  # later records may lack it, which counts as null
             raise UserError(f"{place}: needs a field `{column}`; --column can be {', '.join(record)}")
         text = record.get(column)
         if not isinstance(text, str | None):
@@ -211,19 +190,21 @@ def texts_of(source: Source) -> Iterator[str]:
         yield from [text for _, text in read_docs(source.cache)]
     elif not source.files:
         records, is_text = hub_records(source.name)
-        rows = ((f"{source.name}, record {number}", record) for number, record in enumerate(records, start=1))
-        texts = column_of(rows, source.column)
+        named = ((f"{source.name}, record {number}", record) for number, record in enumerate(records, start=1))
+        texts = column_of(named, source.column)
         yield from grouped(line + "\n" for line in texts) if is_text else texts
     for file in source.files:
         _, kind = split_name(file)
         if kind == ".txt":
             yield from grouped(lines_of(file, longest=LONGEST))
         else:
-            rows = parquet_rows(file, source.column) if kind == ".parquet" else json_rows(file)
-            yield from column_of(rows, source.column)
+            records = parquet_records(file, source.column) if kind == ".parquet" else json_records(file)
+            yield from column_of(records, source.column)
 
 
 def documents(read: list[Source]) -> Iterator[str]:
     """The documents of sources, including empty ones, stripped of white space and split after LONGEST characters."""
     for source in read:
-        yield from map(str.strip, split_long(texts_of(source), LONGEST))
+        for text in split_long(texts_of(source), LONGEST):
+            # JSON can hold half of a surrogate pair, which is not text.
+            yield text.strip().encode(errors="replace").decode()

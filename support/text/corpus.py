@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -19,12 +18,12 @@ import torch
 from tqdm import tqdm
 
 from maelm import CLS, NUM_SPECIAL, SEP
-from support.cli import UserError, root_cause
-from support.documents import Source, documents, sources, text_hash
-from support.files import lock_folder, read_json, short_hash, write_json
-from support.tokenizer import Tokenizer
+from support.program.cli import UserError, path_of, root_cause, say
+from support.program.files import lock_folder, read_json, short_hash, sync, write_json
+from support.text import documents as rules
+from support.text.documents import Source, documents, sources, text_hash
+from support.text.tokenizer import Tokenizer
 
-LAYOUT = 4  # version of the files; a corpus of another version is ignored
 SPLITS = ("train", "val")
 VAL_SHARE = 0.01  # fraction of the documents held out for validation
 NGRAM = 13  # documents that share this many consecutive words are near-duplicates
@@ -101,31 +100,29 @@ def write_tokens(folder: Path, encoded: Iterable[tuple], dtype: np.dtype) -> tup
 def settle_validation(folder: Path, dtype: np.dtype, val_share: float) -> dict[str, int]:
     """Return the number of tokens in each split. If there are few documents, far too many or too few of them can fall
     into the validation split; then the last tokens of the corpus become the validation split."""
-    paths = [folder / f"{split}.bin" for split in SPLITS]
-    train, val = [path.stat().st_size // dtype.itemsize for path in paths]
+    train_file, val_file = [folder / f"{split}.bin" for split in SPLITS]
+    train, val = [file.stat().st_size // dtype.itemsize for file in (train_file, val_file)]
     total = train + val
     wanted = max(round(val_share * total), min(ENOUGH, total // 10))
     if not wanted / 2 <= val <= 2 * wanted:
-        whole = np.concatenate([np.fromfile(path, dtype) for path in paths])
-        for path, part in zip(paths, np.split(whole, [total - wanted])):
-            part.tofile(path)
+        with open(train_file, "ab") as file:
+            file.write(val_file.read_bytes())
+        end = (total - wanted) * dtype.itemsize
+        np.fromfile(train_file, dtype, offset=end).tofile(val_file)
+        os.truncate(train_file, end)
         val = wanted
-    for path in paths:
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())  # otherwise, a power cut could leave meta.json without the tokens
+    for file in (train_file, val_file):
+        sync(file)  # otherwise, a power cut could leave meta.json without the tokens
     return {"train": total - val, "val": val}
 
 
 # ---- 3. A prepared corpus -----------------------------------------------------------------------------------
-def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer | None, folder: Path):
-    """Write the corpus of these sources to a folder. `text` is the hash of the sources. Raises UserError if they
-    contain no text."""
+def prepare(settings: dict, read: list[Source], tokenizer: Tokenizer | None, folder: Path):
+    """Write the corpus of these sources to a folder. Raises UserError if they contain no text."""
     data, val_share, start = settings["data"], settings["val_share"], time.perf_counter()
-    print(f"preparing {data}, in {folder}")
+    say(f"preparing {data}, in {folder}")
     bar = partial(tqdm, unit=" documents", unit_scale=True, leave=False, disable=None)
-    if (folder / "tokenizer.json").is_file():  # left by an interrupted preparation
-        tokenizer = Tokenizer.load(folder)
-    elif tokenizer is None:
+    if tokenizer is None:
         training = (each for each in bar(documents(read), "reading") if not in_validation(each, val_share))
         tokenizer = Tokenizer.train(map(bytes.decode, sample(training)), settings["vocab_size"], settings["uncased"])
     tokenizer.save(folder)
@@ -135,87 +132,64 @@ def prepare(settings: dict, read: list[Source], text: str, tokenizer: Tokenizer 
         known.update(*[ngrams(each) for each in documents(read) if in_validation(each, val_share)])
     dtype = np.dtype("uint16" if settings["vocab_size"] <= 1 << 16 else "uint32")
     encoded = in_threads(lambda each: encode(each, tokenizer, val_share, known), documents(read))
-    found, characters = write_tokens(folder, bar(encoded, "tokenizing"), dtype)
+    count, characters = write_tokens(folder, bar(encoded, "tokenizing"), dtype)
     if characters == 0:
         raise UserError(f"--data {data}: contains no text")
     tokens = settle_validation(folder, dtype, val_share)
-    write_json(folder / "meta.json", {
-        "data": data, "text": text, "dtype": dtype.name, "tokens": tokens, "documents": found, "characters": characters,
-        "tokenizer": short_hash((folder / "tokenizer.json").read_bytes())})
-    print(f"prepared in {time.perf_counter() - start:,.1f} s")
+    write_json(folder / "meta.json", {"data": data, "dtype": dtype.name, "tokens": tokens, "documents": count,
+                                      "characters": characters})
+    say(f"prepared in {time.perf_counter() - start:,.1f} s")
 
 
 def describe(folder: Path) -> str:
     """Describe a prepared corpus in one line."""
-    meta = read_meta(folder)
+    meta = read_json(folder / "meta.json")
     train, val = [meta["tokens"][split] for split in SPLITS]
-    found = Counter(meta["documents"])
-    return (f"{folder}: {found['train'] + found['val']:,} documents, {train:,} training tokens, {val:,} validation "
+    count = Counter(meta["documents"])
+    return (f"{folder}: {count['train'] + count['val']:,} documents, {train:,} training tokens, {val:,} validation "
             f"tokens, {meta['characters'] / (train + val):.2f} characters per token; "
-            f"dropped: {found['empty']:,} empty, {found['near-duplicates']:,} near-duplicates")
-
-
-def read_meta(folder: Path) -> dict:
-    """Read meta.json of a prepared corpus. Raises UserError if a file is missing, truncated or from another corpus."""
-    with suppress(FileNotFoundError, UserError, KeyError, TypeError):
-        meta = read_json(folder / "meta.json", "text", "documents")
-        sizes = [meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize for split in SPLITS]
-        there = [(folder / f"{split}.bin").stat().st_size for split in SPLITS]
-        if sizes == there and meta["tokenizer"] == short_hash((folder / "tokenizer.json").read_bytes()):
-            return meta
-    raise UserError(f"{folder}: this prepared corpus is damaged or incomplete; delete it, and it will be made again")
+            f"dropped: {count['empty']:,} empty, {count['near-duplicates']:,} near-duplicates")
 
 
 def corpus_name(settings: dict, text: str, tokenizer: Tokenizer | None) -> str:
-    """The name of a corpus folder: a hash of how the corpus is prepared and of `text`, the hash of its text."""
-    given = None if tokenizer is None else tokenizer.model.to_str()
-    how = LAYOUT, text, settings["vocab_size"], settings["uncased"], settings["val_share"], given
+    """The name of a corpus folder: a hash of everything that shapes the corpus. `text` is the hash of its text."""
+    constants = NGRAM, SAMPLE, ENOUGH, rules.GROUPED, rules.LONGEST
+    start = tokenizer or Tokenizer.of_merges([], settings["uncased"])  # a new tokenizer, before it learns
+    how = text, settings["vocab_size"], settings["val_share"], constants, tokenizer is None, start.to_json()
     return short_hash(repr(how))
 
 
-def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None) -> Path:
-    """The folder of the corpus that `settings` (as in a run's config.json) select. If it does not exist, one process
-    prepares it with the given tokenizer or a new one. The corpus of a run (`corpus`) is used even if its text has
-    changed since. Raises UserError if the corpus is damaged, or if the text cannot be read."""
-    cache, data, of_run = Path(settings["cache"]).expanduser(), settings["data"], settings.get("corpus")
-    column = settings.get("column", "text")
-    speaks = os.environ.get("RANK", "0") == "0"  # the first of torchrun's processes
-    if of_run and (cache / of_run / "meta.json").is_file():
-        folder, problem = cache / of_run, ""
-        meta = read_meta(folder)
-        try:
-            if text_hash(sources(data, column, settings["cache"])) != meta["text"]:
-                problem = f"--data {data}: has changed"
-        except (UserError, OSError) as error:
-            problem = str(error)
-        if problem and speaks:
-            print(f"{problem}; the tokens prepared earlier in {folder} are used")
-        return folder
-
-    read = sources(data, column, settings["cache"])
-    text = text_hash(read)
-    folder = cache / corpus_name(settings, text, tokenizer)
-    if of_run and speaks:
-        print(f"{cache / of_run}: no longer there; it is being made again from --data {data}")
+def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None, name: str = "") -> Path:
+    """The folder of the corpus that `settings` (the fields data, column, uncased, val_share, vocab_size and cache)
+    select. If it does not exist, one process prepares it, with the given tokenizer or a new one. If it exists under the
+    `name` that a run has recorded, the text is not read. Raises UserError if the text cannot be read, or is not that
+    of `name`."""
+    cache, data = path_of(settings["cache"]), settings["data"]
+    if name and (cache / name / "meta.json").is_file():
+        return cache / name
+    read = sources(data, settings["column"], settings["cache"])
+    folder = cache / corpus_name(settings, text_hash(read), tokenizer)
+    if name not in ("", folder.name):
+        raise UserError(f"--data {data}: the text has changed, and the tokens of this run, {cache / name}, are gone; "
+                        "restore one of them, or use another --data and --out")
     complete = folder / "meta.json"
     if not complete.is_file():  # otherwise nothing is written: the disk may be read-only
         try:
             with lock_folder(folder, wait=True):
                 if not complete.is_file():
-                    prepare(settings, read, text, tokenizer, folder)
+                    prepare(settings, read, tokenizer, folder)
         except (MemoryError, OSError) as error:
             raise UserError(f"{folder}: not prepared ({root_cause(error)}); is the memory or disk full? Choose another "
                             "folder with --cache, or another one for downloads with HF_HOME") from error
-    read_meta(folder)
     return folder
 
 
 # ---- 4. From a prepared corpus to the sequences of a step --------------------------------------------------
 class Rows:
     """All sequences of a split ("train", "val"): `[CLS]` and the next seq_len - 1 tokens of a prepared corpus. Tokens
-    stay on disk until they are read. Raises UserError if the corpus is damaged or too small for one sequence."""
+    stay on disk until they are read. Raises UserError if the corpus is too small for one sequence."""
     def __init__(self, folder: Path, split: str, seq_len: int):
-        meta = read_meta(folder)
+        meta = read_json(folder / "meta.json")
         tokens = meta["tokens"][split]
         count = tokens // (seq_len - 1)
         if count == 0:

@@ -4,7 +4,8 @@ import math
 import torch
 
 from maelm import MAELM, Config
-from support.cross_attention import CrossMAELM
+from support.model.cross_attention import CrossMAELM
+from support.program.cli import require
 
 
 def make_model(config: Config, position_init: str = "normal") -> MAELM:
@@ -35,23 +36,22 @@ def check(config: Config) -> Config:
     width = max(1, d // max(1, heads))  # dimensions of a head
     mlm = c.decoder_layers == 0 and c.mask_in_encoder == 1 and c.decoder == "bi"
     whole = c.decoder_dim == 0 or (c.decoder_dim > 0 and c.decoder_dim % width == 0 and not mlm)
-    for field, holds, advice in (
-            ("vocab_size", 261 <= c.vocab_size <= 1 << 20, "261 to 1,048,576"),  # a far larger V crashes `tokenizers`
-            ("seq_len", c.seq_len >= 2, "2 or more"),
-            ("encoder_layers", 1 <= c.encoder_layers <= 1000, "1 to 1,000"),
-            ("encoder_dim", d >= 1, "1 or more"),
-            ("encoder_heads", heads > 0 and d % heads == 0, f"a divisor of encoder_dim={d}"),
-            ("dropout", 0 <= c.dropout < 1, "0 or more, below 1"),
-            ("rel_pos_buckets", buckets == 0 or (buckets > 3 and buckets % 2 == 0), "0, 4, 6, 8 ..."),
-            ("rel_pos_max_distance", c.rel_pos_max_distance > buckets // 4, f"more than {buckets // 4}"),
-            ("mask_rate", 0 < c.mask_rate < 1, "between 0 and 1"),
-            ("norm", c.norm in ("post", "pre"), "post or pre"),
-            ("init_std", 0 < c.init_std < math.inf, "a number above 0"),
-            ("mask_in_encoder", 0 <= c.mask_in_encoder <= 1, "0 to 1"),
-            ("encoder_fill", c.encoder_fill in ("mask", "random"), "mask or random"),
-            ("decoder", c.decoder in ("bi", "bi+cross", "uni+cross", "cross"), "bi, bi+cross, uni+cross or cross"),
-            ("decoder_layers", 1 <= c.decoder_layers <= 1000 or mlm, "1 to 1,000, or 0 with mask_in_encoder=1"),
-            ("decoder_dim", whole, f"0 or, with a decoder, a multiple of {width}")):
-        if not holds:
-            raise ValueError(f"{field}={getattr(config, field)!r}: use {advice}")
+    require(
+        c,
+        ("vocab_size", 261 <= c.vocab_size <= 1 << 20, "261 to 1,048,576"),  # a far larger V crashes `tokenizers`
+        ("seq_len", c.seq_len >= 2, "2 or more"),
+        ("encoder_layers", 1 <= c.encoder_layers <= 1000, "1 to 1,000"),
+        ("encoder_dim", d >= 1, "1 or more"),
+        ("encoder_heads", heads > 0 and d % heads == 0, f"a divisor of encoder_dim={d}"),
+        ("dropout", 0 <= c.dropout < 1, "0 or more, below 1"),
+        ("rel_pos_buckets", buckets == 0 or (buckets > 3 and buckets % 2 == 0), "0, 4, 6, 8 ..."),
+        ("rel_pos_max_distance", c.rel_pos_max_distance > buckets // 4, f"more than {buckets // 4}"),
+        ("mask_rate", 0 < c.mask_rate < 1, "a number between 0 and 1"),
+        ("norm", c.norm in ("post", "pre"), "post or pre"),
+        ("init_std", 0 < c.init_std < math.inf, "a number above 0"),
+        ("mask_in_encoder", 0 <= c.mask_in_encoder <= 1, "0 to 1"),
+        ("encoder_fill", c.encoder_fill in ("mask", "random"), "mask or random"),
+        ("decoder", c.decoder in ("bi", "bi+cross", "uni+cross", "cross"), "bi, bi+cross, uni+cross or cross"),
+        ("decoder_layers", 1 <= c.decoder_layers <= 1000 or mlm, "1 to 1,000, or 0 with mask_in_encoder=1"),
+        ("decoder_dim", whole, f"0 or, with a decoder, a multiple of {width}"))
     return config

@@ -1,7 +1,7 @@
 """The encoders that rank.py and course/ measure, from runs or from the Hub, and their texts as token ids."""
 import math
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
@@ -10,11 +10,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP
-from support.checkpoints import load_encoder
-from support.cli import UserError
-from support.corpus import Rows, evenly, in_validation, prepared_corpus
-from support.documents import documents, sources
-from support.from_hub import from_hub, model_from_hub
+from support.hub.from_hub import from_hub, model_from_hub
+from support.model.checkpoints import load_encoder
+from support.program.cli import UserError, path_of
+from support.text.corpus import Rows, evenly, in_validation, prepared_corpus
+from support.text.documents import documents, sources
 
 
 class Subject(NamedTuple):
@@ -36,13 +36,17 @@ class Subject(NamedTuple):
 # ---- 1. A run -----------------------------------------------------------------------------------------------
 def subject_of_run(name: str, config, device: torch.device) -> Subject:
     """The encoder in a run folder or checkpoint. The fields data, column, val_share and tokens of a rank.RankConfig
-    select its text. Without data, it is the run's validation text, or docs if there is none, as for fine-tuned and
-    imported models. Raises UserError if there is no model or no text."""
-    encoder, tokenizer, shape, settings = load_encoder(Path(name), device)
-    text = config.data or settings.get("data", "docs")
-    if not config.data and "data" in settings:
-        rows = Rows(prepared_corpus(settings, tokenizer), "val", shape.seq_len)
+    select its text. Without data, it is the run's validation text or, for fine-tuned models, docs. Raises UserError if
+    there is no model or no text."""
+    encoder, state = load_encoder(path_of(name))
+    shape, tokenizer, text = state["config"], state["tokenizer"], config.data
+    encoder = encoder.to(device)
+    if not text and "corpus" in state:
+        settings = asdict(shape) | state["settings"]
+        given, text = tokenizer if settings["init"] else None, settings["data"]
+        rows = Rows(prepared_corpus(settings, given, state["corpus"]), "val", shape.seq_len)
     else:
+        text = text or "docs"
         rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config)
     positions = torch.arange(shape.seq_len, device=device)[None]  # (1, n)
 

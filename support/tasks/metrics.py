@@ -82,18 +82,18 @@ def squad_metrics(questions: list, predictions: dict[str, str], odds: dict[str, 
     answered = np.array([predictions[q.id] != "" for q in questions])
     thresholds = np.array([odds[q.id] for q in questions])
     order = np.argsort(thresholds, kind="stable")
-    found = {}
+    results = {}
     for metric, values in scores.items():
         values = 100.0 * np.array(values)
-        found[metric] = float(values.mean())
+        results[metric] = float(values.mean())
         for group, chosen in (("HasAns", answerable), ("NoAns", ~answerable)):
             if chosen.any():
-                found[f"{group}_{metric}"] = float(values[chosen].mean())
-                found[f"{group}_total"] = int(chosen.sum())
+                results[f"{group}_{metric}"] = float(values[chosen].mean())
+                results[f"{group}_total"] = int(chosen.sum())
         # Start without answers, then add them one by one, in the order of the odds.
         gains = np.where(answerable, values, -100.0 * answered)[order]
         sums = 100 * np.sum(~answerable) + np.append(0, gains.cumsum())
         best = sums.argmax()
-        found[f"best_{metric}"] = float(sums[best] / len(values))
-        found[f"best_{metric}_thresh"] = float(thresholds[order[best - 1]]) if best else 0.0
-    return found
+        results[f"best_{metric}"] = float(sums[best] / len(values))
+        results[f"best_{metric}_thresh"] = float(thresholds[order[best - 1]]) if best else 0.0
+    return results

@@ -1,20 +1,18 @@
-"""Command lines: errors in one line, Ctrl-C and other signals, running out of memory, and flags from dataclasses."""
+"""Command lines: errors in one line, signals, flags from dataclasses, and checks of their values."""
 import argparse
-import difflib
 import inspect
-import io
-import math
 import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 
 
-# ---- 1. Errors ----------------------------------------------------------------------------------------------
+# ---- 1. Output and errors -----------------------------------------------------------------------------------
 class UserError(Exception):
     """A mistake that the user can correct. The message names the file or field, its value and the fix."""
 
@@ -31,48 +29,48 @@ def root_cause(error: BaseException) -> str:
     return str(error)[:200] or type(error).__name__
 
 
-class Stream:
-    """An output stream that never ends the program, even if its terminal is closed, its pipe is not read, or its disk
-    is full."""
-    def __init__(self, stream: io.TextIOWrapper):
-        self.stream = stream
+def say(*lines: str):
+    """Print lines at once. If nobody reads them any more (`| head`, a closed terminal), the program continues."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except OSError:
+        with suppress(OSError):  # drops what could not be written, which would otherwise be tried again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
 
-    def write(self, text: str) -> int:
-        """Write text. After the first error, all output is dropped."""
-        try:
-            return self.stream.write(text)
-        except OSError as error:
-            self.stream = open(os.devnull, "w")
-            print(f"warning: no more output ({error.strerror}); the program continues", file=sys.stderr)
-            return len(text)
+def is_first() -> bool:
+    """Whether this is the only process, or the first of those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def give_up(program: str, message: str, code: int = 2, silent: bool = False):
+    """End the program with an exit code and, unless it is silent, one line on stderr."""
+    if not silent:
+        line = printable(message.replace("\n", " "))
+        print(f"{program}: {line}", file=sys.stderr)
+    sys.exit(code)
 
 
 @contextmanager
-def clear_errors(program: str) -> Iterator[None]:
-    """Report a user's mistake (exit code 2) or Ctrl-C (130) in one line on stderr."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")  # None if the shell closed it, as with 2>&-
-        if isinstance(stream, io.TextIOWrapper):
-            # Print "?" for characters that an encoding such as cp1252 lacks, and write each line at once.
-            stream.reconfigure(errors="replace", line_buffering=True)
-            setattr(sys, name, Stream(stream))
+def clear_errors(program: str, memory_flags: str = "--batch-size") -> Iterator[None]:
+    """Report a user's mistake, a disk's error or a lack of memory in one line with exit code 2, and Ctrl-C with 130."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # print "?" for characters that an encoding such as cp1252 lacks
+            stream.reconfigure(errors="replace")
     try:
         yield
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; repeat the command to continue", file=sys.stderr)
-        sys.exit(130)
-    except (UserError, OSError) as error:
-        line = str(error).replace("\n", " ")
-        if f"{Path.home()}/.cache" in line and isinstance(error.__cause__ or error, OSError):
-            line += "; --cache and the variable HF_HOME can name other folders"
-        print(f"{program}: {printable(line)}", file=sys.stderr)
-        sys.exit(2)
+        give_up(program, "interrupted; repeat the command to continue", code=130)
+    except UserError as error:  # the first process decides, so it has the same error
+        give_up(program, str(error), silent=not is_first())
+    except OSError as error:
+        give_up(program, str(error))
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search("can't allocate memory|out of memory", str(error)):
+            raise
+        give_up(program, f"out of memory: use a smaller {memory_flags}")
 
 
-# ---- 2. Signals, and running out of memory ------------------------------------------------------------------
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
     """Yield a list that collects Ctrl-C and the signals by which Slurm, torchrun or a terminal ends a program, so that
@@ -84,7 +82,8 @@ def noted_signals() -> Iterator[list[int]]:
         if number == signal.SIGINT:  # not for SIGTERM, which Slurm and torchrun both send
             signal.signal(number, before[number])
 
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
+    in_main = threading.current_thread() is threading.main_thread()  # others receive no signals
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if in_main else ():
         number = getattr(signal, name, None)  # Windows lacks the last two
         if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             before[number] = signal.signal(number, note)
@@ -95,18 +94,7 @@ def noted_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def explain_out_of_memory(flags: str = "--micro-batch-size or a smaller model") -> Iterator[None]:
-    """Turn an out-of-memory error into advice to lower these flags."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not re.search("can't allocate memory|out of memory", str(error)):
-            raise
-        raise UserError(f"out of memory: use a smaller {flags}") from error
-
-
-# ---- 3. Flags -----------------------------------------------------------------------------------------------
+# ---- 2. Flags -----------------------------------------------------------------------------------------------
 class Parser(argparse.ArgumentParser):
     """Reports an invalid command line in one line, with exit code 2. Until parse_args is called, -h is ignored."""
     def __init__(self, prog: str, description: str):
@@ -114,9 +102,7 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str):
-        # torchrun sets both variables; only the first process of a machine reports.
-        silent = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") != "0"
-        self.exit(2, None if silent else f"{self.prog}: {printable(message)}\n")
+        give_up(self.prog, message, silent=not is_first())
 
     def parse_args(self, argv=None) -> argparse.Namespace:
         # Added last, because the help for some flags depends on a value that parse_known_args finds first.
@@ -127,31 +113,18 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{action.option_strings[0]}: the value is empty")
         if unknown:
             valid = sorted(flag for flag in self._option_string_actions if not flag.startswith("--no-"))
-            close = difflib.get_close_matches(unknown[0].partition("=")[0], valid, n=1)
-            meant = f" (did you mean {close[0]}?)" if close else ""
-            self.error(f"unknown flag {unknown[0]}{meant}; the flags are {' '.join(valid)}")
+            self.error(f"unknown flag {unknown[0]}; the flags are {' '.join(valid)}")
         return options
+
+
+def path_of(text: str) -> Path:
+    """A path on the command line; ~ is the home folder, as in a shell."""
+    return Path(os.path.expanduser(text))
 
 
 def comments_of(config: type) -> dict[str, str]:
     """The comment after each field of a dataclass, by the name of the field."""
     return dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(config), re.MULTILINE))
-
-
-def require(config, **conditions: bool):
-    """Raises ValueError, with the comment of the field, for the first field that is infinite or whose condition is
-    False."""
-    for field, holds in conditions.items():
-        if not holds or getattr(config, field) == math.inf:
-            comment = comments_of(type(config)).get(field, "")
-            raise ValueError(f"{field}={getattr(config, field)!r} is not possible: {comment}")
-
-
-def require_positive(config, *fields: str):
-    """Raises ValueError for the first field that is not positive and finite."""
-    for field in fields:
-        if not 0 < getattr(config, field) < math.inf:
-            raise ValueError(f"{field}={getattr(config, field)!r}: use a positive number")
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
@@ -166,11 +139,19 @@ def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
         if field.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
         else:
-            kind = {"type": field.type, "metavar": field.type.__name__.upper()}
+            kind = {"type": path_of if field.type is Path else field.type, "metavar": field.type.__name__.upper()}
         # A flag that is not given is absent from the result, so that the value of the preset applies.
         group.add_argument(flag, default=argparse.SUPPRESS, help=text.strip(), **kind)
 
 
+# ---- 3. Values ----------------------------------------------------------------------------------------------
 def fields_of(config: type, values: dict) -> dict:
     """The entries of `values` (given flags, for example) whose names are fields of a dataclass."""
     return {field.name: values[field.name] for field in fields(config) if field.name in values}
+
+
+def require(settings, *checks: tuple[str, bool, str]):
+    """Raises ValueError for the first check (field, whether its value is allowed, advice) that fails."""
+    for field, holds, advice in checks:
+        if not holds:
+            raise ValueError(f"{field}={getattr(settings, field)!r}: use {advice}")

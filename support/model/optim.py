@@ -1,6 +1,7 @@
 """The optimizers: AdamW, and Muon for the matrices of the layers."""
 import torch
-from torch import nn
+
+from maelm import MAELM
 
 
 def orthogonalize(x, dtype: torch.dtype):
@@ -42,14 +43,14 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(matrices, list(update), alpha=-group["lr"] * scale)
 
 
-def make_optimizers(model: nn.Module, recipe, dtype: torch.dtype) -> list:
+def make_optimizers(model: MAELM, recipe, dtype: torch.dtype) -> list:
     """AdamW and, with recipe.optimizer "muon", Muon in `dtype` for the matrices of the layers."""
-    matrices, rest = [], []
-    for name, parameter in model.named_parameters():
-        if recipe.optimizer == "muon" and ".blocks." in name and parameter.ndim == 2:
-            matrices.append(parameter)
-        else:
-            rest.append(parameter)
+    stacks = [part.stack for part in (model.encoder, model.decoder) if part is not None]
+    matrices = []
+    if recipe.optimizer == "muon":
+        matrices = [weight for stack in stacks for weight in stack.blocks.parameters() if weight.ndim == 2]
+    chosen = set(matrices)
+    rest = [parameter for parameter in model.parameters() if parameter not in chosen]
     adamw = torch.optim.AdamW(rest, lr=recipe.learning_rate, betas=(recipe.adam_beta1, recipe.adam_beta2),
                               eps=recipe.adam_epsilon, weight_decay=recipe.weight_decay, fused=True)
     if not matrices:

@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from support.files import read_json, write_json
-from support.tasks import SWEPT
+from support.program.cli import say
+from support.program.files import read_json, write_json
+from support.tasks.table1 import SWEPT
 
 
 def path_of_run(out: Path, tune, seed: int) -> Path:
@@ -28,11 +29,10 @@ def wait_for(path: Path):
 
 
 def read_run(out: Path, tune, seed: int) -> dict:
-    """Read a run as soon as its file exists. Raises UserError if the file is damaged or from another version."""
+    """Read a run as soon as its file exists."""
     path = path_of_run(out, tune, seed)
     wait_for(path)
-    return read_json(path, "value", "metrics", "ranks", "setting", "seed", "seconds",
-                     advice="an older version may have written it; delete it to repeat the run")
+    return read_json(path)
 
 
 def height(value: float | None) -> float:
@@ -48,8 +48,8 @@ def median(values: Iterable[float | None]) -> float | None:
 
 def rank_after(ranks: dict, centering: str) -> float | None:
     """The median rank after fine-tuning, from `effective_rank` in result.json, over the seeds that did not diverge."""
-    found = [after[centering] for after in ranks["after"] if after]
-    return statistics.median(found) if found else None
+    values = [after[centering] for after in ranks["after"] if after]
+    return statistics.median(values) if values else None
 
 
 def format_number(value: float | None, digits: int = 2) -> str:
@@ -85,4 +85,4 @@ def table1(results: list[dict], out: Path):
     medians = {result["task"]: result["median"] for result in results}
     average = None if None in medians.values() else statistics.mean(medians.values())
     write_json(out / "result.json", {"task": "glue", "average": average, "medians": medians, "results": results})
-    print(*[f"{task} {format_number(value, 1)}" for task, value in (medians | {"average": average}).items()], sep="  ")
+    say("  ".join(f"{task} {format_number(value, 1)}" for task, value in (medians | {"average": average}).items()))

@@ -1,4 +1,4 @@
-"""Batches for fine-tuning, and a classifier for one or two texts: its inputs, head, loss and predictions."""
+"""Batches for fine-tuning, and the kind of task that classifies one or two texts: its inputs, head, loss and scores."""
 import math
 from collections.abc import Iterator
 
@@ -9,11 +9,12 @@ from torch import nn
 from tqdm import tqdm
 
 from maelm import PAD, Config
-from support.corpus import rows_of_step, seed_of
-from support.files import json_lines
-from support.metrics import METRICS
-from support.tasks import Encoded, Example, Labels
-from support.tokenizer import Tokenizer
+from support.program.cli import UserError
+from support.program.files import json_lines
+from support.tasks.metrics import METRICS
+from support.tasks.table1 import Encoded, Example, Labels
+from support.text.corpus import rows_of_step, seed_of
+from support.text.tokenizer import Tokenizer
 
 
 def collate(encoded: Encoded, chosen, device: torch.device):
@@ -50,22 +51,30 @@ class ClassifierHead(nn.Sequential):
 
 
 class Classification:
-    """Inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, with targets as in Encoded. Spans has the same methods."""
+    """A Kind with inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`. The target is a label or a number."""
     def __init__(self, tokenizer: Tokenizer, config: Config, tune, labels: Labels):
         self.config, self.labels = config, labels
         self.n = min(tune.seq_len, config.seq_len)
         self.model = tokenizer.framed()
         self.model.enable_truncation(self.n)  # cut the longer text first
+        self.pairs = None  # whether examples have a second text, once that is known
 
     def encode(self, examples: list[Example]) -> Encoded:
-        """Tokenize examples, each to at most n tokens. Raises UserError as Labels.target does."""
+        """Tokenize examples, each to at most n tokens. Raises UserError for an unknown label, or if only some examples
+        of this split or an earlier one have a second text."""
         targets = [self.labels.target(example) for example in examples]  # before the slow part
         ids, truncated = [], 0
+        if self.pairs is None:
+            self.pairs = examples[0].text2 is not None
         for example in tqdm(examples, "tokenizing", leave=False, disable=None):
-            found = self.model.encode(example.text, example.text2)
-            ids.append(np.array(found.ids, np.int64))
-            truncated += bool(found.overflowing)
-        remark = f"{len(ids):,} {self.labels.describe()}; {truncated:,} are cut off at the limit of {self.n} tokens"
+            if (example.text2 is not None) != self.pairs:
+                has = "lacks" if self.pairs else "has"
+                raise UserError(f"{example.place}: {has} a second text, unlike the first training example")
+            encoding = self.model.encode(example.text, example.text2)
+            ids.append(np.array(encoding.ids, np.int64))
+            truncated += bool(encoding.overflowing)
+        remark = (f"{len(ids):,} {'pairs of texts' if self.pairs else 'single texts'} with {self.labels.describe()}; "
+                  f"{truncated:,} are cut off at the limit of {self.n} tokens")
         return Encoded(ids, torch.tensor(targets), examples, [], remark)
 
     def head(self) -> nn.Module:
@@ -82,39 +91,20 @@ class Classification:
         return logits
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float | None], dict[str, str]]:
-        """Logits (N, C) -> metrics in percent (None for the correlation of constant predictions), and files of
-        predictions by name: a .jsonl with the probability of every label, and a .tsv in the format of GLUE's server."""
+        """Logits (N, C) -> metrics in percent (None for the correlation of constant predictions), and predictions.jsonl
+        with the label, the prediction and, for labels with names, all probabilities of each example."""
         names = self.labels.names
         lines = []
         for example, output in zip(encoded.examples, torch.from_numpy(outputs)):
-            line = {"id": example.id}
-            if example.label is not None:
-                line["label"] = example.label if names else float(example.label)
             if names:
-                line["prediction"] = names[output.argmax()]
-                line["scores"] = dict(zip(names, output.softmax(0).tolist()))
+                scores = dict(zip(names, output.softmax(0).tolist()))
+                lines.append({"label": example.label, "prediction": names[output.argmax()], "scores": scores})
             else:
-                line["prediction"] = float(f"{self.labels.scale * output.item():.7g}")  # as precise as float32
-            lines.append(line)
-        table = [f"{line['id']}\t{line['prediction']}\n" for line in lines]
+                number = float(f"{self.labels.scale * output.item():.7g}")  # as precise as float32
+                lines.append({"label": float(example.label), "prediction": number})
         predicted = outputs.argmax(1) if names else outputs[:, 0]
         metrics = {}
         for name in self.labels.metrics:
             value = METRICS[name](predicted, encoded.targets.numpy())
             metrics[name] = None if math.isnan(value) else 100 * value
-        return metrics, {
-            "predictions.jsonl": json_lines(lines),
-            "predictions.tsv": "".join(["index\tprediction\n", *table])}
-
-
-class Tuned(nn.Module):
-    """An encoder with a head."""
-    def __init__(self, encoder: nn.Module, head: nn.Module):
-        super().__init__()
-        self.encoder, self.head = encoder, head
-
-    def forward(self, tokens, padding):
-        """tokens (B, m) int64, padding (B, m) bool -> the head's float32 logits and H^L (B, m, d)."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        h = self.encoder(tokens, positions, padding)
-        return self.head(h).float(), h
+        return metrics, {"predictions.jsonl": json_lines(lines)}

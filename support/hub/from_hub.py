@@ -1,7 +1,7 @@
 """Models from the Hugging Face Hub, read with the transformers library, which is not needed otherwise."""
 from torch import nn
 
-from support.cli import UserError, root_cause
+from support.program.cli import UserError, root_cause
 
 
 def transformers_library():

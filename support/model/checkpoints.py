@@ -1,0 +1,94 @@
+"""Checkpoints: files of tensors with everything that a model needs, written atomically and read without running code.
+
+A checkpoint of train.py holds its whole run: config (a Config), settings (of Recipe and RunOptions), corpus (the name
+of its folder in the cache), tokenizer (the content of tokenizer.json), step, seconds, model and optimizers. The
+encoder.pt of finetune.py holds config, settings, tokenizer, model, and the task and its labels.
+"""
+import pickle
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from maelm import MAELM, Config, Encoder
+from support.model.build import make_model
+from support.program.cli import UserError
+from support.program.files import atomic
+from support.text.tokenizer import Tokenizer
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first. Only files with these names are loaded or deleted."""
+    return sorted(path for path in out.glob(f"step_{7 * '[0-9]'}.pt") if path.is_file())
+
+
+def write_checkpoint(path: Path, state: dict):
+    """Write a checkpoint atomically. It may hold only tensors, numbers and texts, so that reading it runs no code."""
+    with atomic(path) as temporary, open(temporary, "wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            raise (error.__context__ or error) from None  # the disk's error, which PyTorch's writer hides
+
+
+def read_checkpoint(path: Path, *wanted: str) -> dict:
+    """Read a checkpoint to the CPU. Its `config` becomes a Config, and its `tokenizer` a Tokenizer. Raises UserError if
+    the file is damaged, lacks a `wanted` entry, or is from another version."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        if "can't allocate memory" in str(error):
+            raise
+        raise UserError(f"{path}: damaged, or not written by this program; if you delete it, the checkpoint before it "
+                        "is used") from error
+    missing = [name for name in ("config", "settings", "tokenizer", "model", *wanted) if name not in state]
+    if missing:
+        raise UserError(f"{path}: lacks {', '.join(missing)}; use a checkpoint of train.py, from this version of maelm")
+    try:
+        state["config"] = Config(**state["config"])  # a missing field gets its default
+    except TypeError as error:
+        raise UserError(f"{path}: from another version of maelm ({error}); use that version") from error
+    state["tokenizer"] = Tokenizer.of_json(state["tokenizer"])
+    return state
+
+
+def load_weights(module: nn.Module, weights: dict, path: Path):
+    """Load weights from a file into a module. Raises UserError if they do not fit."""
+    try:
+        module.load_state_dict(weights)
+    except (RuntimeError, AttributeError) as error:
+        raise UserError(f"{path}: its weights have different names or shapes in this version of maelm; use the "
+                        "version that wrote the file, or train again") from error
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint at a path, the newest checkpoint in a run folder, or the encoder.pt of finetune.py (for
+    load_encoder). Raises UserError if there is none."""
+    found = [path] if path.suffix == ".pt" else [*checkpoints(path), *path.glob("encoder.pt")]
+    if not found:
+        raise UserError(f"{path}: not a run folder with checkpoints; make one with train.py")
+    return found[-1]
+
+
+def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
+    """Load the model of a run folder or checkpoint, in evaluation mode, and its tokenizer. Raises UserError if there is
+    none."""
+    file = checkpoint_of(path)
+    state = read_checkpoint(file, "step")  # encoder.pt of finetune.py has no step and no decoder
+    model = make_model(state["config"])
+    load_weights(model, state["model"], file)
+    return model.eval(), state["tokenizer"]
+
+
+def load_encoder(path: Path) -> tuple[Encoder, dict]:
+    """Load the encoder in a run folder, in a checkpoint, or in a folder that finetune.py wrote. Returns the encoder in
+    evaluation mode, and the other entries of the checkpoint. Raises UserError if there is none."""
+    file = checkpoint_of(path)
+    state = read_checkpoint(file)
+    encoder = Encoder(state["config"])
+    prefix, weights = "encoder.", state.pop("model")
+    mine = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+    load_weights(encoder, mine, file)
+    return encoder.eval(), state

@@ -1,0 +1,122 @@
+"""Atomic writes, JSON, figures, and folders: who may write there, and whether their settings have changed."""
+import errno
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from support.program.cli import UserError
+
+
+# ---- 1. Files -----------------------------------------------------------------------------------------------
+def sync(path: Path):
+    """Wait until a file is on the disk; otherwise, a power cut could leave it empty. Some network disks cannot."""
+    with open(path, "rb+") as file:
+        try:
+            os.fsync(file.fileno())
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+                raise
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, then rename it to `path`, so that readers never find a partial file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # adds the file's name, which the error of a full disk lacks
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str):
+    """Write a text atomically."""
+    with atomic(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: object):
+    """Write JSON atomically."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def json_lines(records: Iterable[dict]) -> str:
+    """Records as text: one line of JSON per record."""
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. Raises UserError if the file is missing or damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"{path}: missing or damaged ({error}); restore it from a copy, or delete it") from error
+
+
+def short_hash(content: str | bytes) -> str:
+    """A hash, in 16 hexadecimal digits."""
+    if isinstance(content, str):
+        content = content.encode(errors="surrogatepass")
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+@contextmanager
+def figure(path: Path, panels: int = 1) -> Iterator[tuple]:
+    """Yield a matplotlib figure and its side-by-side axes; then write the figure to `path`. No display is needed."""
+    if "matplotlib" not in sys.modules:
+        os.environ.pop("MPLBACKEND", None)  # it may name a backend, such as a notebook's, that is not installed here
+    import matplotlib.figure
+    with matplotlib.rc_context({"text.parse_math": False}):  # so that a $ in a name stays a $
+        drawn = matplotlib.figure.Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
+        yield drawn, drawn.subplots(1, panels)
+        with atomic(path) as temporary:
+            drawn.savefig(temporary, dpi=120, format="png")
+
+
+# ---- 2. Folders ---------------------------------------------------------------------------------------------
+@contextmanager
+def lock_folder(folder: Path, sign: str = "", wait: bool = False) -> Iterator[None]:
+    """Make a folder and lock it. Raises UserError if another process uses the folder and `wait` is False, or if the
+    folder has files of another program: with a `sign`, any files without one of this name."""
+    if sign and not (folder / sign).is_file() and any(folder.glob("[!.]*")):
+        raise UserError(f"{folder}: not empty, and not written by this program; choose another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: not a usable folder ({error.strerror}); choose another --out or --cache") from error
+    # The system frees the lock when the process ends.
+    lock = FileLock(folder / ".lock", timeout=-1 if wait else 0, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"{folder}: another process is working there; wait for it, or choose another --out") from None
+    except OSError as error:  # some NFS mounts, for example, do not support locks
+        print(f"{folder}: cannot be locked ({error.strerror}); do not start a second process there", file=sys.stderr)
+    try:
+        for stale in folder.glob(".*.[0-9]*.tmp"):  # left by a process that was killed while writing
+            stale.unlink()
+        yield
+    finally:
+        lock.release()
+
+
+def compare(folder: Path, before: dict, now: dict, may_change: Container[str] = (),
+            advice: str = "choose another --out") -> dict[str, list]:
+    """The settings that have changed: name -> [value before, value now]. Raises UserError, with advice, if any of them
+    must not change."""
+    changed = {name: [before.get(name), value] for name, value in now.items() if before.get(name) != value}
+    fixed = [f"{name}={old!r} there, {new!r} here" for name, (old, new) in changed.items() if name not in may_change]
+    if fixed:
+        raise UserError(f"{folder} was made with other settings: {'; '.join(fixed)}; {advice}")
+    return changed

@@ -1,0 +1,143 @@
+"""The examples of a task, read from the Hub, from local files, or from the documentation on this machine."""
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+
+from support.program.cli import UserError, path_of
+from support.program.files import short_hash
+from support.tasks.table1 import TASKS, Example, Question
+from support.text.corpus import in_validation
+from support.text.documents import read_docs
+from support.text.readers import Record, hub_records, json_records, open_text, parquet_records, split_name
+
+CUSTOM = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+
+
+# ---- 1. A whole task ----------------------------------------------------------------------------------------
+def read_task(name: str, data: str | None, val_share: float) -> dict[str, list]:
+    """The examples or questions of each split: train, dev and, for MNLI, dev_mm. `data` is a folder with the Hub's own
+    files or, for custom, with files train and dev; None means the Hub. `val_share` is the fraction that pre-training
+    held out. Raises UserError if a file is missing or invalid."""
+    if name == "docs":
+        return read_docs_task(val_share)
+    if name == "custom":
+        return {split: custom_examples(custom_file(Path(data), split)) for split in ("train", "dev")}
+    splits, names = ("train", "dev", "dev_mm"), ("train", *TASKS[name].dev)
+    records = {split: hub_files(name, data, part) if data else from_hub(name, part)
+               for split, part in zip(splits, names)}
+    of_records = questions_of if name == "squad2" else examples_of
+    return {split: of_records(name, each) for split, each in records.items() if each}
+
+
+def hash_of(splits: dict[str, list]) -> str:
+    """A hash of the examples or questions of all splits, wherever they were read from."""
+    return short_hash(repr([[example._replace(place="") if hasattr(example, "place") else example for example in each]
+                            for each in splits.values()]))
+
+
+def read_docs_task(val_share: float) -> dict[str, list[Example]]:
+    """Documentation strings, at most 100 (train) and 150 (dev) per library, none from the validation split of
+    pre-training."""
+    most, chosen, count = {"train": 100, "dev": 150}, {"train": [], "dev": []}, Counter()
+    for library, text in sorted(read_docs(), key=lambda item: hashlib.blake2b(item[1].encode()).digest()):
+        if library in TASKS["docs"].labels and not in_validation(text, val_share):
+            split = "dev" if in_validation(text, val_share + 0.1) else "train"  # the next tenth by hash
+            count[split, library] += 1
+            if count[split, library] <= most[split]:
+                chosen[split].append(Example(text, None, library))
+    return chosen
+
+
+# ---- 2. GLUE and SQuAD 2.0, with the Hub's columns ----------------------------------------------------------
+def from_hub(name: str, part: str) -> list[Record]:
+    """The records of a split on the Hub, with their places."""
+    hub = "hf:rajpurkar/squad_v2" if name == "squad2" else f"hf:nyu-mll/glue:{name}"
+    records, _ = hub_records(hub, part, streaming=False)
+    return [(f"{hub}, record {number}", record) for number, record in enumerate(records, start=1)]
+
+
+def hub_files(name: str, data: str, part: str) -> list[Record]:
+    """The records of a split in the Hub's Parquet files, in the folder `data` or in the task's own folder there. Raises
+    UserError if there are none; only MNLI's mismatched split may be missing."""
+    root = path_of(data)
+    inside = [root / ("squad_v2" if name == "squad2" else name), root]
+    files = next(filter(None, (sorted(folder.glob(f"{part}*.parquet")) for folder in inside)), [])
+    if not files and part != "validation_mismatched":
+        raise UserError(f"--data {data}: {name} needs the Hub's files {part}*.parquet, in this folder or in {name}/")
+    return [record for file in files for record in parquet_records(file)]
+
+
+def examples_of(name: str, records: list[Record]) -> list[Example]:
+    """Records of a GLUE task -> examples. The Hub's labels are numbers; STS-B's 3.2 is 3.200000047683716 there. Raises
+    UserError if a record has other columns, or no label, as in test splits."""
+    task, examples = TASKS[name], []
+    for place, record in records:
+        if not {*task.columns, "label"} <= record.keys():
+            raise UserError(f"{place}: needs the columns {', '.join(task.columns)}, label of {name}, but has "
+                            f"{', '.join(record)}")
+        if record["label"] in (None, -1):
+            raise UserError(f"{place}: has no label; use a split with labels")
+        label = task.labels[record["label"]] if task.labels else str(round(record["label"], 3))
+        texts = [record[column] for column in task.columns]
+        examples.append(Example(texts[0], texts[1] if len(texts) > 1 else None, label, place))
+    return examples
+
+
+def questions_of(name: str, records: list[Record]) -> list[Question]:
+    """Records of SQuAD -> questions. Raises UserError if an answer is not in its context."""
+    questions = []
+    for place, record in records:
+        answers = tuple(zip(record["answers"]["answer_start"], record["answers"]["text"]))
+        for start, text in answers:
+            if record["context"][start:start + len(text)] != text or not text.strip():
+                raise UserError(f"{place}: answer {text!r} is empty, or not at character {start} of its context")
+        questions.append(Question(record["id"], record["question"], record["context"], answers))
+    return questions
+
+
+# ---- 3. Your own files --------------------------------------------------------------------------------------
+def custom_file(folder: Path, split: str) -> Path:
+    """The file of a split, such as train.csv, dev.TSV.gz or validation.jsonl. Raises UserError unless there is one."""
+    names = ("train",) if split == "train" else ("dev", "validation", "valid", "val")
+    inside = sorted(path_of(str(folder)).glob("*"))
+    files = [path for path in inside if split_name(path)[0].lower() in names and split_name(path)[1] in CUSTOM]
+    if len(files) != 1:
+        listed = " and ".join(path.name for path in files) or "none"
+        raise UserError(f"--data {folder}: must have one file {split} ({', '.join(CUSTOM)}), but has {listed}")
+    return files[0]
+
+
+def table_records(path: Path) -> list[Record]:
+    """The rows of a .csv or .tsv file, with all cells as text. Raises UserError if it is not a table."""
+    import pandas  # here, because it is slow
+    separator = "\t" if split_name(path)[1] == ".tsv" else ","
+    with open_text(path) as file:  # pandas has its own rules for a header, so here it is the first row
+        table = pandas.read_csv(file, sep=separator, header=None, dtype=str, keep_default_na=False)
+    names, *rows = table.values.tolist()
+    if len({name.strip().lower() for name in names}) < len(names):
+        raise UserError(f"{path}: two of the columns {', '.join(names)} have the same name; rename one")
+    return [(f"{path}, row {number}", dict(zip(names, row))) for number, row in enumerate(rows, start=1)]
+
+
+def custom_examples(path: Path) -> list[Example]:
+    """The examples of a table with the columns text[,text2],label or sentence1,sentence2,label. Raises UserError if a
+    text or a label is missing."""
+    kind = split_name(path)[1]
+    if kind in (".csv", ".tsv"):
+        records = table_records(path)
+    else:
+        records = parquet_records(path) if kind == ".parquet" else json_records(path)
+    examples = []
+    for place, record in records:
+        record = {column.strip().lower(): cell for column, cell in record.items()}
+        texts = [record.get(name, record.get(other)) for name, other in (("text", "sentence1"), ("text2", "sentence2"))]
+        label = record.get("label")
+        label = label.strip() if isinstance(label, str) else json.dumps(label)  # 1 and 1.0 stay different
+        if not isinstance(texts[0], str) or not isinstance(texts[1], str | None) or label in ("", "null", "NaN"):
+            raise UserError(f"{place}: needs texts in `text` and, for pairs, `text2`, and a label in `label`, but has "
+                            f"{record!r:.200}")
+        examples.append(Example(*texts, label, place))
+    if not examples:
+        raise UserError(f"{path}: has no rows")
+    return examples

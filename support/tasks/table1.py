@@ -1,0 +1,161 @@
+"""The fine-tuning tasks of Table 1 and their grids (Tables 5 and 6). `docs` classifies documentation strings by library
+and needs no download; `custom` reads your own files."""
+import itertools
+import re
+import unicodedata
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor, nn
+
+from support.program.cli import UserError
+
+
+# ---- 1. Tasks -----------------------------------------------------------------------------------------------
+class Task(NamedTuple):
+    """One column of Table 1, as the Hub has it."""
+    group: str  # small | large | squad | docs: determines the defaults and the grid (Tables 5 and 6)
+    metrics: tuple[str, ...] = ("accuracy",)  # the first selects checkpoints; F1 is computed for the second label
+    labels: tuple[str, ...] = ()  # in the Hub's order; if empty, numbers or the training split's labels
+    columns: tuple[str, ...] = ("sentence1", "sentence2")  # of one or two texts
+    dev: tuple[str, ...] = ("validation",)  # the dev split and, for MNLI, the mismatched one
+    in_glue: bool = True
+
+
+YES_NO = ("0", "1")
+ENTAILMENT = ("entailment", "not_entailment")
+TASKS = {
+    "mnli": Task("large", labels=("entailment", "neutral", "contradiction"), columns=("premise", "hypothesis"),
+                 dev=("validation_matched", "validation_mismatched")),
+    "qqp": Task("large", ("accuracy", "f1"), YES_NO, ("question1", "question2")),
+    "qnli": Task("large", labels=ENTAILMENT, columns=("question", "sentence")),
+    "sst2": Task("large", labels=YES_NO, columns=("sentence",)),
+    "cola": Task("small", ("matthews",), YES_NO, ("sentence",)),
+    "rte": Task("small", labels=ENTAILMENT),
+    "mrpc": Task("small", ("accuracy", "f1"), YES_NO),
+    "stsb": Task("small", ("spearman",)),
+    "squad2": Task("squad", ("f1",), in_glue=False),
+    "docs": Task("docs", columns=("text",), in_glue=False, labels=(
+        "torch", "sympy", "python", "pandas", "matplotlib", "numpy", "networkx", "huggingface_hub")),
+    "custom": Task("small", ("accuracy", "f1"), columns=("text", "text2"), in_glue=False),
+}
+GLUE = tuple(name for name, task in TASKS.items() if task.in_glue)  # Table 1, left to right
+
+
+# ---- 2. Grids -----------------------------------------------------------------------------------------------
+DEFAULTS = {
+    "small": dict(epochs=10.0, batch_size=16),
+    "large": dict(),
+    "squad": dict(batch_size=16),
+    "docs": dict(epochs=5.0, batch_size=16, learning_rate=8e-4),  # see docs/results.md
+}
+SWEPT = ("epochs", "learning_rate", "batch_size", "warmup_share")
+SWEEPS = {  # group -> values to try; Tables 5 and 6
+    "small": dict(epochs=(2.0, 3.0, 5.0, 10.0), batch_size=(16, 32), warmup_share=(0.06, 0.10)),
+    "large": dict(epochs=(2.0, 3.0, 5.0), batch_size=(32,), warmup_share=(0.06,)),
+    "squad": dict(epochs=(2.0, 3.0), batch_size=(16, 32), warmup_share=(0.06, 0.10)),
+}
+RATES = {  # (task in the large group, large encoder) -> learning rates to try
+    (False, False): (2e-5, 3e-5, 4e-5, 5e-5),
+    (False, True): (7e-6, 1e-5, 2e-5, 3e-5),
+    (True, False): (1e-5, 2e-5, 3e-5, 4e-5),
+    (True, True): (5e-6, 7e-6, 1e-5, 2e-5),
+}
+
+
+def grid(group: str, dim: int, given: dict) -> list[dict[str, float]]:
+    """The settings of Table 5 or 6 for an encoder of width `dim`; a given value replaces the grid's values."""
+    tried = SWEEPS.get(group, SWEEPS["small"]) | {"learning_rate": RATES[group == "large", dim >= 1024]}
+    tried |= {name: (given[name],) for name in SWEPT if name in given}
+    return [dict(zip(tried, values)) for values in itertools.product(*tried.values())]
+
+
+# ---- 3. Examples and labels ---------------------------------------------------------------------------------
+class Example(NamedTuple):
+    """One or two texts and a label, as in the file."""
+    text: str
+    text2: str | None
+    label: str
+    place: str = ""  # such as dev.csv, row 7
+
+
+class Question(NamedTuple):
+    """A SQuAD question. Each answer is (first character, text); a question without answers is unanswerable."""
+    id: str
+    question: str
+    context: str
+    answers: tuple[tuple[int, str], ...]
+
+
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d\d?)?", re.IGNORECASE)
+
+
+class Labels(NamedTuple):
+    """The possible outputs of a task: one of several names or, if there are no names, a number."""
+    metrics: tuple[str, ...]  # as in Task
+    names: tuple[str, ...] = ()
+    scale: float = 1.0  # the model predicts the number divided by this
+
+    def describe(self) -> str:
+        """The labels in a few words."""
+        return f"{len(self.names)} labels ({', '.join(self.names):.200})" if self.names else "numbers as labels"
+
+    def target(self, example: Example) -> int | float:
+        """The label in the form of the model's output: the index of its name, or a number. Raises UserError if the
+        label is unknown."""
+        label = example.label
+        if label in self.names:
+            return self.names.index(label)
+        if self.names or not NUMBER.fullmatch(label):
+            known = ", ".join(self.names[:20]) or "numbers, since some have decimals"
+            raise UserError(f"{example.place}: label {label!r} is not one of the training labels ({known}); correct it")
+        return float(label) / self.scale
+
+
+def labels_of(name: str, train: list) -> Labels:
+    """The labels of task `name`: those of the release, if any. Otherwise, they are numbers if a training label has
+    decimals, or else the distinct training labels in alphabetical order. Raises UserError if all labels are equal."""
+    task = TASKS[name]
+    if task.labels or name == "squad2":
+        return Labels(task.metrics, task.labels)
+    names = sorted({example.label for example in train})
+    if len({unicodedata.normalize("NFC", label).casefold() for label in names}) < len(names):
+        raise UserError(f"some training labels differ only in case or encoding ({', '.join(names):.200}); write "
+                        "them alike")
+    if len(names) == 1:
+        raise UserError(f"all training examples have the label {names[0]!r}: use two labels or more")
+    numbers = [float(label) for label in names if NUMBER.fullmatch(label)]
+    if name == "custom" and all(number.is_integer() for number in numbers):
+        return Labels(task.metrics if len(names) == 2 else ("accuracy",), tuple(names))
+    largest = max(map(abs, numbers), default=0.0)  # for STS-B, this is 5, by which the official code divides
+    return Labels(("spearman",), scale=largest or 1.0)
+
+
+# ---- 4. A kind of task --------------------------------------------------------------------------------------
+class Encoded(NamedTuple):
+    """A split of a task as tokens."""
+    ids: list[np.ndarray]  # per input, (length,) int64
+    targets: Tensor  # labels (N,) int64 or float32; spans (N, 3) int64: first and last token, start of the passage
+    examples: list  # Example or Question
+    windows: list[tuple[int, int]]  # SQuAD: index of each input's question, and shift from context to input
+    remark: str
+
+
+class Kind(Protocol):
+    """What finetune.py must know about a kind of task. Classification (heads.py) and Spans (squad.py) offer it."""
+    labels: Labels
+
+    def encode(self, examples: list) -> Encoded:
+        """The inputs and targets of a split. Raises UserError if an example does not fit the task."""
+
+    def head(self) -> nn.Module:
+        """A new head: H^L (B, m, d) -> logits."""
+
+    def loss(self, logits: Tensor, targets: Tensor, padding: Tensor) -> Tensor:
+        """The mean loss of a batch, a scalar."""
+
+    def decode(self, logits: Tensor, targets: Tensor, padding: Tensor) -> Tensor:
+        """The outputs (B, K) float32 of a batch that `score` needs."""
+
+    def score(self, outputs: np.ndarray, encoded: Encoded) -> tuple[dict[str, float | None], dict[str, str]]:
+        """The outputs of a whole split (N, K) -> its metrics in percent, and files of predictions by name."""

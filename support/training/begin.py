@@ -1,0 +1,158 @@
+"""How a run begins: with new weights, with those of the run that --init names, or from its own last checkpoint."""
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from maelm import MAELM, Config
+from support.model.build import make_model
+from support.model.checkpoints import checkpoint_of, checkpoints, load_weights, read_checkpoint, write_checkpoint
+from support.model.optim import make_optimizers
+from support.program.cli import UserError, path_of
+from support.program.files import compare, write_json, write_text
+from support.program.worker import Worker
+from support.text.corpus import SPLITS, Rows, prepared_corpus
+from support.text.tokenizer import Tokenizer
+
+ENCODER = ("vocab_size", "seq_len", "encoder_layers", "encoder_dim", "encoder_heads", "norm", "rel_pos_buckets",
+           "rel_pos_max_distance")  # fields of Config on which the encoder's weights depend
+
+
+# ---- 1. The run that --init names ---------------------------------------------------------------------------
+class Start(NamedTuple):
+    """The weights and the tokenizer with which a run begins; by default, both are new."""
+    fixed: dict = {}  # settings on which the encoder's weights and its tokens depend
+    tokenizer: Tokenizer | None = None
+    weights: dict | None = None  # by name
+
+
+def load_start(init: str, out: Path) -> tuple[Start, Config]:
+    """Read the run folder or checkpoint of --init, and its Config. A run in `out` that began there already has the
+    weights, so its start may be gone. Raises UserError if there is no checkpoint."""
+    begun = checkpoints(out)
+    state = read_checkpoint(begun[-1]) if begun else None
+    if state is None or state["settings"].get("init") != init:
+        state = read_checkpoint(checkpoint_of(path_of(init)), "step")
+    config = asdict(state["config"])
+    fixed = {name: config[name] for name in ENCODER} | {"uncased": state["tokenizer"].uncased}
+    return Start(fixed, state["tokenizer"], state["model"]), state["config"]
+
+
+def default_out(init: str, preset: str, ablation: str | None) -> Path:
+    """The run folder if --out is not given: toy or toy-mlm; with --init NAME, NAME-more or NAME-mlm."""
+    if not init:
+        return Path("out", f"{preset}-{ablation or 'mae-lm'}".removesuffix("-mae-lm"))
+    folder = path_of(init).parent if init.endswith(".pt") else path_of(init)
+    return Path("out", f"{folder.resolve().name}-{ablation or 'more'}")
+
+
+# ---- 2. A run -----------------------------------------------------------------------------------------------
+@dataclass
+class Run:
+    """The state of a run after `step` steps."""
+    out: Path
+    settings: NamedTuple  # train.Settings
+    worker: Worker
+    tokenizer: Tokenizer
+    corpus: str  # the name of its folder in the cache
+    rows: dict[str, Rows]  # by split
+    model: MAELM
+    optimizers: list
+    changed: dict[str, list] = field(default_factory=dict)  # settings that differ from the last checkpoint's
+    step: int = 0
+    seconds: float = 0.0  # of training, excluding evaluations and checkpoints
+
+
+def begin(settings, out: Path, start: Start, worker: Worker, may_change: set[str]) -> Run:
+    """Begin a run with these train.Settings, or continue the run in `out`. Raises UserError if `out` holds another run,
+    that is, if any settings differ except those that `may_change`."""
+    begun = checkpoints(out)
+    saved = read_checkpoint(begun[-1], "corpus", "step") if begun else None
+    changed, tokenizer, name = {}, start.tokenizer, ""
+    if saved is not None:
+        changed = compare(out, of_checkpoint(saved, settings, begun[-1]), settings.fields(), may_change)
+        tokenizer, name = saved["tokenizer"] if settings.options.init else None, saved["corpus"]
+    corpus = prepared_corpus(settings.fields(), tokenizer, name)
+
+    # Processes meet here, because preparing a corpus may take longer than torch.distributed waits.
+    worker.init_process_group()
+    cache, step = corpus.parent, saved["step"] if saved is not None else None
+    settings, name, chosen = worker.of_main((settings, corpus.name, step))
+    if chosen != step:  # as on a machine that does not share the folder of the first one
+        saved = None if chosen is None else read_checkpoint(out / f"step_{chosen:07d}.pt")
+
+    config, recipe, options = settings
+    rows = {split: Rows(cache / name, split, config.seq_len) for split in SPLITS}
+    refuse_many_masks(config, list(rows.values()))
+    torch.manual_seed(recipe.seed)
+    model = make_model(config, recipe.position_init).to(worker.device)
+    optimizers = make_optimizers(model, recipe, worker.dtype)
+    run = Run(out, settings, worker, Tokenizer.load(cache / name), name, rows, model, optimizers, changed)
+    if saved is not None:
+        restore(run, saved)
+    elif start.weights is not None:
+        copy_fitting_weights(start.weights, model)
+    return run
+
+
+def of_checkpoint(saved: dict, settings, path: Path) -> dict:
+    """The settings in the checkpoint at `path`, in the form of settings.fields(). A missing field gets its default.
+    Raises UserError if one is unknown."""
+    _, recipe, options = settings
+    defaults = asdict(type(recipe)()) | asdict(type(options)())
+    unknown = saved["settings"].keys() - defaults.keys()
+    if unknown:
+        raise UserError(f"{path}: from another version of maelm ({', '.join(unknown)}); use that version")
+    return asdict(saved["config"]) | defaults | saved["settings"]
+
+
+def restore(run: Run, saved: dict):
+    """Load the weights, the optimizers' states, the step and the seconds of a checkpoint."""
+    load_weights(run.model, saved["model"], run.out)
+    for optimizer, state in zip(run.optimizers, saved["optimizers"], strict=True):
+        optimizer.load_state_dict(state)
+        for group in optimizer.param_groups:  # groups also contain the recipe, which may have changed
+            group |= {name: optimizer.defaults[name] for name in group.keys() & optimizer.defaults.keys()}
+    run.step, run.seconds = saved["step"], saved["seconds"]
+
+
+def copy_fitting_weights(weights: dict, model: MAELM):
+    """Copy weights to a model. New layers and layers of another shape keep their random weights."""
+    mine = model.state_dict()
+    fitting = {name: weight for name, weight in weights.items() if name in mine and weight.shape == mine[name].shape}
+    model.load_state_dict(mine | fitting)
+
+
+def refuse_many_masks(config: Config, splits: list[Rows]):
+    """Raises UserError if a sequence has too few tokens that can be masked."""
+    n = config.seq_len
+    m, least = config.num_masked(n), (n - 1) // 2  # even if every document is a single token
+    if m > least:
+        least = min(split.fewest_real_tokens() for split in splits)
+    if not 0 < m <= least:
+        raise UserError(f"mask_rate={config.mask_rate} masks {m} of {n} tokens per sequence; it must mask 1 to {least}")
+
+
+# ---- 3. Its files -------------------------------------------------------------------------------------------
+def save_checkpoint(run: Run):
+    """Write a checkpoint and remove older ones, as --keep-checkpoints says. Raises UserError if a weight is not
+    finite."""
+    for name, weight in run.model.state_dict().items():
+        if not weight.isfinite().all():
+            raise UserError(f"step {run.step}: {name} is not finite; continue from the last checkpoint with a lower "
+                            "--learning-rate")
+    config, recipe, options = run.settings
+    write_checkpoint(run.out / f"step_{run.step:07d}.pt", {
+        "config": asdict(config), "settings": asdict(recipe) | asdict(options), "corpus": run.corpus,
+        "tokenizer": run.tokenizer.to_json(), "step": run.step, "seconds": run.seconds,
+        "model": run.model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in run.optimizers]})
+    if options.keep_checkpoints > 0:
+        for old in checkpoints(run.out)[:-options.keep_checkpoints]:
+            old.unlink()
+
+
+def write_copies(run: Run):
+    """Write config.json and tokenizer.json, copies for people of what the checkpoints hold."""
+    write_json(run.out / "config.json", run.settings.fields() | {"corpus": run.corpus})
+    write_text(run.out / "tokenizer.json", run.tokenizer.to_json())
