@@ -165,10 +165,10 @@ def ranks(model: Tuned, setup: Setup) -> dict[str, int]:
 
 def save(setup: Setup, tune: TuneConfig, model: Tuned, predictions: dict[str, str]):
     """Write encoder.pt, from which models can be exported or fine-tuned further, and the predictions for dev."""
-    labels, state = setup.kind.labels, setup.pretrained.state
+    labels, pretrained = setup.kind.labels, setup.pretrained
     write_checkpoint(setup.out / "encoder.pt", {
-        "config": asdict(setup.pretrained.config), "settings": state["settings"], "model": model.state_dict(),
-        "tokenizer": state["tokenizer"].to_json(), "task": setup.task, "labels": list(labels.names),
+        "config": asdict(pretrained.config), "settings": pretrained.settings, "model": model.state_dict(),
+        "tokenizer": pretrained.tokenizer.to_json(), "task": setup.task, "labels": list(labels.names),
         "scale": labels.scale, "longest": tune.seq_len})
     for name, text in predictions.items():
         write_text(setup.out / name, text)

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 import train
-from maelm import CLS, NUM_SPECIAL
+from maelm import CLS
 from support.program.cli import UserError
 from support.text import corpus, documents, tokenizer as tokenizers
 from support.text.corpus import Rows, rows_of_step
@@ -77,7 +77,7 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
         documents_of("hf:here")
     write_corpus(tmp_path / "b.txt", 2)
     assert documents_of("b.txt+b.txt") == 2 * little_documents(2)
-    assert [len(source.files) for source in documents.sources("docs+hf:a/b:c+b.txt")] == [0, 0, 1]
+    assert documents.sources("docs+hf:a/b:c+b.txt") == ["docs", "hf:a/b:c", pathlib.Path("b.txt")]
 
 
 @pytest.mark.parametrize("name, content, message", [
@@ -157,12 +157,6 @@ def test_sequences_of_any_length_are_cls_and_documents_joined_by_sep(text, folde
             rows = rows[np.arange(len(rows))]
             assert (rows[:, 0] == CLS).all() and len(rows) == len(tokens) // (n - 1)
             assert np.array_equal(rows[:, 1:].flatten(), tokens[:len(rows) * (n - 1)])
-
-
-def test_the_fewest_real_tokens_are_counted(folder):
-    rows = Rows(folder, "train", 24)
-    fewest = min(np.count_nonzero(rows[np.arange(len(rows))] >= NUM_SPECIAL, axis=1))
-    assert rows.fewest_real_tokens() == fewest < 23
 
 
 def test_a_corpus_is_found_by_everything_that_shapes_it(tmp_path, monkeypatch):

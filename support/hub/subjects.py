@@ -91,7 +91,7 @@ def text_rows(source: str, encode: Callable, frame: tuple, n: int, config) -> np
     sequence, between documents and after a sequence. Raises UserError if the text is too short for one sequence."""
     before, between, after = frame
     room = n - len(before) - len(after)
-    read, ids = filter(None, documents(sources(source, config.column))), []
+    read, ids = filter(None, documents(sources(source), config.column)), []
     texts = (text for text in read if in_validation(text, config.val_share))
     for text in tqdm(texts, "tokenizing", unit="text", leave=False, disable=None):
         ids += [*encode(text), *between]

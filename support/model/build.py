@@ -46,7 +46,7 @@ def check(config: Config) -> Config:
         ("dropout", 0 <= c.dropout < 1, "0 or more, below 1"),
         ("rel_pos_buckets", buckets == 0 or (buckets > 3 and buckets % 2 == 0), "0, 4, 6, 8 ..."),
         ("rel_pos_max_distance", c.rel_pos_max_distance > buckets // 4, f"more than {buckets // 4}"),
-        ("mask_rate", 0 < c.mask_rate < 1, "a number between 0 and 1"),
+        ("mask_rate", 0 < c.num_masked(c.seq_len) < c.seq_len, f"a share that masks 1 to {c.seq_len - 1} tokens"),
         ("norm", c.norm in ("post", "pre"), "post or pre"),
         ("init_std", 0 < c.init_std < math.inf, "a number above 0"),
         ("mask_in_encoder", 0 <= c.mask_in_encoder <= 1, "0 to 1"),

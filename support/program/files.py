@@ -115,7 +115,8 @@ def compare(folder: Path, before: dict, now: dict, may_change: Container[str] = 
             advice: str = "choose another --out") -> dict[str, list]:
     """The settings that have changed: name -> [value before, value now]. Raises UserError, with advice, if any of them
     must not change."""
-    changed = {name: [before.get(name), value] for name, value in now.items() if before.get(name) != value}
+    pairs = {name: [before.get(name), now.get(name)] for name in before | now}
+    changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     fixed = [f"{name}={old!r} there, {new!r} here" for name, (old, new) in changed.items() if name not in may_change]
     if fixed:
         raise UserError(f"{folder} was made with other settings: {'; '.join(fixed)}; {advice}")

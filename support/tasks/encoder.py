@@ -13,9 +13,9 @@ from support.program.files import short_hash
 class Pretrained:
     """The encoder of a run; `random:` keeps only its shape and tokenizer. Raises UserError if it is missing."""
     def __init__(self, name: str, dropout: float):
-        encoder, self.state = load_encoder(path_of(name.removeprefix("random:")))
-        self.tokenizer, self.settings = self.state["tokenizer"], self.state["settings"]
-        self.config = replace(self.state["config"], dropout=dropout)
+        encoder, state = load_encoder(path_of(name.removeprefix("random:")))
+        self.tokenizer, self.settings = state["tokenizer"], state["settings"]
+        self.config = replace(state["config"], dropout=dropout)
         self.weights = None if name.startswith("random:") else encoder.state_dict()
 
     def weights_hash(self) -> str:

@@ -117,21 +117,22 @@ def settle_validation(folder: Path, dtype: np.dtype, val_share: float) -> dict[s
 
 
 # ---- 3. A prepared corpus -----------------------------------------------------------------------------------
-def prepare(settings: dict, read: list[Source], tokenizer: Tokenizer | None, folder: Path):
+def prepare(settings: dict, found: list[Source], tokenizer: Tokenizer | None, folder: Path):
     """Write the corpus of these sources to a folder. Raises UserError if they contain no text."""
     data, val_share, start = settings["data"], settings["val_share"], time.perf_counter()
     say(f"preparing {data}, in {folder}")
+    read = partial(documents, found, settings["column"], settings["cache"])
     bar = partial(tqdm, unit=" documents", unit_scale=True, leave=False, disable=None)
     if tokenizer is None:
-        training = (each for each in bar(documents(read), "reading") if not in_validation(each, val_share))
+        training = (each for each in bar(read(), "reading") if not in_validation(each, val_share))
         tokenizer = Tokenizer.train(map(bytes.decode, sample(training)), settings["vocab_size"], settings["uncased"])
     tokenizer.save(folder)
 
     known = set()
-    if any(source.name == "docs" for source in read):  # the documentation repeats many texts
-        known.update(*[ngrams(each) for each in documents(read) if in_validation(each, val_share)])
+    if "docs" in found:  # the documentation repeats many texts
+        known.update(*[ngrams(each) for each in read() if in_validation(each, val_share)])
     dtype = np.dtype("uint16" if settings["vocab_size"] <= 1 << 16 else "uint32")
-    encoded = in_threads(lambda each: encode(each, tokenizer, val_share, known), documents(read))
+    encoded = in_threads(lambda each: encode(each, tokenizer, val_share, known), read())
     count, characters = write_tokens(folder, bar(encoded, "tokenizing"), dtype)
     if characters == 0:
         raise UserError(f"--data {data}: contains no text")
@@ -167,8 +168,8 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None, name: st
     cache, data = path_of(settings["cache"]), settings["data"]
     if name and (cache / name / "meta.json").is_file():
         return cache / name
-    read = sources(data, settings["column"], settings["cache"])
-    folder = cache / corpus_name(settings, text_hash(read), tokenizer)
+    found = sources(data)
+    folder = cache / corpus_name(settings, text_hash(found, settings["column"], settings["cache"]), tokenizer)
     if name not in ("", folder.name):
         raise UserError(f"--data {data}: the text has changed, and the tokens of this run, {cache / name}, are gone; "
                         "restore one of them, or use another --data and --out")
@@ -177,7 +178,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None, name: st
         try:
             with lock_folder(folder, wait=True):
                 if not complete.is_file():
-                    prepare(settings, read, tokenizer, folder)
+                    prepare(settings, found, tokenizer, folder)
         except (MemoryError, OSError) as error:
             raise UserError(f"{folder}: not prepared ({root_cause(error)}); is the memory or disk full? Choose another "
                             "folder with --cache, or another one for downloads with HF_HOME") from error
@@ -203,14 +204,6 @@ class Rows:
     def __getitem__(self, indices):
         """Sequences (B, seq_len) int64 at indices (B,)."""
         return np.insert(self.pieces[indices].astype(np.int64), 0, CLS, axis=1)
-
-    def fewest_real_tokens(self) -> int:
-        """The smallest number of real tokens in a sequence. This reads the whole split."""
-        fewest = self.pieces.shape[1]
-        for start in range(0, len(self), 65_536):
-            real = self.pieces[start:start + 65_536] >= NUM_SPECIAL
-            fewest = min(fewest, int(real.sum(1).min()))
-        return fewest
 
 
 def evenly(rows: Rows | np.ndarray, most: int):

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -51,17 +50,13 @@ def docs_files() -> list[tuple[str, Path]]:
     return found
 
 
-def docs_versions() -> str:
-    """A hash of everything that decides the documentation: the versions of Python and PACKAGES, and this file."""
-    installed = {each.name.lower().replace("-", "_"): each.version for each in metadata.distributions()}
-    versions = platform.python_version(), [installed.get(name) for name in PACKAGES]
-    return short_hash(repr((versions, Path(__file__).read_bytes())))
-
-
 @functools.cache
 def read_docs(cache: str = CACHE) -> list[tuple[str, str]]:
-    """(library, text) of every distinct documentation string on this machine, kept in the folder `cache`."""
-    kept = path_of(cache) / f"docs-{docs_versions()}.json"
+    """(library, text) of every distinct documentation string on this machine, kept in the folder `cache` by everything
+    that decides them: the versions of Python and PACKAGES, and this file."""
+    installed = {each.name.lower().replace("-", "_"): each.version for each in metadata.distributions()}
+    versions = [platform.python_version(), *[installed.get(name) for name in PACKAGES]]
+    kept = path_of(cache) / f"docs-{short_hash(repr((versions, Path(__file__).read_bytes())))}.json"
     with suppress(OSError, ValueError):  # missing or damaged: it is made again
         return [(library, text) for library, text in json.loads(kept.read_bytes())]
     first = {}  # the library in which a text was seen first
@@ -101,60 +96,53 @@ def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
 
 
 # ---- 2. Documents of --data ----------------------------------------------------------------------------------
-class Source(NamedTuple):
-    """A source in --data, where + joins several."""
-    name: str  # docs, hf:NAME[:CONFIG], or a path as given
-    files: tuple[Path, ...]  # the text files, if the name is a path
-    column: str  # the field that holds the text of a record
-    cache: str  # the folder for the documentation
+Source = str | Path  # docs, hf:NAME[:CONFIG], or a text file
 
 
-def sources(data: str, column: str = "text", cache: str = CACHE) -> list[Source]:
-    """The sources in --data, in a fixed order. Raises UserError if one of them has no text files."""
-    names = [data] if path_of(data).exists() else data.split("+")
-    elsewhere = [name == "docs" or (name.startswith("hf:") and name != "hf:") for name in names]
-    return [Source(name, () if other else files_in(name), column, cache) for name, other in zip(names, elsewhere)]
-
-
-def text_hash(read: list[Source]) -> str:
-    """A hash of the contents of sources. A data set on the Hub is identified only by its name."""
+def sources(data: str) -> list[Source]:
+    """The sources that --data names, where + joins several, in a fixed order. Raises UserError if a path has no text
+    files, or OSError if a folder cannot be read."""
     found = []
-    for source in read:
-        if source.name == "docs":
-            found.append(short_hash(json.dumps(read_docs(source.cache))))
-        for path in tqdm(source.files, "comparing files", unit="file", leave=False, delay=2, disable=None):
-            with open(path, "rb") as file:
-                found.append([split_name(path)[1], source.column, hashlib.file_digest(file, "blake2b").hexdigest()])
-        if source.name.startswith("hf:"):
-            found.append([source.name, source.column])
-    return short_hash(repr(found))
+    for name in [data] if path_of(data).exists() else data.split("+"):
+        if name == "docs" or (name.startswith("hf:") and name != "hf:"):
+            found.append(name)
+            continue
+        if not name or not path_of(name).exists():
+            raise UserError(f"--data {name}: no such file or folder; other sources are docs and hf:NAME")
+        files = sorted(files_below(path_of(name), set()), key=str)
+        if not files:
+            raise UserError(f"--data {name}: no file ending in {', '.join(FORMATS)}, plain or compressed")
+        found += files
+    return found
 
 
 def files_below(path: Path, seen: set[str]) -> Iterator[Path]:
     """A text file, or all text files in a folder except hidden ones, each only once even if several links lead to it.
-    `seen` holds the real paths so far. Raises OSError if a folder cannot be read."""
-    is_folder, place = path.is_dir(), os.path.realpath(path)
-    if place in seen or not (is_folder or split_name(path)[1] in FORMATS):
+    `seen` holds the real paths so far."""
+    place = os.path.realpath(path)
+    if place in seen:
         return
     seen.add(place)
-    if not is_folder:
+    if path.is_dir():
+        for inside in sorted(path.iterdir()):
+            if not inside.name.startswith("."):
+                yield from files_below(inside, seen)
+    elif split_name(path)[1] in FORMATS:
         yield path
-        return
-    for inside in sorted(path.iterdir()):
-        if not inside.name.startswith("."):
-            yield from files_below(inside, seen)
 
 
-def files_in(name: str) -> tuple[Path, ...]:
-    """The text file at a path, or all text files in a folder except hidden ones. Raises UserError if there are none, or
-    OSError if a folder cannot be read."""
-    path = path_of(name)
-    if not name or not path.exists():
-        raise UserError(f"--data {name}: no such file or folder; other sources are docs and hf:NAME")
-    found = sorted(files_below(path, set()), key=str)
-    if not found:
-        raise UserError(f"--data {name}: no file ending in {', '.join(FORMATS)}, plain or compressed")
-    return tuple(found)
+def text_hash(found: list[Source], column: str, cache: str) -> str:
+    """A hash of the contents of sources. A data set on the Hub is identified only by its name."""
+    contents = [column]
+    for source in tqdm(found, "comparing files", unit="file", leave=False, delay=2, disable=None):
+        if source == "docs":
+            contents.append(json.dumps(read_docs(cache)))
+        elif isinstance(source, str):
+            contents.append(source)
+        else:
+            with open(source, "rb") as file:
+                contents.append(split_name(source)[1] + hashlib.file_digest(file, "blake2b").hexdigest())
+    return short_hash(repr(contents))
 
 
 def grouped(lines: Iterable[str]) -> Iterator[str]:
@@ -184,27 +172,23 @@ def column_of(records: Iterable[Record], column: str) -> Iterator[str]:
         yield text or ""
 
 
-def texts_of(source: Source) -> Iterator[str]:
+def texts_of(source: Source, column: str, cache: str) -> Iterator[str]:
     """The texts of a source, unchanged, with "" for missing ones. Raises UserError if a text cannot be read."""
-    if source.name == "docs":
-        yield from [text for _, text in read_docs(source.cache)]
-    elif not source.files:
-        records, is_text = hub_records(source.name)
-        named = ((f"{source.name}, record {number}", record) for number, record in enumerate(records, start=1))
-        texts = column_of(named, source.column)
-        yield from grouped(line + "\n" for line in texts) if is_text else texts
-    for file in source.files:
-        _, kind = split_name(file)
-        if kind == ".txt":
-            yield from grouped(lines_of(file, longest=LONGEST))
-        else:
-            records = parquet_records(file, source.column) if kind == ".parquet" else json_records(file)
-            yield from column_of(records, source.column)
+    if source == "docs":
+        return (text for _, text in read_docs(cache))
+    if isinstance(source, str):
+        records, is_text = hub_records(source)
+        texts = column_of(((source, record) for record in records), column)
+        return grouped(line + "\n" for line in texts) if is_text else texts
+    kind = split_name(source)[1]
+    if kind == ".txt":
+        return grouped(lines_of(source, longest=LONGEST))
+    return column_of(parquet_records(source, column) if kind == ".parquet" else json_records(source), column)
 
 
-def documents(read: list[Source]) -> Iterator[str]:
+def documents(found: list[Source], column: str = "text", cache: str = CACHE) -> Iterator[str]:
     """The documents of sources, including empty ones, stripped of white space and split after LONGEST characters."""
-    for source in read:
-        for text in split_long(texts_of(source), LONGEST):
+    for source in found:
+        for text in split_long(texts_of(source, column, cache), LONGEST):
             # JSON can hold half of a surrogate pair, which is not text.
             yield text.strip().encode(errors="replace").decode()

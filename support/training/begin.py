@@ -71,7 +71,9 @@ def begin(settings, out: Path, start: Start, worker: Worker, may_change: set[str
     saved = read_checkpoint(begun[-1], "corpus", "step") if begun else None
     changed, tokenizer, name = {}, start.tokenizer, ""
     if saved is not None:
-        changed = compare(out, of_checkpoint(saved, settings, begun[-1]), settings.fields(), may_change)
+        defaults = asdict(type(settings.recipe)()) | asdict(type(settings.options)())  # for fields that it lacks
+        before = asdict(saved["config"]) | defaults | saved["settings"]
+        changed = compare(out, before, settings.fields(), may_change)
         tokenizer, name = saved["tokenizer"] if settings.options.init else None, saved["corpus"]
     corpus = prepared_corpus(settings.fields(), tokenizer, name)
 
@@ -84,7 +86,6 @@ def begin(settings, out: Path, start: Start, worker: Worker, may_change: set[str
 
     config, recipe, options = settings
     rows = {split: Rows(cache / name, split, config.seq_len) for split in SPLITS}
-    refuse_many_masks(config, list(rows.values()))
     torch.manual_seed(recipe.seed)
     model = make_model(config, recipe.position_init).to(worker.device)
     optimizers = make_optimizers(model, recipe, worker.dtype)
@@ -94,17 +95,6 @@ def begin(settings, out: Path, start: Start, worker: Worker, may_change: set[str
     elif start.weights is not None:
         copy_fitting_weights(start.weights, model)
     return run
-
-
-def of_checkpoint(saved: dict, settings, path: Path) -> dict:
-    """The settings in the checkpoint at `path`, in the form of settings.fields(). A missing field gets its default.
-    Raises UserError if one is unknown."""
-    _, recipe, options = settings
-    defaults = asdict(type(recipe)()) | asdict(type(options)())
-    unknown = saved["settings"].keys() - defaults.keys()
-    if unknown:
-        raise UserError(f"{path}: from another version of maelm ({', '.join(unknown)}); use that version")
-    return asdict(saved["config"]) | defaults | saved["settings"]
 
 
 def restore(run: Run, saved: dict):
@@ -122,16 +112,6 @@ def copy_fitting_weights(weights: dict, model: MAELM):
     mine = model.state_dict()
     fitting = {name: weight for name, weight in weights.items() if name in mine and weight.shape == mine[name].shape}
     model.load_state_dict(mine | fitting)
-
-
-def refuse_many_masks(config: Config, splits: list[Rows]):
-    """Raises UserError if a sequence has too few tokens that can be masked."""
-    n = config.seq_len
-    m, least = config.num_masked(n), (n - 1) // 2  # even if every document is a single token
-    if m > least:
-        least = min(split.fewest_real_tokens() for split in splits)
-    if not 0 < m <= least:
-        raise UserError(f"mask_rate={config.mask_rate} masks {m} of {n} tokens per sequence; it must mask 1 to {least}")
 
 
 # ---- 3. Its files -------------------------------------------------------------------------------------------
