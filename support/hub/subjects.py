@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP
-from support.hub.from_hub import from_hub, model_from_hub
+from support.hub.from_hub import encoder_of_hub
 from support.model.checkpoints import load_encoder
 from support.program.cli import UserError, path_of
 from support.text.corpus import Rows, evenly, in_validation, prepared_corpus
@@ -60,8 +60,8 @@ def subject_of_run(name: str, config, device: torch.device) -> Subject:
 # ---- 2. An encoder of the Hub -------------------------------------------------------------------------------
 def subject_of_hub(name: str, config, device: torch.device) -> Subject:
     """An encoder that transformers' AutoModel loads. It reads the validation documents of --data, or of docs."""
-    model = model_from_hub("AutoModel", name).to(device)
-    tokenizer = from_hub("AutoTokenizer", name)
+    model, tokenizer = encoder_of_hub(name)
+    model = model.to(device)
     cls, sep, mask = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
     if None in (cls, sep, mask) or model.config.is_encoder_decoder:
         raise UserError(f"{name}: use an encoder trained with MLM, whose tokenizer has [CLS], [SEP] and [MASK]")

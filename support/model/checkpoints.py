@@ -4,11 +4,11 @@ A checkpoint of train.py holds its whole run: config (a Config), settings (of Re
 of its folder in the cache), tokenizer (the content of tokenizer.json), step, seconds, model and optimizers. The
 encoder.pt of finetune.py holds config, settings, tokenizer, model, and the task and its labels.
 """
+import io
 import pickle
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from maelm import MAELM, Config, Encoder
 from support.model.build import make_model
@@ -24,11 +24,10 @@ def checkpoints(out: Path) -> list[Path]:
 
 def write_checkpoint(path: Path, state: dict):
     """Write a checkpoint atomically. It may hold only tensors, numbers and texts, so that reading it runs no code."""
-    with atomic(path) as temporary, open(temporary, "wb") as file:
-        try:
-            torch.save(state, file)
-        except RuntimeError as error:
-            raise (error.__context__ or error) from None  # the disk's error, which PyTorch's writer hides
+    content = io.BytesIO()  # if PyTorch wrote the file, its error for a full disk would not say so
+    torch.save(state, content)
+    with atomic(path) as temporary:
+        temporary.write_bytes(content.getbuffer())
 
 
 def read_checkpoint(path: Path, *wanted: str) -> dict:
@@ -54,15 +53,6 @@ def read_checkpoint(path: Path, *wanted: str) -> dict:
     return state
 
 
-def load_weights(module: nn.Module, weights: dict, path: Path):
-    """Load weights from a file into a module. Raises UserError if they do not fit."""
-    try:
-        module.load_state_dict(weights)
-    except (RuntimeError, AttributeError) as error:
-        raise UserError(f"{path}: its weights have different names or shapes in this version of maelm; use the "
-                        "version that wrote the file, or train again") from error
-
-
 def checkpoint_of(path: Path) -> Path:
     """The checkpoint at a path, the newest checkpoint in a run folder, or the encoder.pt of finetune.py (for
     load_encoder). Raises UserError if there is none."""
@@ -75,20 +65,18 @@ def checkpoint_of(path: Path) -> Path:
 def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
     """Load the model of a run folder or checkpoint, in evaluation mode, and its tokenizer. Raises UserError if there is
     none."""
-    file = checkpoint_of(path)
-    state = read_checkpoint(file, "step")  # encoder.pt of finetune.py has no step and no decoder
+    state = read_checkpoint(checkpoint_of(path), "step")  # encoder.pt of finetune.py has no step and no decoder
     model = make_model(state["config"])
-    load_weights(model, state["model"], file)
+    model.load_state_dict(state["model"])
     return model.eval(), state["tokenizer"]
 
 
 def load_encoder(path: Path) -> tuple[Encoder, dict]:
     """Load the encoder in a run folder, in a checkpoint, or in a folder that finetune.py wrote. Returns the encoder in
     evaluation mode, and the other entries of the checkpoint. Raises UserError if there is none."""
-    file = checkpoint_of(path)
-    state = read_checkpoint(file)
+    state = read_checkpoint(checkpoint_of(path))
     encoder = Encoder(state["config"])
     prefix, weights = "encoder.", state.pop("model")
-    mine = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
-    load_weights(encoder, mine, file)
+    encoder.load_state_dict({name.removeprefix(prefix): weight for name, weight in weights.items()
+                             if name.startswith(prefix)})
     return encoder.eval(), state

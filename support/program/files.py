@@ -91,10 +91,7 @@ def lock_folder(folder: Path, sign: str = "", wait: bool = False) -> Iterator[No
     folder has files of another program: with a `sign`, any files without one of this name."""
     if sign and not (folder / sign).is_file() and any(folder.glob("[!.]*")):
         raise UserError(f"{folder}: not empty, and not written by this program; choose another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: not a usable folder ({error.strerror}); choose another --out or --cache") from error
+    folder.mkdir(parents=True, exist_ok=True)
     # The system frees the lock when the process ends.
     lock = FileLock(folder / ".lock", timeout=-1 if wait else 0, fallback_to_soft=False)
     try:

@@ -102,12 +102,7 @@ def best_device(name: str, small: bool) -> torch.device:
         name = [kind for kind in available if available[kind]][0]
     if not available.get(name):
         raise UserError(f"--device {name}: this machine, or this PyTorch, has none; use --device auto")
-    if name != "cuda":
-        return torch.device(name)
-    number, count = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
-    if number not in map(str, range(count)):
-        raise UserError(f"LOCAL_RANK={number!r}: this machine has {count} GPUs; start one process per GPU")
-    return torch.device("cuda", int(number))
+    return torch.device(name, int(os.environ.get("LOCAL_RANK", 0)) if name == "cuda" else None)
 
 
 def has_bf16(device: torch.device) -> bool:

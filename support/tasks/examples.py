@@ -85,13 +85,10 @@ def examples_of(name: str, records: list[Record]) -> list[Example]:
 
 
 def questions_of(name: str, records: list[Record]) -> list[Question]:
-    """Records of SQuAD -> questions. Raises UserError if an answer is not in its context."""
+    """Records of SQuAD -> questions."""
     questions = []
-    for place, record in records:
+    for _, record in records:
         answers = tuple(zip(record["answers"]["answer_start"], record["answers"]["text"]))
-        for start, text in answers:
-            if record["context"][start:start + len(text)] != text or not text.strip():
-                raise UserError(f"{place}: answer {text!r} is empty, or not at character {start} of its context")
         questions.append(Question(record["id"], record["question"], record["context"], answers))
     return questions
 

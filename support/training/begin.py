@@ -7,9 +7,9 @@ import torch
 
 from maelm import MAELM, Config
 from support.model.build import make_model
-from support.model.checkpoints import checkpoint_of, checkpoints, load_weights, read_checkpoint, write_checkpoint
+from support.model.checkpoints import checkpoint_of, checkpoints, read_checkpoint, write_checkpoint
 from support.model.optim import make_optimizers
-from support.program.cli import UserError, path_of
+from support.program.cli import path_of
 from support.program.files import compare, write_json, write_text
 from support.program.worker import Worker
 from support.text.corpus import SPLITS, Rows, prepared_corpus
@@ -99,7 +99,7 @@ def begin(settings, out: Path, start: Start, worker: Worker, may_change: set[str
 
 def restore(run: Run, saved: dict):
     """Load the weights, the optimizers' states, the step and the seconds of a checkpoint."""
-    load_weights(run.model, saved["model"], run.out)
+    run.model.load_state_dict(saved["model"])
     for optimizer, state in zip(run.optimizers, saved["optimizers"], strict=True):
         optimizer.load_state_dict(state)
         for group in optimizer.param_groups:  # groups also contain the recipe, which may have changed
@@ -116,12 +116,7 @@ def copy_fitting_weights(weights: dict, model: MAELM):
 
 # ---- 3. Its files -------------------------------------------------------------------------------------------
 def save_checkpoint(run: Run):
-    """Write a checkpoint and remove older ones, as --keep-checkpoints says. Raises UserError if a weight is not
-    finite."""
-    for name, weight in run.model.state_dict().items():
-        if not weight.isfinite().all():
-            raise UserError(f"step {run.step}: {name} is not finite; continue from the last checkpoint with a lower "
-                            "--learning-rate")
+    """Write a checkpoint and remove older ones, as --keep-checkpoints says."""
     config, recipe, options = run.settings
     write_checkpoint(run.out / f"step_{run.step:07d}.pt", {
         "config": asdict(config), "settings": asdict(recipe) | asdict(options), "corpus": run.corpus,
