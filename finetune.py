@@ -27,7 +27,7 @@ from tqdm import tqdm
 from rank import CENTERINGS, Moments, tau_rank
 from support.model.checkpoints import write_checkpoint
 from support.program.cli import Parser, add_flags, clear_errors, fields_of, path_of, require, say
-from support.program.files import compare, lock_folder, read_json, write_json, write_text
+from support.program.files import compare, lock_folder, write_json, write_text
 from support.program.worker import Worker, make_worker
 from support.tasks import results
 from support.tasks.encoder import Pretrained, Tuned
@@ -191,7 +191,7 @@ def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
         left = timedelta(seconds=round((len(missing) - number) * seconds))
         say(f"{setup.task}  {listed}  seed {seed}  {setup.kind.labels.metrics[0]} "
             f"{results.format_number(result['value'])}  {seconds:.0f} s  {left} left")
-    return [results.read_run(setup.out, *run) for run in runs]  # waits for the other processes
+    return [results.wait_for(results.path_of_run(setup.out, *run)) for run in runs]
 
 
 def run_task(setup: Setup, options: argparse.Namespace) -> dict:
@@ -232,10 +232,8 @@ def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out
     settings = {"init": options.init, "task": task, "weights": pretrained.weights_hash(),
                 "examples": hash_of(examples), "sweep": options.sweep, **asdict(tune)}
     path = out / "config.json"
-    if not worker.is_main:  # the processes wait for each other's files, without a process group
-        results.wait_for(path)
-    if path.is_file():  # the number of seeds may grow, and the encoder may have moved
-        compare(out, read_json(path), settings, may_change=["init"])
+    if path.is_file() or not worker.is_main:  # the number of seeds may grow, and the encoder may have moved
+        compare(out, results.wait_for(path), settings, may_change=["init"])
     if worker.is_main:
         write_json(path, settings)
         write_text(out / "tokenizer.json", pretrained.tokenizer.to_json())

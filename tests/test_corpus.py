@@ -204,7 +204,7 @@ def test_prepare_reports_what_it_made_and_dropped(tmp_path, capsys):
     flags = f"--data {tmp_path}/a.jsonl --cache {tmp_path} --vocab-size 320 --prepare".split()
     train.main(flags)
     *_, line = capsys.readouterr().out.splitlines()
-    assert re.search(r"100 documents, [\d,]+ training tokens, [\d,]+ val.*3 empty, 0 near-duplicates", line)
+    assert re.search(r"[\d,]+ training tokens, [\d,]+ val.* characters per token; documents: \d+ train, \d+ val, 3 empty", line)
     train.main(flags)
     assert capsys.readouterr().out == line + "\n"  # the second time, nothing is prepared
 

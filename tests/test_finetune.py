@@ -78,7 +78,7 @@ def test_inputs_are_those_of_the_exported_tokenizer(finished, tmp_path):
                 encoded = kind.encode([Example(*texts, *[None] * (2 - len(texts)), "x")])
                 assert encoded.ids[0].tolist() == theirs.encode(*texts).ids
     remark = kinds[1].encode([Example(text, None, "x")]).remark
-    assert remark == "1 single texts with 1 labels (x); 1 are cut off at the limit of 24 tokens"
+    assert remark == "1 texts (x); 1 are cut off at the limit of 24 tokens"
 
 
 def test_each_epoch_is_a_permutation():

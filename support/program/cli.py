@@ -74,19 +74,13 @@ def clear_errors(program: str, memory_flags: str = "--batch-size") -> Iterator[N
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
     """Yield a list that collects Ctrl-C and the signals by which Slurm, torchrun or a terminal ends a program, so that
-    a checkpoint can be saved. A second Ctrl-C takes effect at once."""
+    a checkpoint can be saved."""
     noted, before = [], {}
-
-    def note(number: int, frame: object):
-        noted.append(number)
-        if number == signal.SIGINT:  # not for SIGTERM, which Slurm and torchrun both send
-            signal.signal(number, before[number])
-
-    in_main = threading.current_thread() is threading.main_thread()  # others receive no signals
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if in_main else ():
-        number = getattr(signal, name, None)  # Windows lacks the last two
-        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            before[number] = signal.signal(number, note)
+    if threading.current_thread() is threading.main_thread():  # other threads receive no signals
+        for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows lacks the last two
+            if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                before[number] = signal.signal(number, lambda number, frame: noted.append(number))
     try:
         yield noted
     finally:

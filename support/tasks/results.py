@@ -21,17 +21,11 @@ def path_of_run(out: Path, tune, seed: int) -> Path:
     return out / "runs" / f"{name}-{seed}.json"
 
 
-def wait_for(path: Path):
-    """Wait until another process of torchrun has written a file; torchrun ends this process if the other one fails. The
-    wait may take hours, which is longer than torch.distributed allows."""
+def wait_for(path: Path) -> dict:
+    """Read a JSON file as soon as another process of torchrun has written it; torchrun ends this process if the other
+    one fails. The wait may take hours, which is longer than torch.distributed allows."""
     while not path.is_file():
         time.sleep(0.2)
-
-
-def read_run(out: Path, tune, seed: int) -> dict:
-    """Read a run as soon as its file exists."""
-    path = path_of_run(out, tune, seed)
-    wait_for(path)
     return read_json(path)
 
 

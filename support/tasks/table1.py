@@ -2,7 +2,6 @@
 and needs no download; `custom` reads your own files."""
 import itertools
 import re
-import unicodedata
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -96,10 +95,6 @@ class Labels(NamedTuple):
     names: tuple[str, ...] = ()
     scale: float = 1.0  # the model predicts the number divided by this
 
-    def describe(self) -> str:
-        """The labels in a few words."""
-        return f"{len(self.names)} labels ({', '.join(self.names):.200})" if self.names else "numbers as labels"
-
     def target(self, example: Example) -> int | float:
         """The label in the form of the model's output: the index of its name, or a number. Raises UserError if the
         label is unknown."""
@@ -119,9 +114,6 @@ def labels_of(name: str, train: list) -> Labels:
     if task.labels or name == "squad2":
         return Labels(task.metrics, task.labels)
     names = sorted({example.label for example in train})
-    if len({unicodedata.normalize("NFC", label).casefold() for label in names}) < len(names):
-        raise UserError(f"some training labels differ only in case or encoding ({', '.join(names):.200}); write "
-                        "them alike")
     if len(names) == 1:
         raise UserError(f"all training examples have the label {names[0]!r}: use two labels or more")
     numbers = [float(label) for label in names if NUMBER.fullmatch(label)]

@@ -145,11 +145,10 @@ def prepare(settings: dict, found: list[Source], tokenizer: Tokenizer | None, fo
 def describe(folder: Path) -> str:
     """Describe a prepared corpus in one line."""
     meta = read_json(folder / "meta.json")
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in meta["documents"].items())
     train, val = [meta["tokens"][split] for split in SPLITS]
-    count = Counter(meta["documents"])
-    return (f"{folder}: {count['train'] + count['val']:,} documents, {train:,} training tokens, {val:,} validation "
-            f"tokens, {meta['characters'] / (train + val):.2f} characters per token; "
-            f"dropped: {count['empty']:,} empty, {count['near-duplicates']:,} near-duplicates")
+    return (f"{folder}: {train:,} training tokens, {val:,} validation tokens, {meta['characters'] / (train + val):.2f} "
+            f"characters per token; documents: {kinds}")
 
 
 def corpus_name(settings: dict, text: str, tokenizer: Tokenizer | None) -> str:
