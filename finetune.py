@@ -60,16 +60,12 @@ class TuneConfig:
         require(
             self,
             ("epochs", 0 < self.epochs <= 10_000, "a number above 0, at most 10,000"),
-            ("learning_rate", 0 <= self.learning_rate < inf, "0 or more"),
             ("batch_size", 1 <= self.batch_size <= 10_000, "1 to 10,000"),
-            ("warmup_share", 0 <= self.warmup_share < 1, "0 or more, below 1"),
             ("seq_len", self.seq_len >= 8, "8 or more"),
-            ("dropout", 0 <= self.dropout < 1, "0 or more, below 1"),
-            ("weight_decay", 0 <= self.weight_decay < inf, "0 or more"),
             ("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16"),
-            ("max_query", self.max_query >= 1, "1 or more"),
-            ("doc_stride", self.doc_stride >= 1, "1 or more"),
-            ("max_answer", self.max_answer >= 1, "1 or more"))
+            *[(name, 0 <= getattr(self, name) < inf, "0 or more") for name in ("learning_rate", "weight_decay")],
+            *[(name, 0 <= getattr(self, name) < 1, "0 or more, below 1") for name in ("warmup_share", "dropout")],
+            *[(name, getattr(self, name) >= 1, "1 or more") for name in ("max_query", "doc_stride", "max_answer")])
 
 
 class Setup(NamedTuple):
@@ -261,8 +257,6 @@ def parse(argv) -> argparse.Namespace:
         require(options, ("seeds", options.seeds >= 1, "1 or more"))
     except ValueError as error:
         parser.error(str(error))
-    if task == "docs" and options.data:
-        parser.error(f"--data {options.data}: --task docs reads no files; --task custom does")
     if task == "custom" and not options.data:
         parser.error("--task custom: needs --data, a folder with train and dev")
     # out/toy gives toy; out/toy/step_0001900.pt gives toy-step_0001900

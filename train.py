@@ -71,14 +71,10 @@ class Recipe:
             ("max_steps", 0 < self.max_steps < 10 ** 7, "1 to 9,999,999"),
             ("warmup_steps", 0 <= self.warmup_steps <= self.max_steps, f"0 to max_steps={self.max_steps}"),
             ("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon"),
-            ("learning_rate", 0 < self.learning_rate < inf, "a number above 0"),
-            ("muon_learning_rate", 0 < self.muon_learning_rate < inf, "a number above 0"),
-            ("weight_decay", 0 <= self.weight_decay < inf, "0 or more"),
-            ("muon_weight_decay", 0 <= self.muon_weight_decay < inf, "0 or more"),
-            ("adam_beta1", 0 <= self.adam_beta1 < 1, "0 or more, below 1"),
-            ("adam_beta2", 0 <= self.adam_beta2 < 1, "0 or more, below 1"),
-            ("adam_epsilon", 0 < self.adam_epsilon < inf, "a number above 0"),
-            ("clip_norm", 0 < self.clip_norm < inf, "a number above 0"),
+            *[(name, 0 < getattr(self, name) < inf, "a number above 0")
+              for name in ("learning_rate", "muon_learning_rate", "adam_epsilon", "clip_norm")],
+            *[(name, 0 <= getattr(self, name) < inf, "0 or more") for name in ("weight_decay", "muon_weight_decay")],
+            *[(name, 0 <= getattr(self, name) < 1, "0 or more, below 1") for name in ("adam_beta1", "adam_beta2")],
             ("position_init", self.position_init in ("normal", "sinusoid"), "normal or sinusoid"),
             ("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16"),
             ("seed", 0 <= self.seed < 2 ** 63, "0 or more, below 2^63"))

@@ -60,14 +60,14 @@ def sample(training: Iterator[str]) -> list[bytes]:
 
 
 def encode(text: str, tokenizer: Tokenizer, val_share: float, known: set[str]) -> tuple:
-    """The kind of a document, its tokens (length,) uint32 with `[SEP]`, and its number of characters. The kind is its
-    split or, if the document is dropped, "empty" or "near-duplicates" (a training document with a `known` ngram)."""
+    """The kind of a document and its tokens (length,) uint32 with `[SEP]`. The kind is its split or, if the document is
+    dropped, "empty" or "near-duplicates" (a training document with a `known` ngram)."""
     if not text:
-        return "empty", None, 0
+        return "empty", None
     split = "val" if in_validation(text, val_share) else "train"
     if split == "train" and known and not known.isdisjoint(ngrams(text)):
-        return "near-duplicates", None, 0
-    return split, np.append(tokenizer.encode(text), np.uint32(SEP)), len(text)
+        return "near-duplicates", None
+    return split, np.append(tokenizer.encode(text), np.uint32(SEP))
 
 
 def in_threads(function: Callable[[str], tuple], texts: Iterator[str]) -> Iterator[tuple]:
@@ -83,18 +83,16 @@ def in_threads(function: Callable[[str], tuple], texts: Iterator[str]) -> Iterat
         yield from pool.map(function, batch)
 
 
-def write_tokens(folder: Path, encoded: Iterable[tuple], dtype: np.dtype) -> tuple[Counter, int]:
-    """Write documents, in the form that `encode` returns, to one file per split. Returns the number of documents of
-    each kind, and the number of characters."""
-    found, characters = Counter(), 0
+def write_tokens(folder: Path, encoded: Iterable[tuple], dtype: np.dtype) -> Counter:
+    """Write documents, in the form that `encode` returns, to one file per split. Returns the number of each kind."""
+    count = Counter()
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         files = {"train": train, "val": val}
-        for kind, tokens, length in encoded:
-            found[kind] += 1
-            characters += length
+        for kind, tokens in encoded:
+            count[kind] += 1
             if kind in files:
                 files[kind].write(tokens.astype(dtype).tobytes())
-    return found, characters
+    return count
 
 
 def settle_validation(folder: Path, dtype: np.dtype, val_share: float) -> dict[str, int]:
@@ -133,22 +131,20 @@ def prepare(settings: dict, found: list[Source], tokenizer: Tokenizer | None, fo
         known.update(*[ngrams(each) for each in read() if in_validation(each, val_share)])
     dtype = np.dtype("uint16" if settings["vocab_size"] <= 1 << 16 else "uint32")
     encoded = in_threads(lambda each: encode(each, tokenizer, val_share, known), read())
-    count, characters = write_tokens(folder, bar(encoded, "tokenizing"), dtype)
-    if characters == 0:
+    count = write_tokens(folder, bar(encoded, "tokenizing"), dtype)
+    if not count.keys() & {*SPLITS}:
         raise UserError(f"--data {data}: contains no text")
     tokens = settle_validation(folder, dtype, val_share)
-    write_json(folder / "meta.json", {"data": data, "dtype": dtype.name, "tokens": tokens, "documents": count,
-                                      "characters": characters})
+    write_json(folder / "meta.json", {"data": data, "dtype": dtype.name, "tokens": tokens, "documents": count})
     say(f"prepared in {time.perf_counter() - start:,.1f} s")
 
 
 def describe(folder: Path) -> str:
     """Describe a prepared corpus in one line."""
     meta = read_json(folder / "meta.json")
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in meta["documents"].items())
-    train, val = [meta["tokens"][split] for split in SPLITS]
-    return (f"{folder}: {train:,} training tokens, {val:,} validation tokens, {meta['characters'] / (train + val):.2f} "
-            f"characters per token; documents: {kinds}")
+    tokens, kinds = [", ".join(f"{count:,} {kind}" for kind, count in meta[part].items())
+                     for part in ("tokens", "documents")]
+    return f"{folder}: tokens {tokens}; documents {kinds}"
 
 
 def corpus_name(settings: dict, text: str, tokenizer: Tokenizer | None) -> str:

@@ -3,6 +3,7 @@
 Text is UTF-8, with or without a byte order mark, and may be compressed. The suffix names the format, in upper or lower
 case: texts.JSONL.gz holds JSON lines.
 """
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -40,8 +41,8 @@ def readable(name: Path | str) -> Iterator[None]:
 @contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
     """Open a text file for reading, decompressed. Raises UserError if it cannot be read."""
-    with readable(path), LocalFileSystem().open(str(path.absolute()), "rt", compression="infer",
-                                                encoding="utf-8-sig") as file:
+    how = dict(mode="rt", compression="infer", encoding="utf-8-sig")
+    with readable(path), LocalFileSystem().open(str(path.absolute()), **how) as file:
         yield file
 
 
@@ -66,26 +67,23 @@ def json_records(path: Path) -> Iterator[Record]:
     for number, line in enumerate(lines_of(path), start=1):
         if not line.strip():
             continue
-        place = f"{path}, line {number}"
         try:
             value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{place}: not JSON ({error})") from error
+        except (ValueError, RecursionError):
+            value = line
         if not isinstance(value, dict):
-            raise UserError(f"{place}: must be an object like {{\"text\": ...}}, not {value!r:.60}")
-        yield place, value
+            raise UserError(f"{path}, line {number}: must be an object like {{\"text\": ...}}, not {value!r:.60}")
+        yield f"{path}, line {number}", value
 
 
 def parquet_records(path: Path, column: str | None = None) -> Iterator[Record]:
     """The rows of a Parquet file. If it has this column, only this column is read."""
     import pyarrow.parquet  # here, because it is slow
-    number = 0
+    number = itertools.count(1)
     with readable(path), pyarrow.parquet.ParquetFile(path) as file:
         columns = [column] if column in file.schema_arrow.names else None
         for batch in file.iter_batches(batch_size=1000, columns=columns):
-            for record in batch.to_pylist():
-                number += 1
-                yield f"{path}, row {number}", record
+            yield from ((f"{path}, row {next(number)}", record) for record in batch.to_pylist())
 
 
 def hub_records(name: str, split: str = "train", streaming: bool = True) -> tuple[Iterable[dict], bool]:
