@@ -16,6 +16,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from support.program.cli import Parser, add_flags, clear_errors, fields_of, path
 from support.program.files import compare, lock_folder, write_json, write_text
 from support.program.worker import Worker, make_worker
 from support.tasks import results
-from support.tasks.encoder import Pretrained, Tuned
+from support.tasks.encoder import Pretrained, Probe, Tuned, predict, with_vectors
 from support.tasks.examples import hash_of, read_task
 from support.tasks.heads import Classification, batches, collate
 from support.tasks.squad import Spans
@@ -86,22 +87,23 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     kind, train, device = setup.kind, setup.splits["train"], setup.worker.device
     encoder = setup.pretrained.new_encoder(seed)
     torch.manual_seed(seed_of(seed))  # for the head
-    model = Tuned(encoder, kind.head()).to(device)
+    frozen = train.vectors is not None
+    model = Probe(train.vectors, len(kind.labels.names) or 1) if frozen else Tuned(encoder, kind.head())
+    model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), eps=1e-6, weight_decay=tune.weight_decay,
                                   fused=True)
-    steps = math.ceil(tune.epochs * len(train.ids) / tune.batch_size)
+    steps = math.ceil(tune.epochs * math.ceil(len(train.ids) / tune.batch_size))
     count = min(20, math.ceil(2 * tune.epochs))  # evaluations: one per half epoch, but at most 20
     ends = {math.ceil(steps * i / count) for i in range(1, count + 1)}
     best, weights, predictions = None, None, {}
 
-    drawn = batches(train, seed, steps, tune.batch_size)  # for each step, the indices of its inputs
-    bar = tqdm(drawn, desc=f"{setup.task} seed {seed}", total=steps, leave=False, disable=None)
-    for step, indices in enumerate(bar):
+    drawn = batches(train, seed, tune.batch_size)  # for each step, the indices of its inputs
+    bar = tqdm(range(steps), desc=f"{setup.task} seed {seed}", leave=False, disable=None)
+    for step, indices in zip(bar, drawn):
         model.train()  # evaluation switched dropout off
-        torch.manual_seed(seed_of(seed, step, 1))  # for dropout; `batches` uses (seed, step)
-        tokens, padding, targets = collate(train, indices, device)
+        torch.manual_seed(seed_of(seed, step, 1))  # for dropout
         with setup.worker.autocast():
-            logits, _ = model(tokens, padding)
+            logits, targets, padding = predict(model, train, indices, device)
         loss = kind.loss(logits, targets, padding)
         loss.backward()
         factor = learning_rate_factor(step, round(tune.warmup_share * steps), steps)
@@ -124,11 +126,11 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     model.load_state_dict(weights)
     if seed == 1:  # the first seed of the result; a sweep uses seed 0
         save(setup, tune, model, predictions)
-    return best | {"ranks": ranks(model, setup)}
+    return best | {"ranks": None if frozen else ranks(model, setup)}  # a frozen encoder keeps its ranks
 
 
 @torch.no_grad()
-def evaluate(model: Tuned, setup: Setup, split: str) -> tuple[dict | None, dict[str, str]]:
+def evaluate(model: Tuned | Probe, setup: Setup, split: str) -> tuple[dict | None, dict[str, str]]:
     """The metrics of a split, and the texts of prediction files by name. If an output is NaN, because the model has
     diverged, there are no metrics (None)."""
     model.eval()
@@ -136,8 +138,8 @@ def evaluate(model: Tuned, setup: Setup, split: str) -> tuple[dict | None, dict[
     order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
     outputs = []
     for start in range(0, len(order), setup.tune.batch_size):
-        tokens, padding, targets = collate(encoded, order[start:start + setup.tune.batch_size], setup.worker.device)
-        logits, _ = model(tokens, padding)
+        chosen = order[start:start + setup.tune.batch_size]
+        logits, targets, padding = predict(model, encoded, chosen, setup.worker.device)
         # decode takes the targets only because they hold the start of SQuAD's passage.
         outputs.append(setup.kind.decode(logits, targets, padding).cpu())
     outputs = torch.cat(outputs)[np.argsort(order)]  # back in the order of the examples
@@ -147,8 +149,8 @@ def evaluate(model: Tuned, setup: Setup, split: str) -> tuple[dict | None, dict[
 
 
 @torch.no_grad()
-def ranks(model: Tuned, setup: Setup) -> dict[str, int]:
-    """The effective ranks of H^L at the real tokens of the dev split (Table 3)."""
+def ranks(model: Tuned, setup: Setup) -> dict[str, int] | None:
+    """The effective ranks of H^L at the real tokens of the dev split (Table 3); None if there are too few tokens."""
     model.eval()
     moments, encoded = Moments(), setup.splits["dev"]
     for start in range(0, len(encoded.ids), setup.tune.batch_size):
@@ -156,18 +158,22 @@ def ranks(model: Tuned, setup: Setup) -> dict[str, int]:
         tokens, padding, _ = collate(encoded, chosen, setup.worker.device)
         _, h = model(tokens, padding)
         moments.add(h[~padding])
+    if not moments.are_enough:
+        return None
     return {name: tau_rank(moments.spectrum(centered), 0.9) for name, centered in CENTERINGS.items()}
 
 
 def save(setup: Setup, tune: TuneConfig, model: Tuned, predictions: dict[str, str]):
-    """Write encoder.pt, from which models can be exported or fine-tuned further, and the predictions for dev."""
+    """Write the predictions for dev and, after fine-tuning, encoder.pt, which can be exported or fine-tuned further."""
     labels, pretrained = setup.kind.labels, setup.pretrained
+    for name, text in predictions.items():
+        write_text(setup.out / name, text)
+    if isinstance(model, Probe):
+        return
     write_checkpoint(setup.out / "encoder.pt", {
         "config": asdict(pretrained.config), "settings": pretrained.settings, "model": model.state_dict(),
         "tokenizer": pretrained.tokenizer.to_json(), "task": setup.task, "labels": list(labels.names),
         "scale": labels.scale, "longest": tune.seq_len})
-    for name, text in predictions.items():
-        write_text(setup.out / name, text)
 
 
 # ---- 3. All runs of a task ----------------------------------------------------------------------------------
@@ -197,7 +203,7 @@ def run_task(setup: Setup, options: argparse.Namespace) -> dict:
     if options.sweep:
         # Explicit flags replace the grid's values. In tune, the actual learning rate has already replaced a 0.
         given = {name: getattr(tune, name) for name in fields_of(TuneConfig, vars(options))}
-        points = grid(TASKS[task].group, dim, given)
+        points = grid("frozen" if options.frozen else TASKS[task].group, dim, given)
         # Seed 0, because the choice must not depend on the seeds of the result.
         sweep = finish_runs(setup, [(replace(tune, **point), 0) for point in points])
         sweep.sort(key=lambda run: results.height(run["value"]), reverse=True)
@@ -207,8 +213,8 @@ def run_task(setup: Setup, options: argparse.Namespace) -> dict:
         return {}
     untuned = Tuned(setup.pretrained.new_encoder(1), setup.kind.head()).to(setup.worker.device)
     summary = results.summarize(runs, ranks(untuned, setup), dim)
-    result = {"task": task, "init": options.init, "metric": setup.kind.labels.metrics[0], **summary,
-              "tune": asdict(tune), "sweep": sweep}
+    result = {"task": task, "init": options.init, "frozen": options.frozen, "metric": setup.kind.labels.metrics[0],
+              **summary, "tune": asdict(tune), "sweep": sweep}
     write_json(setup.out / "result.json", result)
     say(results.report(result), f"{setup.out}: result.json")
     return result
@@ -219,14 +225,19 @@ def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out
                worker: Worker) -> Setup:
     """Encode the examples, and claim the folder `out`. Raises UserError if it belongs to other settings or data."""
     # A flag overrides the default of the task, which overrides the default of the field.
-    tune = TuneConfig(**DEFAULTS[TASKS[task].group] | fields_of(TuneConfig, vars(options)))
+    defaults = DEFAULTS["frozen" if options.frozen else TASKS[task].group]
+    tune = TuneConfig(**defaults | fields_of(TuneConfig, vars(options)))
     tune = replace(tune, learning_rate=tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2)
     labels = labels_of(task, examples["train"])
     kind_class = Spans if task == "squad2" else Classification
     kind = kind_class(pretrained.tokenizer, pretrained.config, tune, labels)
     splits = {split: kind.encode(each) for split, each in examples.items()}
+    if options.frozen:
+        encode = partial(with_vectors, encoder=pretrained.new_encoder(1), pooling=options.frozen,
+                         batch_size=tune.batch_size, device=worker.device)
+        splits = {split: encode(encoded) for split, encoded in splits.items()}
     settings = {"init": options.init, "task": task, "weights": pretrained.weights_hash(),
-                "examples": hash_of(examples), "sweep": options.sweep, **asdict(tune)}
+                "examples": hash_of(examples), "sweep": options.sweep, "frozen": options.frozen, **asdict(tune)}
     path = out / "config.json"
     if path.is_file() or not worker.is_main:  # the number of seeds may grow, and the encoder may have moved
         compare(out, results.wait_for(path), settings, may_change=["init"])
@@ -249,28 +260,34 @@ def parse(argv) -> argparse.Namespace:
     add("--data", help="folder with the Hub's own files or, for custom, with train and dev [GLUE and SQuAD: the Hub]")
     add("--seeds", type=int, default=5, help="number of runs; the result is their median [%(default)s]")
     add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
-    task = parser.parse_known_args(argv)[0].task
-    add_flags(parser, TuneConfig, DEFAULTS[TASKS[task].group] if task in TASKS else {})
+    add("--frozen", choices=["mean", "cls"], nargs="?", const="mean", default="", help="freeze the encoder, and train "
+        "only a linear classifier of the mean vector [mean], or of the vector at [CLS]; seconds")
+    task, frozen = parser.parse_known_args(argv)[0].task, parser.parse_known_args(argv)[0].frozen
+    add_flags(parser, TuneConfig, DEFAULTS["frozen" if frozen else TASKS[task].group] if task in TASKS else {})
     options = parser.parse_args(argv)
     try:
         TuneConfig(**fields_of(TuneConfig, vars(options)))  # checks the values
         require(options, ("seeds", options.seeds >= 1, "1 or more"))
     except ValueError as error:
         parser.error(str(error))
+    if options.frozen and task == "squad2":
+        parser.error("--frozen: squad2 needs an encoder that is fine-tuned")
     if task == "custom" and not options.data:
         parser.error("--task custom: needs --data, a folder with train and dev")
     # out/toy gives toy; out/toy/step_0001900.pt gives toy-step_0001900
     path = path_of(options.init.removeprefix("random:")).resolve()
     name = f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.name
     prefix = "random-" if options.init.startswith("random:") else ""
-    options.out = options.out or Path("out", f"{task}-{prefix}{name}")
+    suffix = f"-{options.frozen}" if options.frozen else ""
+    options.out = options.out or Path("out", f"{task}-{prefix}{name}{suffix}")
     return options
 
 
 def main(argv=None):
     with clear_errors("finetune.py"):
         options = parse(argv)
-        worker = make_worker(getattr(options, "precision", "auto"), options.device)  # the flag may be absent
+        precision = "fp32" if options.frozen else getattr(options, "precision", "auto")  # the flag may be absent
+        worker = make_worker(precision, options.device)
         tasks = GLUE if options.task == "glue" else [options.task]
         pretrained = Pretrained(options.init, getattr(options, "dropout", TuneConfig.dropout))
         held_out = pretrained.settings.get("val_share", VAL_SHARE)

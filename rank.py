@@ -13,7 +13,7 @@ total. It is measured at layers 0 (embeddings) to L, in three ways (Figure 1; Ta
 The paper's formula uses the singular values of H itself ("uncentered"), but its text speaks of variance ("centered":
 the mean vector is subtracted first). support/subjects.py loads the models and their texts.
 """
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,9 +22,8 @@ from tqdm import tqdm
 from maelm import draw_masks
 from support.hub.subjects import Subject, subject_of_hub, subject_of_run
 from support.program.cli import Parser, UserError, add_flags, clear_errors, fields_of, path_of, printable, require, say
-from support.program.files import figure, lock_folder, write_json
+from support.program.files import compare, figure, lock_folder, read_json, write_json
 from support.program.worker import make_worker
-from support.text.corpus import VAL_SHARE, seed_of
 
 CURVES = ("with_mask", "without_mask", "mask_only")
 CENTERINGS = {"uncentered": False, "centered": True}
@@ -80,22 +79,27 @@ class Moments:
         squares = torch.linalg.eigvalsh(gram).flip(0)  # the eigenvalues of H^T H
         return squares.clamp(min=0)  # rounding can push them below 0
 
+    @property
+    def are_enough(self) -> bool:
+        """Whether there are 10 d rows or more; a rule of thumb, because fewer rows would limit the rank."""
+        return self.count >= 10 * len(self.total)
+
 
 # ---- 2. Measuring a model -----------------------------------------------------------------------------------
 # The comment after a field is also its text in -h.
 @dataclass(frozen=True)
 class RankConfig:
     """Settings of a measurement; every field is a flag. Raises ValueError if a value is not allowed."""
-    data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; default: the validation text of the run, or docs
-    column: str = "text"  # field that holds the text of a record
-    val_share: float = VAL_SHARE  # fraction of the documents to use (the ones train.py holds out)
+    data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; default: the text of the run, or docs
+    column: str = ""  # field that holds the text of a record; default: the run's, or text
+    val_share: float = 0.0  # fraction of the documents to use; 0 means those that the run held out, or 1 %
     tokens: int = 1_000_000  # largest number of tokens to read, including special tokens
     tau: float = 0.9  # fraction of the sum of squared singular values
     seq_len: int = 512  # tokens per sequence for hf: models, unless their limit is lower
     batch_size: int = 32  # sequences per batch
     seed: int = 0  # seed of the masks
     device: str = "auto"  # auto | cpu | cuda | mps
-    out: Path = Path("out/rank")  # folder for rank.json and rank.png
+    out: Path = Path()  # folder for rank.json and rank.png; default: out/rank-MODEL-MODEL...
 
     def __post_init__(self):
         require(
@@ -103,7 +107,7 @@ class RankConfig:
             *[(name, getattr(self, name) >= 1, "1 or more") for name in ("tokens", "seq_len", "batch_size")],
             ("tau", 0 < self.tau < 1, "a number between 0 and 1"),
             ("seed", 0 <= self.seed < 2 ** 63, "0 or more, below 2^63"),
-            ("val_share", 0 < self.val_share <= 1, "a number above 0, at most 1"))
+            ("val_share", 0 <= self.val_share <= 1, "0 to 1"))
 
 
 def masks_for(subject: Subject, tokens, seed: int):
@@ -121,15 +125,15 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     rows = subject.sample(config.tokens)  # (N, n) int64
     count, n = rows.shape
     states = subject.encode(rows[:1])  # H^0 ... H^L, (1, n, d) each, to get L and d
-    masks = count * round(MASK_RATE * n)
-    least = 10 * states[-1].shape[-1]  # a rule of thumb: fewer vectors would limit the rank
-    if masks < least:
-        raise UserError(f"{subject.name}: {masks:,} [MASK] are fewer than 10 d = {least:,}, too few for a rank; "
+    vectors, least = count * round(MASK_RATE * n), 10 * states[-1].shape[-1]  # see Moments.are_enough
+    if vectors < least:
+        raise UserError(f"{subject.name}: {vectors:,} [MASK] are fewer than 10 d = {least:,}, too few for a rank; "
                         "raise --tokens, or give more text: --data, --val-share 1")
     moments = {curve: [Moments() for _ in states] for curve in CURVES}
+    masks = masks_for(subject, rows, config.seed)  # of all sequences, so that the batch size does not matter
     for start in tqdm(range(0, count, config.batch_size), subject.name, leave=False, disable=None):
-        tokens = rows[start:start + config.batch_size]  # (B, n)
-        masked = masks_for(subject, tokens, seed_of(config.seed, start))
+        batch = slice(start, start + config.batch_size)
+        tokens, masked = rows[batch], masks[batch]  # (B, n)
         for layer, h in enumerate(subject.encode(tokens.masked_fill(masked, subject.mask))):
             moments["with_mask"][layer].add(h)
             moments["mask_only"][layer].add(h[masked.to(h.device)])
@@ -186,6 +190,12 @@ def draw(entries: dict[str, dict], config: RankConfig):
 
 
 # ---- 4. Command line ----------------------------------------------------------------------------------------
+def short_name(model: str) -> str:
+    """The name of a model in a folder's name: toy for out/toy, toy-step_0001900 for a checkpoint."""
+    path = path_of(model.removeprefix("hf:"))
+    return f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.resolve().name
+
+
 def main(argv=None):
     parser = Parser("rank.py", __doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a run folder, a checkpoint, or hf:NAME_OR_FOLDER")
@@ -198,15 +208,20 @@ def main(argv=None):
     for name in options.models:
         if not name.startswith("hf:") and not path_of(name).exists():  # checked before the first measurement
             parser.error(f"{name}: no such run folder or checkpoint; make one with train.py, or name hf:MODEL")
-    # A folder with other files is refused, unless it has a rank.json.
+    if config.out == Path():
+        config = replace(config, out=Path("out", "-".join(["rank", *map(short_name, options.models)])))
     with clear_errors("rank.py"), lock_folder(config.out, sign="rank.json"):
-        device = make_worker("fp32", config.device).device
-        entries = {}
+        path, free = config.out / "rank.json", {"out", "device", "batch_size"}
+        settings = {name: value for name, value in asdict(config).items() if name not in free}
+        settings["measured"] = options.models
+        if path.is_file():
+            compare(config.out, read_json(path)["settings"], settings)
+        device, entries = make_worker("fp32", config.device).device, {}
         for name in options.models:
             open_subject = subject_of_hub if name.startswith("hf:") else subject_of_run
             subject = open_subject(name, config, device)
             entries[name] = model_ranks(subject, measure(subject, config), config.tau)
-            write_json(config.out / "rank.json", {"tau": config.tau, "models": entries})  # another model may fail
+            write_json(path, {"tau": config.tau, "settings": settings, "models": entries})  # another model may fail
             say(table(name, entries[name], config.tau))
         draw(entries, config)
         say(f"{config.out}: rank.json, rank.png")

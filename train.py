@@ -146,6 +146,11 @@ class Settings(NamedTuple):
         """The step after which the run ends."""
         return min(self.options.stop_at or self.recipe.max_steps, self.recipe.max_steps)
 
+    @property
+    def data_seed(self) -> int:
+        """The seed of the data order and the masks. A run with --init does not repeat the batches of that run."""
+        return seed_of(self.recipe.seed, *self.options.init.encode()) if self.options.init else self.recipe.seed
+
     def fields(self) -> dict:
         """All settings by name."""
         return asdict(self.config) | asdict(self.recipe) | asdict(self.options)
@@ -183,9 +188,9 @@ def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> 
     """This process's micro-batches (tokens, corruption). The sequences and masks of the whole batch depend only on the
     seed and the step, so all numbers of processes and all micro-batch sizes give the same ones."""
     config, recipe, options = settings
-    chosen = rows_of_step(recipe.seed, step, recipe.batch_size, len(rows))  # (B,)
+    chosen = rows_of_step(settings.data_seed, step, recipe.batch_size, len(rows))  # (B,)
     tokens = torch.from_numpy(rows[chosen])  # (B, n)
-    corruption = corrupt(tokens, config, torch.Generator().manual_seed(seed_of(recipe.seed, step, 0)))
+    corruption = corrupt(tokens, config, torch.Generator().manual_seed(seed_of(settings.data_seed, step, 0)))
     if worker.device.type == "cuda":  # a copy from pinned memory does not wait for the GPU
         tokens, corruption = tokens.pin_memory(), Corruption(*[x.pin_memory() for x in corruption])
     size = worker.micro_batch(recipe.batch_size, options.micro_batch_size)
@@ -217,20 +222,23 @@ def train_step(model: nn.Module, optimizers: list, batches: list[tuple], step: i
 
 
 @torch.no_grad()
-def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> float:
-    """Mean loss on eval_rows sequences with fixed masks, in nats per masked token."""
+def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> tuple[float, float]:
+    """Mean loss in nats per masked token, and accuracy in [0, 1] at the masks, on eval_rows sequences with fixed
+    masks."""
     model.eval()
     tokens = evenly(rows, options.eval_rows)
     corruption = corrupt(tokens, model.config, torch.Generator().manual_seed(0))
-    total, count = 0.0, 0
+    total, right, count = 0.0, 0, 0
     for part, masks in micro_batches(tokens, corruption, options.micro_batch_size, worker):
+        part, masks = worker.put(part, masks)
         with worker.autocast():
-            loss = model(*worker.put(part, masks))
+            loss, guess = model(part, masks), model.logits(masks).argmax(-1)  # (B, m)
         total += loss.item() * len(part)  # the last micro-batch may be smaller
+        right += int((guess == part.gather(1, masks.masked)).sum())
         count += len(part)
     model.train()
-    total, count = worker.all_reduce(total, count)
-    return total / count
+    total, right, count = worker.all_reduce(total, right, count)
+    return total / count, right / (count * corruption.masked.shape[1])
 
 
 # ---- 3. The loop --------------------------------------------------------------------------------------------
@@ -260,7 +268,7 @@ def loop(run: Run, progress: Progress) -> int:
             if saving or evaluating or run.step % options.log_interval == 0:
                 progress.log_steps()  # also adds the time since the last line to run.seconds
                 if evaluating:
-                    progress.log_validation(evaluate(model, run.rows["val"], options, worker))
+                    progress.log_validation(*evaluate(model, run.rows["val"], options, worker))
                 if saving and worker.is_main:
                     save_checkpoint(run)
                     draw_loss(run.out)
@@ -283,8 +291,10 @@ def pretrain(run: Run) -> int:
         compile_model(run.model)
     progress = Progress(run)
     progress.start(unigram_entropy(evenly(run.rows["val"], options.eval_rows)))
+    if worker.is_main:
+        draw_loss(out)  # an error in matplotlib should not wait for the first checkpoint
     if run.step == 0:
-        progress.log_validation(evaluate(run.model, run.rows["val"], options, worker))
+        progress.log_validation(*evaluate(run.model, run.rows["val"], options, worker))
     signal = loop(run, progress)
     progress.finish()
     if worker.is_main:

@@ -7,7 +7,6 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-import tokenizers
 import torch
 
 from maelm import PAD, Config
@@ -65,8 +64,7 @@ def hub_config(config: Config, head: str, labels: list[str]) -> dict:
 def save_tokenizer(tokenizer: Tokenizer, seq_len: int, head: str, out: Path):
     """Write a tokenizer for transformers: it puts [CLS] and [SEP] around a text, and [MASK] absorbs the space before
     it. For the heads of finetune.py, special tokens in a text are plain text, as in finetune.py."""
-    model = tokenizer.framed()
-    model.add_special_tokens([tokenizers.AddedToken("[MASK]", lstrip=True, special=True)])
+    model = tokenizer.with_masks()
     model.save(str(out / "tokenizer.json"))
     write_json(out / "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": seq_len, "cls_token": "[CLS]",

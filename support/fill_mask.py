@@ -3,10 +3,11 @@
     python -m support.fill_mask out/toy "Return the [MASK] of the array."
 """
 import re
+from dataclasses import replace
 
 import torch
 
-from maelm import CLS, MAELM, MASK, SEP, apply_masks
+from maelm import MAELM, MASK, apply_masks
 from support.model.checkpoints import load_model
 from support.program.cli import Parser, UserError, clear_errors, path_of, printable, say
 from support.text.corpus import Rows, evenly
@@ -18,8 +19,10 @@ Guess = list[tuple[str, float]]  # the three best tokens at a position, with the
 
 @torch.no_grad()
 def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, at) -> list[Guess]:
-    """The best guesses for tokens (1, n) int64 at the positions `at` (1, k) int64."""
-    logits = model.logits(apply_masks(tokens, at, model.config, torch.Generator().manual_seed(0)))  # (1, k, V)
+    """The best guesses for tokens (1, n) int64 at the positions `at` (1, k) int64. As in an exported model, the encoder
+    sees all of them or none."""
+    config = replace(model.config, mask_in_encoder=float(model.config.mask_in_encoder > 0.5))
+    logits = model.logits(apply_masks(tokens, at, config, torch.Generator().manual_seed(0)))  # (1, k, V)
     best = logits[0].float().softmax(-1).topk(3)
     guesses = []
     for ids, probabilities in zip(best.indices.tolist(), best.values.tolist()):
@@ -30,16 +33,11 @@ def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, at) -> list[Guess]:
 
 def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[Guess]:
     """Guess each [MASK] in a text. Raises UserError if the text has no [MASK] or too many tokens."""
-    ids = []
-    for part in text.replace(" [MASK]", "[MASK]").split("[MASK]"):  # [MASK] stands for a word and the space before it
-        ids += [*tokenizer.encode(part).tolist(), MASK]
-    ids.pop()  # no [MASK] after the last part
-    count, longest = ids.count(MASK), model.config.seq_len - 2
-    if count == 0:
+    tokens = torch.tensor([tokenizer.with_masks().encode(text).ids])
+    if MASK not in tokens:
         raise UserError(f"{text!r:.40}: has no [MASK]")
-    if len(ids) > longest:
-        raise UserError(f"{text!r:.40}: has {len(ids)} tokens; at most {longest} fit")
-    tokens = torch.tensor([[CLS, *ids, SEP]])
+    if tokens.shape[1] > model.config.seq_len:
+        raise UserError(f"{text!r:.40}: has {tokens.shape[1] - 2} tokens; at most {model.config.seq_len - 2} fit")
     return best_tokens(model, tokenizer, tokens, (tokens[0] == MASK).nonzero().mT)  # (1, k)
 
 

@@ -4,6 +4,7 @@ import gzip
 import lzma
 import pathlib
 import re
+import tracemalloc
 from unittest.mock import Mock
 
 import numpy as np
@@ -65,6 +66,12 @@ def test_text_without_blank_lines_is_grouped(tmp_path):
     assert {10_000 <= len(text) + 1 < 10_100 for text in found[:-1]} == {True}
     (tmp_path / "line.txt").write_text("word " * 1_000_000)  # of 5 million characters
     assert [len(text) for text in documents_of(tmp_path / "line.txt")] == [1 << 22, 5_000_000 - (1 << 22) - 2]
+
+
+def test_end_of_text_ends_a_document(tmp_path):
+    stories = little_documents(3)
+    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(stories) + "\n<|endoftext|>\nnot <|endoftext|> here")
+    assert documents_of(tmp_path / "a.txt") == [*stories, "not <|endoftext|> here"]
 
 
 def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
@@ -190,10 +197,24 @@ def test_even_few_documents_give_both_splits(documents, share, tmp_path):
     assert "".join(f"{text.lower()}[SEP]" for text in texts) in wholes
 
 
-def test_the_tokenizers_sample_is_spread_evenly(monkeypatch):
-    monkeypatch.setattr(corpus, "SAMPLE", 5000)
+@pytest.mark.parametrize("train, val", [(10 ** 7, 0), (10 ** 7, 200_000), (10 ** 6, 10 ** 6)])
+def test_a_split_is_cut_again_without_reading_the_corpus(train, val, tmp_path):
+    whole = np.arange(train + val, dtype=np.uint16)
+    whole[:train].tofile(tmp_path / "train.bin")
+    whole[train:].tofile(tmp_path / "val.bin")
+    tracemalloc.start()
+    tokens = corpus.settle_validation(tmp_path, whole.dtype, 0.01)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < max(10 ** 6, 3 * val) and sum(tokens.values()) == len(whole)
+    assert len(whole) / 200 <= tokens["val"] <= len(whole) / 50
+    parts = [np.fromfile(tmp_path / f"{split}.bin", np.uint16) for split in ("train", "val")]
+    assert [*map(len, parts)] == [*tokens.values()] and np.array_equal(np.concatenate(parts), whole)
+
+
+def test_the_tokenizers_sample_is_spread_evenly():
     texts = [f"{number:05}" * 10 for number in range(1000)]
-    found = [int(piece[:5]) for piece in corpus.sample(iter(texts))]
+    found = [int(piece[:5]) for piece in corpus.sample(iter(texts), 5000)]
     assert 50 <= len(found) <= 100
     assert set(np.diff(found)) == {found[1]} and found[-1] > 980
 

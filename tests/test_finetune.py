@@ -83,9 +83,14 @@ def test_inputs_are_those_of_the_exported_tokenizer(finished, tmp_path):
 
 def test_each_epoch_is_a_permutation():
     encoded = Encoded([np.zeros(n) for n in range(330)], None, [], [], "")
-    drawn = np.stack(list(finetune.batches(encoded, 1, 66, 10)))  # two epochs
-    assert sorted(drawn.flatten()) == sorted([*range(330)] * 2)
-    assert np.ptp(drawn, axis=1).mean() < 66  # lengths in a batch are similar
+    for size in (10, 16, 400):
+        drawn = list(itertools.islice(finetune.batches(encoded, 1, size), 2 * -(-330 // size)))  # two epochs
+        half = len(drawn) // 2
+        for epoch in (drawn[:half], drawn[half:]):
+            assert sorted(np.concatenate(epoch)) == [*range(330)]  # no input twice, in an epoch or in a batch
+        assert half == 1 or [*drawn[0]] != [*drawn[half]]
+    drawn = list(itertools.islice(finetune.batches(encoded, 1, 10), 33))
+    assert np.mean([np.ptp(batch) for batch in drawn]) < 66  # lengths in a batch are similar
 
 
 def test_fine_tuning_learns(finished, tmp_path, monkeypatch):
@@ -104,7 +109,7 @@ def test_the_best_checkpoint_counts(finished, tmp_path, monkeypatch):
 
     monkeypatch.setattr(finetune, "evaluate", scripted)
     result = tune(finished, "rte", tmp_path, *"--epochs 2 --seeds 1 --batch-size 4".split())
-    assert [result["median"], result["steps"]] == [70, [3]]
+    assert [result["median"], result["steps"]] == [70, [4]]
     assert torch.equal(load_encoder(tmp_path / "out")[0].norm.weight, weights[1])
 
 
@@ -125,6 +130,37 @@ def test_squad_answers_are_predicted_in_the_official_files(finished, tmp_path):
     assert tune(finished, "squad2", tmp_path)["metric"] == "f1"
     answers, odds = [read_json(tmp_path / f"out/{name}.json") for name in ("predictions", "null_odds")]
     assert len(answers) == 24 and all((odd > 0) == (answers[name] == "") for name, odd in odds.items())
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_a_frozen_encoder_gives_the_vectors_of_a_linear_probe(pooling, finished, tmp_path, monkeypatch):
+    documents = [(tasks.TASKS["docs"].labels[i % 4], sentence(i)) for i in range(1600)]  # labelled by subject
+    monkeypatch.setattr(examples, "read_docs", lambda: documents)
+    result = tune(finished, "docs", tmp_path, f"--frozen={pooling}", "--epochs=20", "--seeds=1")
+    assert result["frozen"] == pooling and result["median"] > 90 and result["effective_rank"]["after"] == [None]
+    assert not (tmp_path / "out" / "encoder.pt").exists()
+    encoder, state = load_encoder(finished)
+    kind = Classification(state["tokenizer"], state["config"], finetune.TuneConfig(), Labels((), ("x",)))
+    encoded = kind.encode([Example(text, None, "x") for _, text in documents[:5]])
+    vectors = finetune.with_vectors(encoded, encoder, pooling, 2, torch.device("cpu")).vectors
+    for ids, vector in zip(encoded.ids, vectors):
+        h = encoder(torch.from_numpy(ids)[None], torch.arange(len(ids))[None])[0]
+        torch.testing.assert_close(vector, h[0] if pooling == "cls" else h.mean(0))
+
+
+def test_scores_are_those_of_the_written_numbers():
+    kind = Classification(Tokenizer.train(little_documents(50), 300, True), tiny(), finetune.TuneConfig(),
+                          Labels(("spearman",), (), 5.0))
+    encoded = Encoded([], torch.zeros(3), [Example("a", None, label) for label in ("0", "2.5", "5")], [], "")
+    metrics, files = kind.score(0.5 + 1e-7 * np.arange(3.0)[:, None], encoded)
+    assert metrics == {"spearman": None} and files["predictions.jsonl"].count('"prediction": 2.5}') == 3
+    assert kind.score(np.array([[0.1], [0.3], [0.2]]), encoded)[0]["spearman"] == pytest.approx(50)
+
+
+def test_answers_in_no_window_are_counted(finished):
+    kind = Spans(Tokenizer.load(finished), tiny(), finetune.TuneConfig(), None)
+    long = [Question(name, "who?", CONTEXT, ((0, CONTEXT),)) for name in "ab"]
+    assert "; 2 answers lie in no window" in kind.encode([*WORDS[:3], *long]).remark
 
 
 def test_random_weights_are_drawn_by_the_seed(finished):

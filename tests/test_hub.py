@@ -12,7 +12,7 @@ import rank
 from conftest import generator, model_and_batch
 from finetune import Tuned
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP, apply_masks
-from support import convert
+from support import convert, fill_mask
 from support.model.checkpoints import load_model, write_checkpoint
 from support.tasks.heads import ClassifierHead
 from support.text.tokenizer import SPECIALS, Tokenizer
@@ -191,6 +191,39 @@ def test_a_text_that_is_too_long_is_refused(hub, tmp_path):
     assert model(torch.full((1, N), 9)).last_hidden_state.isfinite().all()
     with pytest.raises(ValueError, match="161 tokens, but this model reads at most 160"):
         model(torch.full((1, N + 1), 9))
+
+
+@pytest.mark.parametrize("delta", [0.0, 0.4, 0.6, 1.0])
+@pytest.mark.parametrize("text", ["the cat [MASK] a tree", "the cat  [MASK] a\n[MASK]", "[MASK] [MASK][MASK] tree"])
+def test_masks_are_filled_as_by_fill_mask(text, delta, hub, tmp_path):
+    _, folder = exported(tmp_path, mask_in_encoder=delta)
+    model, tokenizer = load_model(tmp_path / "run")
+    ours = [[p for _, p in guess] for guess in fill_mask.guess_masks(model, tokenizer, text)]
+    batch = hub.AutoTokenizer.from_pretrained(folder, **TRUST)(text, return_tensors="pt")
+    logits = hub.AutoModelForMaskedLM.from_pretrained(folder, **TRUST)(**batch).logits[0]
+    theirs = logits[batch["input_ids"][0] == MASK].softmax(-1).topk(3).values
+    assert_close(torch.tensor(ours), theirs)
+
+
+@torch.no_grad()
+def test_tokens_can_be_added_to_an_export(hub, tmp_path):
+    _, folder = exported(tmp_path)
+    model = hub.AutoModelForMaskedLM.from_pretrained(folder, **TRUST)
+    text, _ = texts()
+    labels = torch.where(text == MASK, 7, -100)
+    before = model(text, labels=labels)
+    model.resize_token_embeddings(V + 3, mean_resizing=False)
+    model.encoder.token_embedding.weight[V:] = -100 * before.logits.abs().max()
+    model.save_pretrained(tmp_path / "more")
+    for more in (model, hub.AutoModelForMaskedLM.from_pretrained(tmp_path / "more", **TRUST)):
+        after = more(text, labels=labels)
+        assert after.logits.shape[-1] == V + 3
+        assert_close(after.logits[..., :V], before.logits)
+        assert_close(after.loss, F.cross_entropy(after.logits.flatten(0, 1), labels.flatten()))
+    encoder = hub.AutoModel.from_pretrained(tmp_path / "more", **TRUST)
+    assert encoder.resize_token_embeddings(V + 5).num_embeddings == V + 5
+    with pytest.raises(ValueError, match="does not return attentions"):
+        encoder(text, output_attentions=True)
 
 
 def test_an_export_overwrites_nothing(tmp_path, capsys):

@@ -31,7 +31,8 @@ def test_lecture_draws_what_rank_measures(tmp_path):
     found = json.loads(notebook.cells[-1].outputs[0].text)
     assert pictures(notebook) == committed == 15
 
-    rank.main(["models/mae-lm", "models/mlm", "--data", str(text), "--val-share=1", "--out", str(tmp_path / "rank")])
+    models = [str(ROOT / "models" / name) for name in ("mae-lm", "mlm")]
+    rank.main([*models, "--data", str(text), "--val-share=1", "--out", str(tmp_path / "rank")])
     measured = read_json(tmp_path / "rank" / "rank.json")["models"]
     assert list(found.values()) == list(measured.values())
 

@@ -1,5 +1,6 @@
 """Claims about rank.py and course/theory.py: measurements, models, and output."""
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -7,13 +8,13 @@ import torch
 
 import maelm
 import rank
-from conftest import generator
+from conftest import generator, random_tokens
 from course import theory
 from support.hub import subjects
 from support.model.checkpoints import checkpoints, load_encoder
 from support.text.corpus import in_validation
 from support.program.files import read_json
-from tests.common import contents, fails, little_documents, short_run, write_corpus
+from tests.common import contents, fails, little_documents, sentence
 from tests.test_homework import TAUS
 from tests.test_hub import write_hub_model
 
@@ -117,8 +118,11 @@ def test_the_command_writes_ranks_and_a_figure_and_overwrites_nothing_else(text,
     command = [*names, *f"--data {text} --val-share 1 --tau 0.5 --out {tmp_path}".split()]
     rank.main(command)
     before = contents(tmp_path)
-    rank.main(command)  # overwrites its own files
+    rank.main(command)  # repeats the same measurement
     assert contents(tmp_path) == before and before.keys() == {"rank.json", "rank.png"}
+    for other in ([*command, "--seed", "1"], command[1:]):
+        assert "was made with other settings" in fails(lambda: rank.main(other), capsys)
+        assert contents(tmp_path) == before
     models = read_json(tmp_path / "rank.json")["models"]
     assert list(models) == names
     folder, first, last = models.values()
@@ -140,12 +144,39 @@ def test_a_run_is_measured_on_its_validation_text(finished):
     assert all(map(torch.equal, subject.encode(tokens), states))
 
 
-def test_a_run_keeps_its_tokenizer_when_its_text_has_changed(tmp_path):
-    text, config = write_corpus(tmp_path / "text.txt"), rank.RankConfig()
-    run = str(short_run(text, tmp_path / "run"))
-    before = subjects.subject_of_run(run, config, CPU).sample(1000)
-    text.write_text(text.read_text() + "\n\n" + 400 * "zyx wvu tsr qpo. ")
-    assert torch.equal(subjects.subject_of_run(run, config, CPU).sample(1000)[:5], before[:5])
+def test_a_text_is_sampled_evenly_and_as_the_run_held_it_out(finished, tmp_path):
+    for name, first in (("a.txt", 0), ("b.txt", 2000)):
+        (tmp_path / name).write_text("\n\n".join(sentence(i) for i in range(first, first + 2000)))
+    data = f"{tmp_path}/a.txt+{tmp_path}/b.txt"
+    found = [subjects.subject_of_run(str(finished), rank.RankConfig(data=data, tokens=2000, val_share=share), CPU)
+             for share in (0.0, 0.1, 1.0)]
+    decode = load_encoder(finished)[1]["tokenizer"].decode
+    texts = [decode(subject.sample(10 ** 9).flatten()) for subject in found]
+    assert texts[0] == texts[1] and len(texts[2]) > len(texts[0])  # the run held out a tenth
+    numbers = [int(number) for number in re.findall(r"number (\d+)", decode(found[2].sample(2000).flatten()))]
+    assert len(numbers) < 200 and min(numbers) < 400 and max(numbers) > 3600
+    own = subjects.subject_of_run(str(finished), rank.RankConfig(val_share=1.0), CPU)  # also without data
+    assert len(own.rows) > 5 * len(subjects.subject_of_run(str(finished), rank.RankConfig(), CPU).rows)
+
+
+def test_the_batch_size_changes_no_mask():
+    ranks = []
+    for size in (7, 40):
+        subject = subjects.Subject("", made_up, random_tokens(40, 20).numpy(), "", maelm.MASK, [0, 1, 2, 3], True)
+        config = rank.RankConfig(batch_size=size)
+        ranks.append(rank.model_ranks(subject, rank.measure(subject, config), 0.9))
+    assert ranks[0] == ranks[1]
+
+
+def test_encoders_that_cannot_be_measured_get_one_line(text, tmp_path, capsys):
+    import transformers
+    _, tokenizer = write_hub_model(tmp_path / "roberta")
+    sizes = dict(vocab_size=len(tokenizer), d_model=32, n_head=2, d_head=16, d_inner=64, block_sizes=[1, 1])
+    transformers.FunnelModel(transformers.FunnelConfig(**sizes)).save_pretrained(tmp_path / "funnel")
+    for file in (tmp_path / "roberta").glob("*token*"):
+        (tmp_path / "funnel" / file.name).write_bytes(file.read_bytes())
+    command = [f"hf:{tmp_path}/funnel", "--data", str(text), "--val-share", "1", "--out", str(tmp_path / "out")]
+    assert "funnel: cannot be measured" in fails(lambda: rank.main(command), capsys)
 
 
 def test_a_hub_encoder_reads_its_own_special_tokens(text, tmp_path):

@@ -76,11 +76,13 @@ def change_step(monkeypatch, changed, change):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_saves_a_checkpoint(number, text, finished, tmp_path, monkeypatch, capsys):
+    before = signal.signal(number, signal.default_int_handler)  # tests that start under nohup inherit ignored signals
     change_step(monkeypatch, 3, lambda loss: signal.raise_signal(number) or loss)
     with pytest.raises(SystemExit) as end:
         short_run(text, tmp_path / "run")
     assert end.value.code == 128 + number
     assert "repeat the command to continue" in capsys.readouterr().out
+    signal.signal(number, before)
     assert last_checkpoint(tmp_path / "run")["step"] == 4
     monkeypatch.undo()
     assert same(short_run(text, tmp_path / "run"), finished)
@@ -239,6 +241,7 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
     ("--init no/\x1brun", r"no/\\x1brun: not a run folder"),
     ("--init RUN --encoder-layers 1", "encoder_layers=2 there, 1 here; with --init, these cannot change"),
     ("--init=", "--init: the value is empty"),
+    ("--ablation random-replace --vocab-size 4000", "vocab_size=4000: the text has only .* use --vocab-size 795"),
     ("--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
     ("--adam-beta2 1", "adam_beta2=1.0: use 0 or more, below 1")])
 def test_a_bad_command_line_gets_a_one_line_error(flags, message, text, finished, tmp_path, monkeypatch, capsys):

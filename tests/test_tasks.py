@@ -22,7 +22,7 @@ GLUE = {name: task for name, task in tasks.TASKS.items() if name in tasks.GLUE}
 def rows_of(name):
     """Twelve records of a GLUE task, as the Hub has them: with numbers as labels, float32 for STS-B."""
     task, records = GLUE[name], []
-    for i in range(12):
+    for i in range(16):
         label = i % len(task.labels) if task.labels else float(np.float32((3.2, 0.0, 5.0)[i % 3]))
         texts = (f'"{sentence(i)}', sentence(i + 3))
         records.append(dict(zip(task.columns, texts)) | {"label": label, "idx": i})
@@ -145,6 +145,17 @@ def test_docs_leave_the_validation_split_alone(monkeypatch):
     assert len(splits["train"]) == 200 and not set(splits["train"]) & set(splits["dev"])
     for text, _, library, *_ in splits["train"] + splits["dev"]:
         assert library != "tqdm" and (library, text) in documents and not in_validation(text, 0.3)
+
+
+def test_docs_have_no_training_text_that_repeats_a_dev_text(monkeypatch):
+    texts = [" ".join(f"{word}{i}" for word in range(15)) for i in range(1000)]
+    documents = [("torch", text) for text in texts] + [("torch", f"Copied: {text.upper()}.") for text in texts]
+    monkeypatch.setattr(examples, "read_docs", lambda: documents)
+    train, dev = [{tuple(example.text.lower().replace("copied: ", "").strip(".").split()) for example in split}
+                  for split in examples.read_task("docs", None, 0.3).values()]
+    assert len(train) > 80 and len(dev) > 100 and not train & dev
+    with pytest.raises(UserError, match="--task docs: its train split has no examples"):
+        examples.read_task("docs", None, 0.95)
 
 
 def test_all_formats_keep_cells_as_they_are(tmp_path):

@@ -1,6 +1,5 @@
 """Claims about support/tokenizer.py."""
 import sys
-import unicodedata
 
 import pytest
 
@@ -36,8 +35,7 @@ def test_odd_texts_come_back_from_their_tokens(tokenizer):
 
 
 def test_tiktoken_gives_the_ids_of_tokenizers(tokenizer):
-    letters = [chr(i) for i in range(sys.maxunicode + 1)]
-    letters = [letter for letter in letters if unicodedata.category(letter) not in ("Cn", "Co", "Cs")]
+    letters = [chr(i) for i in range(sys.maxunicode + 1) if not 0xD800 <= i < 0xE000]  # all but surrogates
     texts = ["".join(letters[i:i + 1000]) for i in range(0, len(letters), 1000)]
     cased = [letter for letter in letters if letter.lower() != letter.upper()]
     texts += [*ODD, " ".join(f"a{letter} B" for letter in cased)]  # each also at the end of a word

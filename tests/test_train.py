@@ -13,7 +13,7 @@ import torch
 
 import train
 from conftest import random_tokens, tiny
-from maelm import MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head
+from maelm import MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head, corrupt
 from support import fill_mask
 from support.model import optim
 from support.model.checkpoints import load_model
@@ -36,6 +36,7 @@ def test_a_run_folder_holds_what_the_readme_says(finished):
     log = read_log(finished)
     assert log[0]["step"] == 0 and log[0]["unigram_entropy"] > 1
     assert [step for step, _ in losses(finished, "val_loss")] == [0, 3, 6]
+    assert all(0 <= accuracy <= 1 for _, accuracy in losses(finished, "val_accuracy"))
     start, = [line["start"] for line in log if "start" in line]
     assert start["torch"] == torch.__version__ and (start["processes"], start["micro_batch"]) == (1, 4)
     steps = [line for line in log if "loss" in line]
@@ -109,6 +110,19 @@ def test_evaluation_sequences_are_spread_over_the_validation_split(total, wanted
     assert unigram_entropy(tokens) == pytest.approx(scipy.stats.entropy(frequency))
 
 
+def test_the_accuracy_is_that_of_the_best_guesses(finished):
+    model, rows = load_model(finished)[0], random_tokens(20).numpy()
+    worker, sizes = Worker(0, 1, CPU, torch.float32), []
+    for size in (20, 3):
+        loss, accuracy = train.evaluate(model, rows, train.RunOptions(micro_batch_size=size), worker)
+        sizes.append((loss, accuracy))
+    tokens = torch.from_numpy(rows)
+    corruption = corrupt(tokens, model.config, torch.Generator().manual_seed(0))
+    guess = model.eval().logits(corruption).argmax(-1)
+    assert sizes[0] == pytest.approx(sizes[1])
+    assert sizes[0][1] == pytest.approx(float((guess == tokens.gather(1, corruption.masked)).float().mean()))
+
+
 # ---- Starting from weights ------------------------------------------------------------------------------------------
 def test_init_copies_the_weights_once(text, finished, tmp_path, capsys):
     """A run that continues does not load the weights of --init again."""
@@ -142,6 +156,13 @@ def test_init_gives_shape_and_tokenizer_and_the_preset_the_rest(finished):
     # small and the row decide decoder and masks
     assert small.config == replace(config, mask_in_encoder=1.0, decoder_layers=2, dropout=0.1, mask_rate=0.15,
                                    init_std=0.03, decoder_relative=True)
+
+
+def test_a_run_with_init_has_batches_of_its_own(finished):
+    settings = [train.make_settings(asdict(TINY) | dict(init=init, batch_size=24)) for init in ("", "a", "b")]
+    drawn = [train.batch_of_step(7, random_tokens(200).numpy(), each, Worker(0, 1, CPU, torch.float32))[0]
+             for each in settings]
+    assert not torch.equal(drawn[0][0], drawn[1][0]) and not torch.equal(drawn[1][0], drawn[2][0])
 
 
 def test_saving_is_not_training(text, tmp_path, monkeypatch):

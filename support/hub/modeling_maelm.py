@@ -35,8 +35,8 @@ class MAELMModel(PreTrainedModel):
 
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
-        # A caller of AutoModel.from_pretrained may change the dropout.
-        self.shape = Config(**config.maelm | {"dropout": config.hidden_dropout_prob})
+        # A caller may change the dropout, or add tokens to the vocabulary.
+        self.shape = Config(**config.maelm | {"dropout": config.hidden_dropout_prob, "vocab_size": config.vocab_size})
         self.encoder = Encoder(self.shape)
         self.post_init()
 
@@ -50,10 +50,17 @@ class MAELMModel(PreTrainedModel):
         """The embeddings e_x."""
         return self.encoder.token_embedding
 
+    def set_input_embeddings(self, embeddings: nn.Embedding):
+        """Replace the embeddings e_x, as resize_token_embeddings does for added tokens."""
+        self.encoder.token_embedding = embeddings
+
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, position_ids=None,
                 output_hidden_states: bool | None = None, **others) -> outputs.BaseModelOutput:
-        """input_ids (B, n) int64, attention_mask (B, n), 0 = padding, position_ids (B, n) int64; ignores `others`."""
+        """input_ids (B, n) int64, attention_mask (B, n), 0 = padding, position_ids (B, n) int64; ignores most
+        `others`."""
+        if others.get("output_attentions") or self.config.output_attentions:
+            raise ValueError("this model does not return attentions; remove output_attentions=True")
         n, most = input_ids.shape[1], self.shape.seq_len
         if n > most:
             raise ValueError(f"{n} tokens, but this model reads at most {most}; give the tokenizer truncation=True")
@@ -72,6 +79,13 @@ class MAELMForMaskedLM(MAELMModel):
         self.decoder = Decoder(self.shape) if self.shape.decoder_layers > 0 else None
         self.head = Head(self.shape)
         self.post_init()
+
+    def resize_token_embeddings(self, *arguments, **options) -> nn.Embedding:
+        """As in transformers; the biases of new tokens are 0."""
+        embeddings = super().resize_token_embeddings(*arguments, **options)
+        added = embeddings.num_embeddings - len(self.head.bias)
+        self.head.bias = nn.Parameter(nn.functional.pad(self.head.bias.data, (0, added)))
+        return embeddings
 
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, labels=None, **options) -> outputs.MaskedLMOutput:

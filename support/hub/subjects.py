@@ -12,8 +12,8 @@ from tqdm import tqdm
 from maelm import CLS, MASK, NUM_SPECIAL, SEP
 from support.hub.from_hub import encoder_of_hub
 from support.model.checkpoints import load_encoder
-from support.program.cli import UserError, path_of
-from support.text.corpus import Rows, evenly, in_validation, prepared_corpus
+from support.program.cli import UserError, path_of, root_cause
+from support.text.corpus import VAL_SHARE, Rows, evenly, in_validation, prepared_corpus, sample
 from support.text.documents import documents, sources
 
 
@@ -36,18 +36,16 @@ class Subject(NamedTuple):
 # ---- 1. A run -----------------------------------------------------------------------------------------------
 def subject_of_run(name: str, config, device: torch.device) -> Subject:
     """The encoder in a run folder or checkpoint. The fields data, column, val_share and tokens of a rank.RankConfig
-    select its text. Without data, it is the run's validation text or, for fine-tuned models, docs. Raises UserError if
-    there is no model or no text."""
+    select its text. Without the first three, it is the run's validation text or, for fine-tuned models, docs. Raises
+    UserError if there is no model or no text."""
     encoder, state = load_encoder(path_of(name))
-    shape, tokenizer, text = state["config"], state["tokenizer"], config.data
-    encoder = encoder.to(device)
-    if not text and "corpus" in state:
-        settings = asdict(shape) | state["settings"]
-        given, text = tokenizer if settings["init"] else None, settings["data"]
-        rows = Rows(prepared_corpus(settings, given, state["corpus"]), "val", shape.seq_len)
+    shape, tokenizer, settings = state["config"], state["tokenizer"], state["settings"]
+    encoder, text = encoder.to(device), config.data or settings.get("data", "docs")
+    if "corpus" in state and not (config.data or config.column or config.val_share):
+        given = tokenizer if settings["init"] else None
+        rows = Rows(prepared_corpus(asdict(shape) | settings, given, state["corpus"]), "val", shape.seq_len)
     else:
-        text = text or "docs"
-        rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config)
+        rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config, settings)
     positions = torch.arange(shape.seq_len, device=device)[None]  # (1, n)
 
     def encode(tokens):
@@ -77,28 +75,35 @@ def subject_of_hub(name: str, config, device: torch.device) -> Subject:
         return [*out.hidden_states[:-1], out.last_hidden_state]
 
     text = config.data or "docs"
-    # RoBERTa counts positions from its padding id plus 1, so it reads 512 tokens with 514 positions.
+    # RoBERTa counts positions from its padding id plus 1, so it reads 512 tokens with 514 positions. XLNet has -1.
     positions = getattr(model.config, "max_position_embeddings", 514) - 2
-    n = min(config.seq_len, tokenizer.model_max_length, positions)
-    rows = text_rows(text, encode_text, ([cls], [sep], [sep]), n, config)
+    n = min(config.seq_len, tokenizer.model_max_length, positions if positions > 0 else 512)
+    rows = text_rows(text, encode_text, ([cls], [sep], [sep]), n, config, {})
+    try:
+        shapes = {tuple(h.shape[:2]) for h in encode(torch.from_numpy(rows[:1]))}
+    except Exception as error:  # other kinds of models need other inputs, and raise anything
+        raise UserError(f"{name}: cannot be measured from token ids alone ({root_cause(error)})") from error
+    if shapes != {(1, n)}:
+        raise UserError(f"{name}: cannot be measured, because its layers change the length of the text")
     specials = sorted(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
     return Subject(name, encode, rows, text, mask, specials, reads_mask=True)
 
 
 # ---- 3. Text of --data --------------------------------------------------------------------------------------
-def text_rows(source: str, encode: Callable, frame: tuple, n: int, config) -> np.ndarray:
-    """The validation documents of a source as sequences (N, n) int64. The frame holds the special tokens before a
-    sequence, between documents and after a sequence. Raises UserError if the text is too short for one sequence."""
+def text_rows(source: str, encode: Callable, frame: tuple, n: int, config, settings: dict) -> np.ndarray:
+    """Documents of a source, spaced evenly over its text, as sequences (N, n) int64. Their share is that of the config
+    or of the run with these settings. The frame holds the special tokens before a sequence, between documents and after
+    a sequence. Raises UserError if the text is too short for one sequence."""
     before, between, after = frame
     room = n - len(before) - len(after)
-    read, ids = filter(None, documents(sources(source), config.column)), []
-    texts = (text for text in read if in_validation(text, config.val_share))
+    share = config.val_share or settings.get("val_share", VAL_SHARE)
+    read = documents(sources(source), config.column or settings.get("column", "text"))
+    texts = sample((text for text in filter(None, read) if in_validation(text, share)), 20 * config.tokens)
+    ids = []
     for text in tqdm(texts, "tokenizing", unit="text", leave=False, disable=None):
-        ids += [*encode(text), *between]
-        if len(ids) >= config.tokens:
-            break
-    count = min(len(ids) // room, math.ceil(config.tokens / n)) if room > 0 else 0
+        ids += [*encode(text.decode()), *between]
+    count = len(ids) // room if room > 0 else 0
     if count == 0:
-        raise UserError(f"--data {source}: {len(ids)} validation tokens, but a sequence has {n}; use --val-share 1")
+        raise UserError(f"--data {source}: {len(ids)} tokens, but a sequence has {n}; use --val-share 1")
     rows = [[*before, *ids[i * room:(i + 1) * room], *after] for i in range(count)]
     return np.array(rows, np.int64)

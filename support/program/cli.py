@@ -103,7 +103,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="help", help="show this help")
         options, unknown = self.parse_known_args(argv)
         for action in self._actions:
-            if action.option_strings and getattr(options, action.dest, None) == "":  # --init "$RUN" without a RUN
+            empty = getattr(options, action.dest, None) == "" and action.default != ""  # --init "$RUN" without a RUN
+            if action.option_strings and empty:
                 self.error(f"{action.option_strings[0]}: the value is empty")
         if unknown:
             valid = sorted(flag for flag in self._option_string_actions if not flag.startswith("--no-"))

@@ -1,6 +1,7 @@
-"""The encoder to fine-tune: where it comes from, and how it gets a head."""
+"""The encoder of a task: where it comes from, how it gets a head to be fine-tuned, and how it is frozen for a probe."""
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -8,6 +9,8 @@ from support.model.build import make_model
 from support.model.checkpoints import load_encoder
 from support.program.cli import path_of
 from support.program.files import short_hash
+from support.tasks.heads import collate
+from support.tasks.table1 import Encoded
 
 
 class Pretrained:
@@ -43,3 +46,38 @@ class Tuned(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         h = self.encoder(tokens, positions, padding)
         return self.head(h).float(), h
+
+
+class Probe(nn.Module):
+    """A linear classifier of vectors (N, d), which are first standardized with the mean and deviation of `train`."""
+    def __init__(self, train: torch.Tensor, classes: int):
+        super().__init__()
+        self.register_buffer("mean", train.mean(0))
+        self.register_buffer("deviation", train.std(0).clamp(min=1e-6))
+        self.linear = nn.Linear(train.shape[1], classes)
+
+    def forward(self, vectors):
+        """vectors (B, d) -> logits (B, classes)."""
+        return self.linear((vectors - self.mean) / self.deviation)
+
+
+def predict(model: Tuned | Probe, encoded: Encoded, chosen, device: torch.device):
+    """The logits of chosen inputs, their targets, and their padding (None for a Probe, which reads vectors)."""
+    if encoded.vectors is not None:
+        return model(encoded.vectors[chosen]), encoded.targets[chosen].to(device), None
+    tokens, padding, targets = collate(encoded, chosen, device)
+    logits, _ = model(tokens, padding)
+    return logits, targets, padding
+
+
+@torch.no_grad()
+def with_vectors(encoded: Encoded, encoder: nn.Module, pooling: str, batch_size: int, device: torch.device) -> Encoded:
+    """A split with a vector of the frozen encoder for each input: the mean over its tokens, or that at [CLS]."""
+    encoder, vectors = encoder.to(device).eval(), []
+    for start in range(0, len(encoded.ids), batch_size):
+        chosen = np.arange(start, min(start + batch_size, len(encoded.ids)))
+        tokens, padding, _ = collate(encoded, chosen, device)
+        h = encoder(tokens, torch.arange(tokens.shape[1], device=device)[None], padding).float()
+        real = (~padding)[:, :, None]
+        vectors.append(h[:, 0] if pooling == "cls" else (h * real).sum(1) / real.sum(1))
+    return encoded._replace(vectors=torch.cat(vectors))

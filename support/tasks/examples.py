@@ -7,7 +7,7 @@ from pathlib import Path
 from support.program.cli import UserError, path_of
 from support.program.files import short_hash
 from support.tasks.table1 import TASKS, Example, Question
-from support.text.corpus import in_validation
+from support.text.corpus import in_validation, ngrams
 from support.text.documents import read_docs
 from support.text.readers import Record, hub_records, json_records, open_text, parquet_records, split_name
 
@@ -20,14 +20,18 @@ def read_task(name: str, data: str | None, val_share: float) -> dict[str, list]:
     files or, for custom, with files train and dev; None means the Hub. `val_share` is the fraction that pre-training
     held out. Raises UserError if a file is missing or invalid."""
     if name == "docs":
-        return read_docs_task(val_share)
-    if name == "custom":
-        return {split: custom_examples(custom_file(Path(data), split)) for split in ("train", "dev")}
-    splits, names = ("train", "dev", "dev_mm"), ("train", *TASKS[name].dev)
-    records = {split: hub_files(name, data, part) if data else from_hub(name, part)
-               for split, part in zip(splits, names)}
-    of_records = questions_of if name == "squad2" else examples_of
-    return {split: of_records(name, each) for split, each in records.items() if each}
+        splits = read_docs_task(val_share)
+    elif name == "custom":
+        splits = {split: custom_examples(custom_file(Path(data), split)) for split in ("train", "dev")}
+    else:
+        parts = zip(("train", "dev", "dev_mm"), ("train", *TASKS[name].dev))
+        records = {split: hub_files(name, data, part) if data else from_hub(name, part) for split, part in parts}
+        of_records = questions_of if name == "squad2" else examples_of
+        splits = {split: of_records(name, each) for split, each in records.items() if split != "dev_mm" or each}
+    for split, examples in splits.items():
+        if not examples:
+            raise UserError(f"--task {name}: its {split} split has no examples")
+    return splits
 
 
 def hash_of(splits: dict[str, list]) -> str:
@@ -38,15 +42,20 @@ def hash_of(splits: dict[str, list]) -> str:
 
 def read_docs_task(val_share: float) -> dict[str, list[Example]]:
     """Documentation strings, at most 100 (train) and 150 (dev) per library, none from the validation split of
-    pre-training."""
-    most, chosen, count = {"train": 100, "dev": 150}, {"train": [], "dev": []}, Counter()
-    for library, text in sorted(read_docs(), key=lambda item: hashlib.blake2b(item[1].encode()).digest()):
-        if library in TASKS["docs"].labels and not in_validation(text, val_share):
-            split = "dev" if in_validation(text, val_share + 0.1) else "train"  # the next tenth by hash
-            count[split, library] += 1
-            if count[split, library] <= most[split]:
-                chosen[split].append(Example(text, None, library))
-    return chosen
+    pre-training. No training text is a near-duplicate of a dev text, by the rule of corpora."""
+    splits, known = {"train": [], "dev": []}, set()
+    texts = sorted(read_docs(), key=lambda item: hashlib.blake2b(item[1].encode()).digest())
+    for split, most in (("dev", 150), ("train", 100)):
+        count = Counter()
+        for library, text in texts:
+            in_dev = in_validation(text, val_share + 0.1)  # the next tenth by hash
+            if library not in TASKS["docs"].labels or in_validation(text, val_share) or in_dev != (split == "dev"):
+                continue
+            if count[library] < most and known.isdisjoint(ngrams(text)):
+                count[library] += 1
+                splits[split].append(Example(text, None, library))
+        known = set().union(*[ngrams(example.text) for example in splits["dev"]])
+    return splits
 
 
 # ---- 2. GLUE and SQuAD 2.0, with the Hub's columns ----------------------------------------------------------
@@ -135,6 +144,4 @@ def custom_examples(path: Path) -> list[Example]:
             raise UserError(f"{place}: needs texts in `text` and, for pairs, `text2`, and a label in `label`, but has "
                             f"{record!r:.200}")
         examples.append(Example(*texts, label, place))
-    if not examples:
-        raise UserError(f"{path}: has no rows")
     return examples

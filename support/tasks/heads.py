@@ -1,4 +1,5 @@
 """Batches for fine-tuning, and the kind of task that classifies one or two texts: its inputs, head, loss and scores."""
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -13,7 +14,6 @@ from support.program.cli import UserError
 from support.program.files import json_lines
 from support.tasks.metrics import METRICS
 from support.tasks.table1 import Encoded, Example, Labels
-from support.text.corpus import rows_of_step, seed_of
 from support.text.tokenizer import Tokenizer
 
 
@@ -24,17 +24,19 @@ def collate(encoded: Encoded, chosen, device: torch.device):
     return tokens, tokens == PAD, encoded.targets[chosen].to(device)
 
 
-def batches(encoded: Encoded, seed: int, steps: int, batch_size: int) -> Iterator[np.ndarray]:
-    """Yield the indices of each step's inputs, (batch_size,) int64. Every epoch is a new permutation of all inputs.
-    The inputs for sixteen steps are sorted by length before they are cut into batches, which saves padding."""
+def batches(encoded: Encoded, seed: int, batch_size: int) -> Iterator[np.ndarray]:
+    """Yield the indices of each step's inputs, (batch_size,) int64 or, at the end of an epoch, fewer. Every epoch is a
+    new permutation of all inputs. Those of sixteen batches are sorted by length, which saves padding."""
     lengths = np.array([len(ids) for ids in encoded.ids])
-    for start in range(0, steps, 16):
-        count = min(16, steps - start)
-        drawn = rows_of_step(seed, start // 16, 16 * batch_size, len(lengths))[:count * batch_size]  # 16 steps as one
-        by_length = drawn[np.argsort(lengths[drawn], kind="stable")]
-        groups = by_length.reshape(count, batch_size)
-        # Shuffle the batches, so that inputs do not grow longer from step to step.
-        yield from np.random.default_rng(seed_of(seed, start)).permutation(groups)
+    for epoch in itertools.count():
+        random = np.random.default_rng((seed, epoch))
+        order = random.permutation(len(lengths))
+        for start in range(0, len(order), 16 * batch_size):
+            group = order[start:start + 16 * batch_size]
+            group = group[np.argsort(lengths[group], kind="stable")]
+            cut = [group[i:i + batch_size] for i in range(0, len(group), batch_size)]
+            # Shuffle the batches, so that inputs do not grow longer from step to step.
+            yield from [cut[i] for i in random.permutation(len(cut))]
 
 
 class ClassifierHead(nn.Sequential):
@@ -100,11 +102,12 @@ class Classification:
                 scores = dict(zip(names, output.softmax(0).tolist()))
                 lines.append({"label": example.label, "prediction": names[output.argmax()], "scores": scores})
             else:
-                number = float(f"{self.labels.scale * output.item():.7g}")  # as precise as float32
+                number = float(f"{self.labels.scale * output.item():.6g}")  # without float32's rounding errors
                 lines.append({"label": float(example.label), "prediction": number})
-        predicted = outputs.argmax(1) if names else outputs[:, 0]
+        columns = [[line[name] for line in lines] for name in ("prediction", "label")]  # scores are those of the file
+        predicted, true = [np.array([names.index(cell) if names else cell for cell in column]) for column in columns]
         metrics = {}
         for name in self.labels.metrics:
-            value = METRICS[name](predicted, encoded.targets.numpy())
+            value = METRICS[name](predicted, true)
             metrics[name] = None if math.isnan(value) else 100 * value
         return metrics, {"predictions.jsonl": json_lines(lines)}

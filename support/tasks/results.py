@@ -68,6 +68,8 @@ def report(result: dict) -> str:
     metrics = "  ".join(f"{name} {format_number(value)}" for name, value in result["metrics"].items())
     values = ", ".join(map(format_number, result["values"]))
     lines = [f"{result['task']}  {metrics}  (medians; seeds: {values})"]
+    if ranks["before"] is None:
+        lines.append("effective rank: the dev split has too few tokens")
     for name, before in (ranks["before"] or {}).items():
         after = format_number(rank_after(ranks, name), digits=0)
         lines.append(f"effective rank on the dev split, {name}, of {ranks['d']}: {before} -> {after}")

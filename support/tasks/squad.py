@@ -68,7 +68,10 @@ class Spans:
                 inside = q.answers and offset <= first and last < offset + room
                 target = (first + shift, last + shift) if inside else (0, 0)
                 targets.append((*target, len(query)))
-        return Encoded(ids, torch.tensor(targets), questions, windows, f"{len(ids):,} windows of {self.n} tokens")
+        found = {number for (number, _), (first, _, _) in zip(windows, targets) if first > 0}
+        lost = sum(bool(q.answers) for q in questions) - len(found)
+        remark = f"{len(ids):,} windows of {self.n} tokens; {lost:,} answers lie in no window, and count as no answer"
+        return Encoded(ids, torch.tensor(targets), questions, windows, remark)
 
     def head(self) -> nn.Module:
         """A new head: H^L -> logits of the first and the last token of the answer, (B, m, 2)."""

@@ -47,13 +47,16 @@ DEFAULTS = {
     "large": dict(),
     "squad": dict(batch_size=16),
     "docs": dict(epochs=5.0, batch_size=16, learning_rate=8e-4),  # see docs/results.md
+    "frozen": dict(epochs=30.0, batch_size=32, learning_rate=3e-3, dropout=0.0),  # a linear probe, for any task
 }
 SWEPT = ("epochs", "learning_rate", "batch_size", "warmup_share")
 SWEEPS = {  # group -> values to try; Tables 5 and 6
     "small": dict(epochs=(2.0, 3.0, 5.0, 10.0), batch_size=(16, 32), warmup_share=(0.06, 0.10)),
     "large": dict(epochs=(2.0, 3.0, 5.0), batch_size=(32,), warmup_share=(0.06,)),
     "squad": dict(epochs=(2.0, 3.0), batch_size=(16, 32), warmup_share=(0.06, 0.10)),
+    "frozen": dict(epochs=(10.0, 30.0, 100.0), batch_size=(32,), warmup_share=(0.06,)),
 }
+FROZEN_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 RATES = {  # (task in the large group, large encoder) -> learning rates to try
     (False, False): (2e-5, 3e-5, 4e-5, 5e-5),
     (False, True): (7e-6, 1e-5, 2e-5, 3e-5),
@@ -63,8 +66,10 @@ RATES = {  # (task in the large group, large encoder) -> learning rates to try
 
 
 def grid(group: str, dim: int, given: dict) -> list[dict[str, float]]:
-    """The settings of Table 5 or 6 for an encoder of width `dim`; a given value replaces the grid's values."""
-    tried = SWEEPS.get(group, SWEEPS["small"]) | {"learning_rate": RATES[group == "large", dim >= 1024]}
+    """The settings of Table 5 or 6 for an encoder of width `dim`, or those of a linear probe; a given value replaces
+    the grid's values."""
+    rates = FROZEN_RATES if group == "frozen" else RATES[group == "large", dim >= 1024]
+    tried = SWEEPS.get(group, SWEEPS["small"]) | {"learning_rate": rates}
     tried |= {name: (given[name],) for name in SWEPT if name in given}
     return [dict(zip(tried, values)) for values in itertools.product(*tried.values())]
 
@@ -131,6 +136,7 @@ class Encoded(NamedTuple):
     examples: list  # Example or Question
     windows: list[tuple[int, int]]  # SQuAD: index of each input's question, and shift from context to input
     remark: str
+    vectors: Tensor | None = None  # (N, d) float32 of the frozen encoder, for a linear probe
 
 
 class Kind(Protocol):

@@ -45,14 +45,14 @@ def ngrams(text: str) -> set[str]:
 
 
 # ---- 2. Documents as tokens ---------------------------------------------------------------------------------
-def sample(training: Iterator[str]) -> list[bytes]:
-    """Choose documents for the tokenizer, at most SAMPLE bytes: all, or every second, or every fourth, and so on."""
+def sample(texts: Iterator[str], most: int) -> list[bytes]:
+    """Choose documents, at most this many bytes: all, or every second, or every fourth, and so on."""
     kept, size, step = [], 0, 1
-    for number, text in enumerate(map(str.encode, training)):  # as bytes, which need less memory
+    for number, text in enumerate(map(str.encode, texts)):  # as bytes, which need less memory
         if number % step == 0:
             kept.append(text)
             size += len(text)
-        while size > SAMPLE:
+        while size > most and len(kept) > 1:
             step *= 2
             kept = kept[::2]
             size = sum(map(len, kept))
@@ -123,7 +123,8 @@ def prepare(settings: dict, found: list[Source], tokenizer: Tokenizer | None, fo
     bar = partial(tqdm, unit=" documents", unit_scale=True, leave=False, disable=None)
     if tokenizer is None:
         training = (each for each in bar(read(), "reading") if not in_validation(each, val_share))
-        tokenizer = Tokenizer.train(map(bytes.decode, sample(training)), settings["vocab_size"], settings["uncased"])
+        chosen = map(bytes.decode, sample(training, SAMPLE))
+        tokenizer = Tokenizer.train(chosen, settings["vocab_size"], settings["uncased"])
     tokenizer.save(folder)
 
     known = set()
@@ -149,7 +150,7 @@ def describe(folder: Path) -> str:
 
 def corpus_name(settings: dict, text: str, tokenizer: Tokenizer | None) -> str:
     """The name of a corpus folder: a hash of everything that shapes the corpus. `text` is the hash of its text."""
-    constants = NGRAM, SAMPLE, ENOUGH, rules.GROUPED, rules.LONGEST
+    constants = NGRAM, SAMPLE, ENOUGH, rules.GROUPED, rules.LONGEST, rules.END_OF_TEXT
     start = tokenizer or Tokenizer.of_merges([], settings["uncased"])  # a new tokenizer, before it learns
     how = text, settings["vocab_size"], settings["val_share"], constants, tokenizer is None, start.to_json()
     return short_hash(repr(how))

@@ -1,8 +1,8 @@
 """The documents that --data selects: from files, from the Hub, or from the documentation on this machine (`docs`).
 
 Each record of a .jsonl, .json or .parquet file is a document. A text file is read line by line: a document ends at a
-blank line, or at the end of the line in which it reaches 10,000 characters. A document of more than 4 million
-characters is split.
+blank line, at a line <|endoftext|>, or at the end of the line in which it reaches 10,000 characters. A document of more
+than 4 million characters is split.
 """
 import ast
 import functools
@@ -31,6 +31,7 @@ TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-
 DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give C code a docstring
 GROUPED = 10_000  # characters after which a document without a blank line ends
 LONGEST = 1 << 22  # characters after which a line or document is split; no book is that long
+END_OF_TEXT = "<|endoftext|>"  # also ends a document, if it is alone on its line
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 
 
@@ -109,6 +110,8 @@ def sources(data: str) -> list[Source]:
             continue
         if not name or not path_of(name).exists():
             raise UserError(f"--data {name}: no such file or folder; other sources are docs and hf:NAME")
+        if (path_of(name) / "dataset_info.json").is_file():
+            raise UserError(f"--data {name}: written by save_to_disk; write the data set with to_parquet instead")
         files = sorted(files_below(path_of(name), set()), key=str)
         if not files:
             raise UserError(f"--data {name}: no file ending in {', '.join(FORMATS)}, plain or compressed")
@@ -149,7 +152,7 @@ def grouped(lines: Iterable[str]) -> Iterator[str]:
     """Group lines into documents by the rule at the top of this file."""
     document, size = [], 0
     for line in lines:
-        blank = line.isspace()
+        blank = line.isspace() or line.strip() == END_OF_TEXT
         if not blank:
             document.append(line)
             size += len(line)

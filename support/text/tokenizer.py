@@ -86,6 +86,13 @@ class Tokenizer:
             "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)])
         return model
 
+    def with_masks(self) -> tokenizers.Tokenizer:
+        """A framed copy that reads [MASK] in a text as the special token, which absorbs the white space before it."""
+        model = self.framed()
+        model.encode_special_tokens = False
+        model.add_special_tokens([tokenizers.AddedToken("[MASK]", lstrip=True, special=True)])
+        return model
+
     def __len__(self) -> int:
         return self.tiktoken.n_vocab
 

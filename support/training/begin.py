@@ -9,7 +9,7 @@ from maelm import MAELM, Config
 from support.model.build import make_model
 from support.model.checkpoints import checkpoint_of, checkpoints, read_checkpoint, write_checkpoint
 from support.model.optim import make_optimizers
-from support.program.cli import path_of
+from support.program.cli import UserError, path_of
 from support.program.files import compare, write_json, write_text
 from support.program.worker import Worker
 from support.text.corpus import SPLITS, Rows, prepared_corpus
@@ -89,7 +89,11 @@ def begin(settings, out: Path, start: Start, worker: Worker, may_change: set[str
     torch.manual_seed(recipe.seed)
     model = make_model(config, recipe.position_init).to(worker.device)
     optimizers = make_optimizers(model, recipe, worker.dtype)
-    run = Run(out, settings, worker, Tokenizer.load(cache / name), name, rows, model, optimizers, changed)
+    tokenizer = Tokenizer.load(cache / name)
+    if config.encoder_fill == "random" and len(tokenizer) < config.vocab_size:
+        raise UserError(f"vocab_size={config.vocab_size}: the text has only {len(tokenizer)} different tokens, and "
+                        f"encoder_fill=random would draw others; use --vocab-size {len(tokenizer)}")
+    run = Run(out, settings, worker, tokenizer, name, rows, model, optimizers, changed)
     if saved is not None:
         restore(run, saved)
     elif start.weights is not None:

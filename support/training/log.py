@@ -98,11 +98,12 @@ class Progress:
             "micro_batch": worker.micro_batch(recipe.batch_size, options.micro_batch_size),
             "flops_per_token": flops(config) / config.seq_len, "changed": run.changed})
 
-    def log_validation(self, val_loss: float):
-        """Print and log the validation loss."""
+    def log_validation(self, val_loss: float, val_accuracy: float):
+        """Print and log the validation loss and the accuracy at the masks."""
         step = self.run.step
-        self.write(f"step {step:>6,}/{self.run.settings.last_step:,}  validation loss {val_loss:.3f}", step=step,
-                   val_loss=val_loss, seconds=self.run.seconds)
+        self.write(f"step {step:>6,}/{self.run.settings.last_step:,}  validation loss {val_loss:.3f}  accuracy "
+                   f"{val_accuracy:.1%}", step=step, val_loss=val_loss, val_accuracy=val_accuracy,
+                   seconds=self.run.seconds)
 
     def log_steps(self):
         """Log the speed and the means since the last line. Raises UserError if a loss or norm is not finite."""
