@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from rank import CENTERINGS, Moments, tau_rank
 from support.model.checkpoints import write_checkpoint
-from support.program.cli import Parser, add_flags, clear_errors, fields_of, path_of, require, say
+from support.program.cli import Parser, add_flags, clear_errors, fields_of, path_of, require, say, short_name
 from support.program.files import compare, lock_folder, write_json, write_text
 from support.program.worker import Worker, make_worker
 from support.tasks import results
@@ -262,8 +262,9 @@ def parse(argv) -> argparse.Namespace:
     add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
     add("--frozen", choices=["mean", "cls"], nargs="?", const="mean", default="", help="freeze the encoder, and train "
         "only a linear classifier of the mean vector [mean], or of the vector at [CLS]; seconds")
-    task, frozen = parser.parse_known_args(argv)[0].task, parser.parse_known_args(argv)[0].frozen
-    add_flags(parser, TuneConfig, DEFAULTS["frozen" if frozen else TASKS[task].group] if task in TASKS else {})
+    known = parser.parse_known_args(argv)[0]
+    task = known.task
+    add_flags(parser, TuneConfig, {} if task == "glue" else DEFAULTS["frozen" if known.frozen else TASKS[task].group])
     options = parser.parse_args(argv)
     try:
         TuneConfig(**fields_of(TuneConfig, vars(options)))  # checks the values
@@ -274,12 +275,8 @@ def parse(argv) -> argparse.Namespace:
         parser.error("--frozen: squad2 needs an encoder that is fine-tuned")
     if task == "custom" and not options.data:
         parser.error("--task custom: needs --data, a folder with train and dev")
-    # out/toy gives toy; out/toy/step_0001900.pt gives toy-step_0001900
-    path = path_of(options.init.removeprefix("random:")).resolve()
-    name = f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.name
-    prefix = "random-" if options.init.startswith("random:") else ""
-    suffix = f"-{options.frozen}" if options.frozen else ""
-    options.out = options.out or Path("out", f"{task}-{prefix}{name}{suffix}")
+    parts = filter(None, [task, short_name(options.init), options.frozen])
+    options.out = options.out or Path("out", "-".join(parts))
     return options
 
 

@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from maelm import draw_masks
 from support.hub.subjects import Subject, subject_of_hub, subject_of_run
-from support.program.cli import Parser, UserError, add_flags, clear_errors, fields_of, path_of, printable, require, say
+from support.program.cli import (Parser, UserError, add_flags, clear_errors, fields_of, path_of, printable, require,
+                                 say, short_name)
 from support.program.files import compare, figure, lock_folder, read_json, write_json
 from support.program.worker import make_worker
 
@@ -190,12 +191,6 @@ def draw(entries: dict[str, dict], config: RankConfig):
 
 
 # ---- 4. Command line ----------------------------------------------------------------------------------------
-def short_name(model: str) -> str:
-    """The name of a model in a folder's name: toy for out/toy, toy-step_0001900 for a checkpoint."""
-    path = path_of(model.removeprefix("hf:"))
-    return f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.resolve().name
-
-
 def main(argv=None):
     parser = Parser("rank.py", __doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a run folder, a checkpoint, or hf:NAME_OR_FOLDER")
@@ -211,11 +206,10 @@ def main(argv=None):
     if config.out == Path():
         config = replace(config, out=Path("out", "-".join(["rank", *map(short_name, options.models)])))
     with clear_errors("rank.py"), lock_folder(config.out, sign="rank.json"):
-        path, free = config.out / "rank.json", {"out", "device", "batch_size"}
-        settings = {name: value for name, value in asdict(config).items() if name not in free}
-        settings["measured"] = options.models
+        path = config.out / "rank.json"
+        settings = asdict(config) | {"models": options.models, "out": str(config.out)}
         if path.is_file():
-            compare(config.out, read_json(path)["settings"], settings)
+            compare(config.out, read_json(path)["settings"], settings, may_change=["out", "device", "batch_size"])
         device, entries = make_worker("fp32", config.device).device, {}
         for name in options.models:
             open_subject = subject_of_hub if name.startswith("hf:") else subject_of_run

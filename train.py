@@ -28,13 +28,13 @@ from support.fill_mask import examples
 from support.model.build import check
 from support.model.checkpoints import checkpoints
 from support.program.cli import (Parser, UserError, add_flags, clear_errors, fields_of, noted_signals, path_of, require,
-                                 root_cause, say)
+                                 root_cause, say, short_name)
 from support.program.files import compare, lock_folder
 from support.program.worker import Worker, compile_model, make_worker
 from support.text.corpus import (VAL_SHARE, Rows, describe, evenly, prepared_corpus, rows_of_step, seed_of,
                                  unigram_entropy)
 from support.text.documents import CACHE
-from support.training.begin import Run, Start, begin, default_out, load_start, save_checkpoint
+from support.training.begin import Run, Start, begin, load_start, save_checkpoint
 from support.training.log import Progress, draw_loss
 
 
@@ -320,7 +320,10 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
         add_flags(parser, kind, preset)
     options = parser.parse_args(argv)
     init = getattr(options, "init", "")
-    options.out = options.out or default_out(init, options.preset, options.ablation)
+    # toy, toy-mlm or, with --init NAME, NAME-more or NAME-mlm
+    last = options.ablation or ("more" if init else "mae-lm")
+    name = f"{short_name(init) if init else options.preset}-{last}"
+    options.out = options.out or Path("out", name if init else name.removesuffix("-mae-lm"))
 
     # A flag overrides --ablation, which overrides the run of --init, which overrides --preset.
     start, shape, row = Start(), {}, ABLATIONS[options.ablation or "mae-lm"]

@@ -117,6 +117,13 @@ def path_of(text: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
+def short_name(model: str) -> str:
+    """The name of a model in the name of a folder: toy for out/toy, toy-step_0001900 for its checkpoint, random-toy."""
+    prefix = "random-" if model.startswith("random:") else ""
+    path = path_of(model.removeprefix("random:").removeprefix("hf:")).resolve()
+    return prefix + (f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.name)
+
+
 def comments_of(config: type) -> dict[str, str]:
     """The comment after each field of a dataclass, by the name of the field."""
     return dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(config), re.MULTILINE))

@@ -39,14 +39,6 @@ def load_start(init: str, out: Path) -> tuple[Start, Config]:
     return Start(fixed, state["tokenizer"], state["model"]), state["config"]
 
 
-def default_out(init: str, preset: str, ablation: str | None) -> Path:
-    """The run folder if --out is not given: toy or toy-mlm; with --init NAME, NAME-more or NAME-mlm."""
-    if not init:
-        return Path("out", f"{preset}-{ablation or 'mae-lm'}".removesuffix("-mae-lm"))
-    folder = path_of(init).parent if init.endswith(".pt") else path_of(init)
-    return Path("out", f"{folder.resolve().name}-{ablation or 'more'}")
-
-
 # ---- 2. A run -----------------------------------------------------------------------------------------------
 @dataclass
 class Run:
