@@ -125,7 +125,7 @@ def main(argv=None) -> int:
     what.add_argument("--handout", type=Path, metavar="DIR", help="make a folder for students")
     what.add_argument("--grade", type=Path, metavar="PATH", help="grade a folder, a zip, a maelm.py, or a class")
     parser.add_argument("--only", nargs="+", metavar="TASK", choices=TASKS, default=[], help="grade only these tasks")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", default=60, help="time limit per task [60]")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", default=60, help="CPU time per task [60]")
     parser.add_argument("--verbose", action="store_true", help="show the message of each claim that failed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the grade for Gradescope")
     options = parser.parse_args(argv)

@@ -6,19 +6,28 @@ come from pytest's report, which is written outside the copy. The copy is not a 
 import ast
 import functools
 import json
+import math
 import os
 import re
+import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
 from support.program.cli import UserError
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 HERE = Path(__file__).resolve().parent.parent
 TASKS = {  # function or Class.method: its file; each function calls only functions above it
@@ -42,6 +51,8 @@ FILES = ("maelm.py", "rank.py", "train.py", "support/tasks/metrics.py")
 TESTS = ("test_maelm.py", "tests/test_homework.py")  # files that students also get
 CLAIMS = (*TESTS, "tests/test_random_inputs.py")
 COPIED = ("*.py", "support/**/*.py", *CLAIMS)
+CANARIES = ("assert False", "assert torch.equal(torch.zeros(2), torch.ones(2))", "assert torch.zeros(()) == 1",
+            "torch.testing.assert_close(torch.zeros(2), torch.ones(2))")  # claims that cannot hold
 PYTEST_INI = "[pytest]\naddopts = --import-mode=importlib --tb=short\npythonpath = .\n"
 
 
@@ -151,28 +162,51 @@ def grade(task: str, texts: dict[str, str], seconds: float) -> Result:
         (folder / "pytest.ini").write_text(PYTEST_INI)
         for file in files:
             (folder / file).write_text(completed(texts[file], file, own), "utf-8")
+        canaries = [f"test_{secrets.token_hex(8)}" for _ in CANARIES]
+        lines = [f"def {name}():\n    {wrong}\n" for name, wrong in zip(canaries, CANARIES)]
+        (folder / f"{canaries[0]}.py").write_text("\n".join(["import torch", *lines]))
         # conftest.py is not loaded as a plugin, so that the report includes files that cannot be imported.
         command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", f"--junitxml={report}"]
         for file in CLAIMS:
             command += [f"{file}::{claim}" for claim in claims_of(task, (file,))]
-        nothing = subprocess.DEVNULL
+        if not run_limited([*command, f"{canaries[0]}.py"], folder, seconds):
+            return Result(task, 0, most, f"ran out of time: more than {seconds:g} s of computing")
         try:
-            subprocess.run(command, cwd=folder, timeout=seconds, stdin=nothing, stdout=nothing, stderr=nothing)
             cases = list(ElementTree.parse(report).iter("testcase"))
-        except subprocess.TimeoutExpired:
-            return Result(task, 0, most, f"takes more than {seconds:g} s")
         except (OSError, ElementTree.ParseError):
             return Result(task, 0, most, "no report: the code ends Python")
-    return counted(task, cases, texts)
+    return counted(task, cases, texts, canaries)
 
 
-def counted(task: str, cases: list[ElementTree.Element], texts: dict[str, str]) -> Result:
-    """The points for the test cases of a report."""
+def run_limited(command: list[str], folder: Path, seconds: float) -> bool:
+    """Run a command with a limit of CPU time, and ten times as much in all, because other programs may be running.
+    Returns whether it ended in time. Its processes are killed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    most, nothing = math.ceil(seconds), subprocess.DEVNULL
+    limit = (lambda: resource.setrlimit(resource.RLIMIT_CPU, (most, most))) if resource else None
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdin=nothing, stdout=nothing, stderr=nothing,
+                               start_new_session=True, preexec_fn=limit)
+    try:
+        code = process.wait(10 * seconds)
+        return code >= 0 or -code not in (signal.SIGKILL, getattr(signal, "SIGXCPU", None))
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        process.kill()
+        if hasattr(os, "killpg"):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def counted(task: str, cases: list[ElementTree.Element], texts: dict[str, str], canaries: list[str]) -> Result:
+    """The points for the test cases of a report. Claims that cannot hold, the canaries, must have failed."""
     claims, failed = claims_of(task), {}
     by_name = {case.get("name"): case for case in cases}
     if cases and not by_name.keys() & claims.keys():  # pytest could not even collect the tests
         said = re.findall(r"^E +(\w+: .*)", "".join(cases[0].itertext()), re.MULTILINE)
         return Result(task, 0, len(claims), f"cannot be imported: {said[-1] if said else 'see pytest'}")
+    if not all(name in by_name and len(by_name[name]) for name in canaries):
+        return Result(task, 0, len(claims), "read by hand: claims that cannot hold did not fail")
     for claim in claims:
         if claim not in by_name:
             failed[claim] = f"{claim}: has no result"
@@ -196,7 +230,8 @@ def explained(traceback: str, texts: dict[str, str]) -> str:
 
 def grade_all(texts: dict[str, str], only: list[str], seconds: float) -> list[Result]:
     """Grade all tasks, or only some of them, with one process per task."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ThreadPoolExecutor(cpus) as pool:
         return list(pool.map(lambda task: grade(task, texts, seconds), only or [*TASKS, TOGETHER]))
 
 
