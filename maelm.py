@@ -33,7 +33,7 @@ CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # ids 0 to 3, and their number; byt
 # ---- 1. Configuration: section 4.1 -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Config:
-    """Hyperparameters of the model. The defaults are the paper's base model."""
+    """Hyperparameters. The defaults are the paper's base model. A field's comment is also its help in -h."""
     vocab_size: int = 32768  # V, the vocabulary with special tokens and bytes
     seq_len: int = 512  # n, tokens per sequence
     encoder_layers: int = 12  # L, layers of the encoder
@@ -197,11 +197,10 @@ class Stack(nn.Module):
     def forward(self, x, positions, padding=None, at=None):
         """x = H^0 (B, t, d), positions (B, t) -> [H^0, ..., H^L]. With `at`, H^L is (B, m, d)."""
         bias = self.attention_bias(positions, padding)
-        *lower, last = self.blocks
         states = [x]
-        for block in lower:
+        for block in self.blocks[:-1]:
             states.append(block(states[-1], bias))
-        x = last(states[-1], bias, at)
+        x = self.blocks[-1](states[-1], bias, at)  # its FFN runs only where an output is needed
         return [*states, self.final_norm(x)]
 
     def attention_bias(self, positions, padding=None):

@@ -6,13 +6,12 @@
 
 A task is a function that students write, and each of its tests is worth a point. Nothing is sandboxed: use a container.
 """
-import ast
 import re
 import textwrap
 from pathlib import Path
 
 from course.grade import (FILES, HERE, PYTEST_INI, SHORTCUTS, TASKS, TESTS, find, functions_of, grade_all, gradescope,
-                          read_submission, source)
+                          lines_of, read_submission, source)
 from support.program.cli import Parser, UserError, clear_errors
 
 HEADER = '"""Functions that you write for a larger program."""\nimport math\n\nimport numpy as np\nimport torch'
@@ -33,9 +32,8 @@ def blank(text: str, name: str) -> str:
 def unsolved(text: str, task: str) -> str:
     """`text` without the solution to a task."""
     for name in functions_of(task):
-        node = find(text, name)
-        ours = ast.get_source_segment(text, node, padded=True)
-        text = text.replace(ours, textwrap.indent(blank(text, name), " " * node.col_offset))
+        indent = " " * find(text, name).col_offset
+        text = text.replace(lines_of(text, name), textwrap.indent(blank(text, name), indent))
     for name in SHORTCUTS.get(task, ()):
         text = text.replace(f"{source(text, name)}\n\n\n", "")
     return text

@@ -75,9 +75,15 @@ def find(text: str, name: str) -> ast.FunctionDef | None:
     return node
 
 
+def lines_of(text: str, name: str) -> str:
+    """The lines of a function, including a comment at the end of the last one."""
+    node = find(text, name)
+    return "\n".join(text.split("\n")[node.lineno - 1:node.end_lineno])
+
+
 def source(text: str, name: str) -> str:
     """The lines of a function, dedented."""
-    return textwrap.dedent(ast.get_source_segment(text, find(text, name), padded=True))
+    return textwrap.dedent(lines_of(text, name))
 
 
 def functions_of(task: str) -> tuple[str, ...]:
