@@ -1,15 +1,23 @@
-"""Claims about course/: the handout for students, and the grades of their solutions."""
+"""Claims about course/: the handout for students, the grades of their solutions, and the lecture's notebook."""
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
 
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+import rank
 from course.assign import blank, main, unsolved
 from course.grade import CLAIMS, FILES, HERE, TASKS, TESTS, claims_of, completed, functions_of, source
-from tests.common import fails
+from support.program.files import read_json
+from tests.common import fails, write_corpus
 
+NOTEBOOK = HERE / "course" / "lecture.ipynb"
 OURS = {file: (HERE / file).read_text("utf-8") for file in FILES}
 
 
@@ -114,6 +122,17 @@ def test_an_error_in_a_task_costs_points_of_that_task_only(tmp_path, capsys):
     assert [test["max_score"] for test in tests] == [3, 4, 4, 5, 4, 10]
 
 
+@pytest.mark.parametrize("code, status", [
+    ("import torch.testing\ntorch.testing.assert_close = lambda *found, **options: None", "read by hand: claims that"),
+    ("torch.equal = lambda a, b: True", "read by hand: claims that cannot hold did not fail"),
+    ("import os\nos._exit(0)", "no report: the code ends Python"),
+    ("while True: pass", "ran out of time: more than 8 s of computing")])
+def test_a_forged_report_gives_no_points(code, status, tmp_path, capsys):
+    (tmp_path / "maelm.py").write_text(f"{OURS['maelm.py']}\n\n{code}\n")
+    line, _ = grades(capsys, tmp_path, "--only", "attention", "--time-limit", 8)
+    assert line.startswith(f"attention 0/4 {status}")
+
+
 def test_honest_work_counts_in_any_form(tmp_path, capsys):
     text = solved("tau_rank")["maelm.py"]
     text += "\n\nif True:  # as pytest wants it\n    def attention(q, k, v, bias=None, p=0.0):\n"
@@ -128,3 +147,44 @@ def test_honest_work_counts_in_any_form(tmp_path, capsys):
     assert "there is no such file" in fails(lambda: main(["--grade", str(tmp_path / "mistyped")]), capsys)
     (tmp_path / "empty").mkdir()
     assert "has none of the files" in fails(lambda: main(["--grade", str(tmp_path / "empty")]), capsys)
+
+
+# ---- The notebook ---------------------------------------------------------------------------------------------------
+def pictures(notebook):
+    """The number of pictures that the cells of a notebook show."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+def test_lecture_draws_what_rank_measures(tmp_path):
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    committed = pictures(notebook)
+    text = write_corpus(tmp_path / "text.txt", 1000)
+    settings, = [cell for cell in notebook.cells if cell.id == "settings"]
+    settings.source += f"\nTEXT, SHARE, STEPS = {str(text)!r}, 1.0, 20"
+    notebook.cells.append(nbformat.v4.new_code_cell("import json\nprint(json.dumps(found))"))
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": NOTEBOOK.parent}}).execute()
+    found = json.loads(notebook.cells[-1].outputs[0].text)
+    assert pictures(notebook) == committed == 15
+
+    models = [str(HERE / "models" / name) for name in ("mae-lm", "mlm")]
+    rank.main([*models, "--data", str(text), "--val-share=1", "--out", str(tmp_path / "rank")])
+    measured = read_json(tmp_path / "rank" / "rank.json")["models"]
+    assert list(found.values()) == list(measured.values())
+
+
+def test_the_first_cell_alone_fetches_the_repository_once(tmp_path):
+    origin, alone = tmp_path / "origin", tmp_path / "alone"
+    alone.mkdir()
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-C", str(origin)]
+    for command in (["git", "init", "-q", str(origin)], [*git, "add", "."], [*git, "commit", "-qm", "first"]):
+        subprocess.run(command, check=True)
+        (origin / "course").mkdir(exist_ok=True)
+        (origin / "course" / "lecture.py").touch()
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    first = next(cell.source for cell in cells if cell.cell_type == "code")
+    first += "\nprint(os.getcwd() == sys.path[0], os.getcwd())"
+    for address in (str(origin), ""):  # without an address, the fetched repository is found
+        end = subprocess.run([sys.executable, "-c", first], cwd=alone, capture_output=True, text=True,
+                             env={**os.environ, "MAELM_REPOSITORY": address})
+        assert end.stdout == f"True {(alone / 'maelm').resolve()}\n", end.stderr

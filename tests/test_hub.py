@@ -1,22 +1,27 @@
-"""Claims about conversion to and from Hugging Face: both sides give the same results, and other models are refused."""
+"""Claims about Hugging Face: an export gives the results of our model, and all programs read models and data sets."""
 import json
 import sys
 from dataclasses import asdict
 
+import datasets
+import pandas
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save
 
+import finetune
 import rank
+import train
 from conftest import generator, model_and_batch
-from finetune import Tuned
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP, apply_masks
 from support import convert, fill_mask
 from support.model.checkpoints import load_model, write_checkpoint
+from support.program.cli import UserError
 from support.tasks.heads import ClassifierHead
+from support.text.documents import documents, sources
 from support.text.tokenizer import SPECIALS, Tokenizer
-from tests.common import contents, fails, little_documents
+from tests.common import arguments, contents, fails, little_documents, sentence, write_corpus
 from tests.test_tokenizer import ODD
 
 N, V = 160, 320  # N is larger than rel_pos_max_distance
@@ -146,7 +151,7 @@ def test_an_exported_tokenizer_gives_our_ids(uncased, hub, tmp_path):
 def test_a_fine_tuned_model_gives_the_same_logits(task, labels, scale, hub, tmp_path):
     model = write_run(tmp_path / "run")
     head = torch.nn.Linear(32, 2) if task == "squad2" else ClassifierHead(32, max(1, len(labels)), 0.0)
-    tuned = Tuned(model.encoder, head).eval()
+    tuned = finetune.Tuned(model.encoder, head).eval()
     state = {"model": tuned.state_dict(), "task": task, "labels": labels, "scale": scale}
     write_checkpoint(tmp_path / "run" / "encoder.pt", state_of(model) | state)
     convert.main(["export", str(tmp_path / "run"), str(tmp_path / "hub")])
@@ -185,14 +190,6 @@ def test_padding_on_the_left_changes_nothing(task, fields, hub, tmp_path):
     assert_close(auto.from_pretrained(tmp_path / "copy", **TRUST)(text)[0], wanted)
 
 
-def test_a_text_that_is_too_long_is_refused(hub, tmp_path):
-    _, folder = exported(tmp_path)
-    model = hub.AutoModel.from_pretrained(folder, dtype=torch.bfloat16, **TRUST)
-    assert model(torch.full((1, N), 9)).last_hidden_state.isfinite().all()
-    with pytest.raises(ValueError, match="161 tokens, but this model reads at most 160"):
-        model(torch.full((1, N + 1), 9))
-
-
 @pytest.mark.parametrize("delta", [0.0, 0.4, 0.6, 1.0])
 @pytest.mark.parametrize("text", ["the cat [MASK] a tree", "the cat  [MASK] a\n[MASK]", "[MASK] [MASK][MASK] tree"])
 def test_masks_are_filled_as_by_fill_mask(text, delta, hub, tmp_path):
@@ -220,32 +217,72 @@ def test_tokens_can_be_added_to_an_export(hub, tmp_path):
         assert after.logits.shape[-1] == V + 3
         assert_close(after.logits[..., :V], before.logits)
         assert_close(after.loss, F.cross_entropy(after.logits.flatten(0, 1), labels.flatten()))
-    encoder = hub.AutoModel.from_pretrained(tmp_path / "more", **TRUST)
+    encoder = hub.AutoModel.from_pretrained(tmp_path / "more", dtype=torch.bfloat16, **TRUST)
     assert encoder.resize_token_embeddings(V + 5).num_embeddings == V + 5
+    assert encoder(text).last_hidden_state.isfinite().all()
     with pytest.raises(ValueError, match="does not return attentions"):
         encoder(text, output_attentions=True)
+    with pytest.raises(ValueError, match="161 tokens, but this model reads at most 160"):
+        encoder(torch.full((1, N + 1), 9))
 
 
-def test_an_export_overwrites_nothing(tmp_path, capsys):
+def test_an_export_overwrites_nothing_and_needs_transformers(tmp_path, monkeypatch, capsys):
     _, folder = exported(tmp_path)
     before = contents(folder)
     assert not [*folder.glob(".*")] and len(before) == 6
     assert "not empty" in fails(lambda: exported(tmp_path), capsys)
     assert contents(folder) == before
     assert "never runs here" in fails(lambda: rank.main([f"hf:{folder}", f"--out={tmp_path}/rank"]), capsys)
-
-
-def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    write_run(tmp_path / "run")
-    export = ["export", str(tmp_path / "run"), str(tmp_path / "hub")]
-    assert "pip install -U transformers" in fails(lambda: convert.main(export), capsys)
+    assert "pip install -U transformers" in fails(lambda: exported(tmp_path / "other"), capsys)
 
 
-# ---- Models of the Hub ----------------------------------------------------------------------------------------------
+# ---- Models and data sets of the Hub --------------------------------------------------------------------------------
 def test_a_missing_encoder_is_not_measured(hub, tmp_path, capsys):
     model, _ = write_hub_model(tmp_path / "hub")
     renamed = {f"x.{name}": weight.clone() for name, weight in model.state_dict().items()}
     for content, message in ((save(renamed), "lacks weights of the encoder"), (b"", "cannot load")):
         (tmp_path / "hub/model.safetensors").write_bytes(content)
         assert message in fails(lambda: rank.main([f"hf:{tmp_path / 'hub'}", "--out", str(tmp_path / "out")]), capsys)
+
+
+@pytest.fixture
+def data_sets(tmp_path, monkeypatch):
+    """A folder hub/ whose subfolder USER/NAME replaces that data set of the Hub."""
+    for function in (datasets.load_dataset, datasets.load_dataset_builder):
+        def load(name, *arguments, read=function, **options):
+            return read(str(tmp_path / "hub" / name), *arguments, cache_dir=str(tmp_path / "cache"), **options)
+        monkeypatch.setattr(datasets, function.__name__, load)
+    return tmp_path / "hub"
+
+
+def test_hf_names_work_in_every_program_and_a_lost_connection_is_named(data_sets, tmp_path, monkeypatch):
+    texts, glue = data_sets / "user/texts", data_sets / "nyu-mll/glue"
+    for folder in (texts, glue):
+        folder.mkdir(parents=True)
+    write_corpus(texts / "a.txt")
+    write_hub_model(tmp_path / "user/bert")
+    monkeypatch.chdir(tmp_path)  # transformers looks for user/bert here first
+    table = pandas.DataFrame({"sentence1": map(sentence, range(12)), "sentence2": map(sentence, range(3, 15)),
+                              "label": [3.2000000476837, 0.0, 5.0] * 4, "idx": range(100, 112)})
+    parts = [{"split": split, "path": f"{split}.parquet"} for split in ("train", "validation", "test")]
+    for part in parts:
+        table.to_parquet(glue / part["path"])
+    configs = json.dumps([{"config_name": "stsb", "data_files": parts}])
+    (glue / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
+
+    assert len(list(documents(sources("hf:user/texts")))) == 400
+    tuned = tmp_path / "tuned"
+    train.main(arguments(tmp_path / "text", tmp_path / "run", "--data", "hf:user/texts"))
+    rank.main(["hf:user/bert", "--data", "hf:user/texts", "--val-share", "1", "--out", str(tmp_path / "rank")])
+    finetune.main(f"--init {tmp_path}/run --task stsb --seeds 1 --epochs 1 --out {tuned}".split())
+    labels = [json.loads(line)["label"] for line in (tuned / "predictions.jsonl").read_text().splitlines()]
+    assert labels == [3.2, 0.0, 5.0] * 4
+
+    def lost(*names, **options):
+        yield {"text": "the cat"}
+        raise RuntimeError("Server disconnected")
+
+    monkeypatch.setattr(datasets, "load_dataset", lost)
+    with pytest.raises(UserError, match="hf:user/texts, .*Server disconnected"):
+        list(documents(sources("hf:user/texts")))

@@ -1,11 +1,12 @@
-"""Claims about bf16: losses and gradients are close to those of float64. tests/test_gpu.py checks this on a GPU."""
+"""Claims about bf16, whose losses and gradients are close to those of float64, and about runs on a GPU."""
 import pytest
 import torch
 
-from conftest import generator, random_tokens
-from maelm import ABLATIONS, corrupt
+from conftest import generator, model_and_batch, random_tokens
+from maelm import ABLATIONS, attention, corrupt
 from support.model.build import make_model
-from support.program.worker import Worker
+from support.program.worker import Worker, make_worker
+from tests.common import losses, short_run
 from train import make_config
 
 EXACT = Worker(0, 1, torch.device("cpu"), torch.float32)  # without autocast
@@ -52,3 +53,45 @@ def test_bf16_is_close_to_float64_for_post_ln(name):
     shape["decoder_dim"] = ABLATIONS[name].get("decoder_dim", 0) // 8
     for loss, gradient in errors("base", name, worker, **shape):
         assert loss < 1e-3 and gradient < 0.02
+
+
+# ---- On a GPU: CUDA_VISIBLE_DEVICES=0 pytest -m cuda -n 0 -----------------------------------------------------------
+@pytest.mark.cuda
+def test_fused_attention_and_its_gradients_are_the_formulas():
+    inputs = [torch.randn(2, 3, n, 16, generator=generator(i)) for i, n in enumerate((5, 7, 7))]
+    inputs.append(torch.randn(2, 3, 5, 8, generator=generator(3))[..., :7])  # the stride between rows is 8
+    found = []
+    for device in ("cpu", "cuda"):
+        leaves = [x.to(device).requires_grad_() for x in inputs]
+        out = attention(*leaves)
+        found.append([x.cpu() for x in (out, *torch.autograd.grad(out.sin().sum(), leaves))])
+    torch.testing.assert_close(*found, atol=5e-3, rtol=5e-3)  # TF32
+
+
+@pytest.mark.cuda
+def test_rows_of_a_bias_are_aligned():
+    model, _, _ = model_and_batch()
+    stack, positions = model.encoder.stack.cuda(), torch.arange(21, device="cuda")[None]
+    padding = positions.expand(6, -1) > 9
+    with make_worker("bf16", "cuda").autocast():
+        bias = stack.attention_bias(positions, padding)
+    assert bias.dtype == torch.bfloat16 and bias.stride(-2) % 8 == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("size, compiler", [("small", None), ("base", None), ("base", "inductor")])
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_bf16_is_close_to_float64(size, compiler, name):
+    torch.compiler.reset()
+    for found in errors(size, name, make_worker("bf16", "cuda"), compiler, seq_len=61, vocab_size=320):
+        assert max(found) < 0.02
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("flags", [[], ["--compile", "on"]])
+def test_a_run_that_was_stopped_continues(flags, text, tmp_path):
+    flags = ["--device", "cuda", "--precision", "bf16", *flags]
+    whole = short_run(text, tmp_path / "whole", *flags)
+    out = short_run(text, tmp_path / "run", *flags, "--stop-at", 3)
+    short_run(text, out, *flags)
+    assert losses(out) == [(step, pytest.approx(loss, rel=1e-2)) for step, loss in losses(whole)]
