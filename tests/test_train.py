@@ -176,25 +176,33 @@ def test_saving_is_not_training(text, tmp_path, monkeypatch):
 # ---- Optimizers -----------------------------------------------------------------------------------------------------
 def test_muon_in_bf16_is_pytorchs_muon():  # needs torch 2.9 or later, which has Muon
     torch.manual_seed(0)
-    ours = [torch.randn(shape, requires_grad=True) for shape in ((8, 8), (32, 8), (8, 8), (8, 32))]
-    theirs = [matrix.detach().clone().requires_grad_() for matrix in ours]
-    optimizers = optim.Muon(ours, 0.02, 0.1, torch.bfloat16), torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1)
+    ours = [torch.randn(shape, requires_grad=True) for shape in ((8, 8), (32, 8), (8, 8), (8, 32), (16, 8))]
+    theirs = [matrix.detach().clone().requires_grad_() for matrix in ours[:4]]
+    theirs += [half.detach().clone().requires_grad_() for half in ours[4].chunk(2)]  # two matrices of their own
+    groups = [{"params": ours[:4]}, {"params": ours[4:], "parts": 2}]
+    optimizers = optim.Muon(groups, 0.02, 0.1, torch.bfloat16), torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1)
     for _ in range(3):
-        for mine, other in zip(ours, theirs):
+        for mine in ours:
             mine.grad = torch.randn(mine.shape)
-            other.grad = mine.grad.clone()
+        for other, gradient in zip(theirs, [*[mine.grad for mine in ours[:4]], *ours[4].grad.chunk(2)]):
+            other.grad = gradient.clone()
         for optimizer in optimizers:
             optimizer.step()
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)  # a step changes a number by about 0.02
+    found = [*ours[:4], *ours[4].chunk(2)]
+    torch.testing.assert_close(found, theirs, atol=1e-4, rtol=0)  # a step changes a number by about 0.02
 
 
-def test_matrices_of_layers_go_to_muon():
+def test_matrices_of_layers_go_to_muon_and_keys_are_not_joined_with_values():
     recipe = train.Recipe(optimizer="muon", weight_decay=0.02, muon_weight_decay=0.3)
     model = MAELM(TINY)
-    adamw, other = [found.param_groups[0] for found in optim.make_optimizers(model, recipe, torch.float32)]
-    assert adamw["weight_decay"] == 0.02 and other["weight_decay"] == 0.3
+    adamw, muon = optim.make_optimizers(model, recipe, torch.float32)
+    single, double = muon.param_groups
+    assert (single["parts"], double["parts"]) == (1, 2) and single["weight_decay"] == double["weight_decay"] == 0.3
+    assert adamw.param_groups[0]["weight_decay"] == 0.02
     for name, parameter in model.named_parameters():
-        group = other if parameter.ndim == 2 and "blocks" in name else adamw
+        group = adamw.param_groups[0]
+        if parameter.ndim == 2 and "blocks" in name:
+            group = double if "key_value" in name else single
         assert any(parameter is one for one in group["params"]), name
 
 

@@ -1,7 +1,7 @@
 """The optimizers: AdamW, and Muon for the matrices of the layers."""
 import torch
 
-from maelm import MAELM
+from maelm import MAELM, Attention
 
 
 def orthogonalize(x, dtype: torch.dtype):
@@ -18,41 +18,47 @@ def orthogonalize(x, dtype: torch.dtype):
 
 
 class Muon(torch.optim.Optimizer):
-    """Jordan et al., 2024. Faster than torch.optim.Muon, which always uses bf16 and updates one matrix at a time."""
-    def __init__(self, matrices, lr: float, weight_decay: float, dtype: torch.dtype):
-        super().__init__(matrices, dict(lr=lr, weight_decay=weight_decay, momentum=0.95))
+    """Jordan et al., 2024. Faster than torch.optim.Muon, which always uses bf16 and updates one matrix at a time. A
+    parameter of a group with parts=2 holds two matrices, one above the other."""
+    def __init__(self, groups: list[dict], lr: float, weight_decay: float, dtype: torch.dtype):
+        super().__init__(groups, dict(lr=lr, weight_decay=weight_decay, momentum=0.95, parts=1))
         self.dtype = dtype
 
     @torch.no_grad()
     def step(self):
-        """Take one step. Every matrix needs a gradient."""
-        group, = self.param_groups
-        by_shape = {}
-        for matrix in group["params"]:
-            by_shape.setdefault(matrix.shape, []).append(matrix)
-            if matrix not in self.state:
-                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
-        for (rows, columns), matrices in by_shape.items():
-            gradients = [matrix.grad for matrix in matrices]
-            momentum = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
-            torch._foreach_lerp_(momentum, gradients, 1 - group["momentum"])
-            nesterov = torch._foreach_lerp(gradients, momentum, group["momentum"])
-            update = orthogonalize(torch.stack(nesterov), self.dtype).to(gradients[0].dtype)
-            torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-            scale = max(1, rows / columns) ** 0.5  # larger steps for tall matrices
-            torch._foreach_add_(matrices, list(update), alpha=-group["lr"] * scale)
+        """Take one step. Every parameter needs a gradient."""
+        for group in self.param_groups:
+            by_shape = {}
+            for parameter in group["params"]:
+                by_shape.setdefault(parameter.shape, []).append(parameter)
+                if parameter not in self.state:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            for (rows, columns), parameters in by_shape.items():
+                self.update(parameters, rows // group["parts"], columns, group)
+
+    def update(self, parameters: list, rows: int, columns: int, group: dict):
+        """Update parameters of equal shape, which hold matrices (rows, columns)."""
+        gradients = [parameter.grad for parameter in parameters]
+        momentum = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        torch._foreach_lerp_(momentum, gradients, 1 - group["momentum"])
+        nesterov = torch.stack(torch._foreach_lerp(gradients, momentum, group["momentum"]))
+        update = orthogonalize(nesterov.view(-1, rows, columns), self.dtype).to(nesterov.dtype).view_as(nesterov)
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        scale = max(1, rows / columns) ** 0.5  # larger steps for tall matrices
+        torch._foreach_add_(parameters, list(update), alpha=-group["lr"] * scale)
 
 
 def make_optimizers(model: MAELM, recipe, dtype: torch.dtype) -> list:
     """AdamW and, with recipe.optimizer "muon", Muon in `dtype` for the matrices of the layers."""
     stacks = [part.stack for part in (model.encoder, model.decoder) if part is not None]
-    matrices = []
-    if recipe.optimizer == "muon":
-        matrices = [weight for stack in stacks for weight in stack.blocks.parameters() if weight.ndim == 2]
-    chosen = set(matrices)
-    rest = [parameter for parameter in model.parameters() if parameter not in chosen]
+    layers = [module for stack in stacks for module in stack.blocks.modules()] if recipe.optimizer == "muon" else []
+    pairs = {layer.key_value.weight for layer in layers if isinstance(layer, Attention)}  # W^K above W^V
+    matrices = {weight for layer in layers for weight in layer.parameters() if weight.ndim == 2} - pairs
+    rest = [parameter for parameter in model.parameters() if parameter not in matrices | pairs]
     adamw = torch.optim.AdamW(rest, lr=recipe.learning_rate, betas=(recipe.adam_beta1, recipe.adam_beta2),
                               eps=recipe.adam_epsilon, weight_decay=recipe.weight_decay, fused=True)
     if not matrices:
         return [adamw]
-    return [adamw, Muon(matrices, recipe.muon_learning_rate, recipe.muon_weight_decay, dtype)]
+    groups = [{"params": [weight for weight in model.parameters() if weight in matrices]},
+              {"params": [weight for weight in model.parameters() if weight in pairs], "parts": 2}]
+    return [adamw, Muon(groups, recipe.muon_learning_rate, recipe.muon_weight_decay, dtype)]
