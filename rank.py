@@ -6,7 +6,7 @@
 The effective rank of H (N, d) is the smallest number of singular values whose squares make up a fraction tau of the
 total. It is measured at layers 0 (embeddings) to L, in three ways (Figure 1; Table 3 uses the second way at L):
 
-    with_mask     all tokens of the text with 15 % [MASK], as an MLM reads it: H^l in section 2.2
+    with_mask     all tokens of the text with 15% [MASK], as an MLM reads it: H^l in section 2.2
     without_mask  all tokens of the unmasked text, as a downstream task reads it: H~^l in section 2.2
     mask_only     only the vectors at [MASK] in the masked text: H_M^l, Figure 1(b)
 
@@ -93,7 +93,7 @@ class RankConfig:
     """Settings of a measurement; every field is a flag. Raises ValueError if a value is not allowed."""
     data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; default: the text of the run, or docs
     column: str = ""  # field that holds the text of a record; default: the run's, or text
-    val_share: float = 0.0  # fraction of the documents to use; 0 means those that the run held out, or 1 %
+    val_share: float = 0.0  # fraction of the documents to use; 0 means those that the run held out, or 1%
     tokens: int = 1_000_000  # largest number of tokens to read, including special tokens
     tau: float = 0.9  # fraction of the sum of squared singular values
     seq_len: int = 512  # tokens per sequence for hf: models, unless their limit is lower
@@ -112,7 +112,7 @@ class RankConfig:
 
 
 def masks_for(subject: Subject, tokens, seed: int):
-    """Choose 15 % of the positions in each sequence of `tokens` (B, n), but no special tokens -> (B, n) bool, True
+    """Choose 15% of the positions in each sequence of `tokens` (B, n), but no special tokens -> (B, n) bool, True
     where [MASK] replaces the token."""
     maskable = ~torch.isin(tokens, torch.tensor(subject.specials))
     generator = torch.Generator().manual_seed(seed)

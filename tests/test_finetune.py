@@ -98,7 +98,7 @@ def test_each_epoch_is_a_permutation():
     ("mean", "--frozen=mean --epochs=20"),
     ("cls", "--frozen=cls --epochs=20")])
 def test_fine_tuning_and_linear_probes_learn(frozen, flags, finished, tmp_path, monkeypatch):
-    documents = [(tasks.TASKS["docs"].labels[i % 4], sentence(i)) for i in range(1600)]  # labelled by subject
+    documents = [(tasks.TASKS["docs"].labels[i % 4], sentence(i)) for i in range(1600)]  # labeled by subject
     monkeypatch.setattr(examples, "read_docs", lambda: documents)
     result = tune(finished, "docs", tmp_path, "--seeds=1", *flags.split())
     assert result["frozen"] == frozen and result["median"] > (90 if frozen else 80)
@@ -173,7 +173,7 @@ def test_a_diverged_run_has_no_value(finished, tmp_path):
     assert not (tmp_path / "out" / "encoder.pt").exists()
 
 
-def test_your_own_pairs_can_be_labelled(finished, tmp_path, capsys):
+def test_your_own_pairs_can_be_labeled(finished, tmp_path, capsys):
     for name in ("train.csv", "validation.CSV"):
         (tmp_path / name).write_text("text,text2,label\na,b,01\nc,d,1\nc,,1\n")
     command = ["--init", str(finished), "--task", "custom", "--data", str(tmp_path), "--seeds", "1"]

@@ -81,7 +81,7 @@ def subject_of_hub(name: str, config, device: torch.device) -> Subject:
     rows = text_rows(text, encode_text, ([cls], [sep], [sep]), n, config, {})
     try:
         shapes = {tuple(h.shape[:2]) for h in encode(torch.from_numpy(rows[:1]))}
-    except Exception as error:  # other kinds of models need other inputs, and raise anything
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:  # it needs other inputs
         raise UserError(f"{name}: cannot be measured from token ids alone ({root_cause(error)})") from error
     if shapes != {(1, n)}:
         raise UserError(f"{name}: cannot be measured, because its layers change the length of the text")

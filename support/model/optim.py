@@ -31,8 +31,9 @@ class Muon(torch.optim.Optimizer):
             by_shape = {}
             for parameter in group["params"]:
                 by_shape.setdefault(parameter.shape, []).append(parameter)
-                if parameter not in self.state:
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
             for (rows, columns), parameters in by_shape.items():
                 self.update(parameters, rows // group["parts"], columns, group)
 
@@ -50,15 +51,25 @@ class Muon(torch.optim.Optimizer):
 
 def make_optimizers(model: MAELM, recipe, dtype: torch.dtype) -> list:
     """AdamW and, with recipe.optimizer "muon", Muon in `dtype` for the matrices of the layers."""
-    stacks = [part.stack for part in (model.encoder, model.decoder) if part is not None]
-    layers = [module for stack in stacks for module in stack.blocks.modules()] if recipe.optimizer == "muon" else []
-    pairs = {layer.key_value.weight for layer in layers if isinstance(layer, Attention)}  # W^K above W^V
-    matrices = {weight for layer in layers for weight in layer.parameters() if weight.ndim == 2} - pairs
-    rest = [parameter for parameter in model.parameters() if parameter not in matrices | pairs]
-    adamw = torch.optim.AdamW(rest, lr=recipe.learning_rate, betas=(recipe.adam_beta1, recipe.adam_beta2),
-                              eps=recipe.adam_epsilon, weight_decay=recipe.weight_decay, fused=True)
+    matrices, pairs = set(), set()
+    if recipe.optimizer == "muon":
+        for part in (model.encoder, model.decoder):
+            if part is not None:
+                blocks = part.stack.blocks
+                matrices |= {weight for weight in blocks.parameters() if weight.ndim == 2}
+                pairs |= {layer.key_value.weight for layer in blocks.modules() if isinstance(layer, Attention)}
+    single, double, rest = [], [], []
+    for parameter in model.parameters():
+        if parameter in pairs:
+            double.append(parameter)  # W^K above W^V
+        elif parameter in matrices:
+            single.append(parameter)
+        else:
+            rest.append(parameter)
+    betas = recipe.adam_beta1, recipe.adam_beta2
+    adamw = torch.optim.AdamW(rest, lr=recipe.learning_rate, betas=betas, eps=recipe.adam_epsilon,
+                              weight_decay=recipe.weight_decay, fused=True)
     if not matrices:
         return [adamw]
-    groups = [{"params": [weight for weight in model.parameters() if weight in matrices]},
-              {"params": [weight for weight in model.parameters() if weight in pairs], "parts": 2}]
+    groups = [{"params": single}, {"params": double, "parts": 2}]
     return [adamw, Muon(groups, recipe.muon_learning_rate, recipe.muon_weight_decay, dtype)]

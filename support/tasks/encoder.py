@@ -78,6 +78,9 @@ def with_vectors(encoded: Encoded, encoder: nn.Module, pooling: str, batch_size:
         chosen = np.arange(start, min(start + batch_size, len(encoded.ids)))
         tokens, padding, _ = collate(encoded, chosen, device)
         h = encoder(tokens, torch.arange(tokens.shape[1], device=device)[None], padding).float()
-        real = (~padding)[:, :, None]
-        vectors.append(h[:, 0] if pooling == "cls" else (h * real).sum(1) / real.sum(1))
+        if pooling == "cls":
+            vectors.append(h[:, 0])
+        else:
+            real = (~padding)[:, :, None]
+            vectors.append((h * real).sum(1) / real.sum(1))
     return encoded._replace(vectors=torch.cat(vectors))

@@ -22,7 +22,8 @@ def read_task(name: str, data: str | None, val_share: float) -> dict[str, list]:
     if name == "docs":
         splits = read_docs_task(val_share)
     elif name == "custom":
-        splits = {split: custom_examples(custom_file(Path(data), split)) for split in ("train", "dev")}
+        files = {split: custom_file(Path(data), split) for split in ("train", "dev")}
+        splits = {split: custom_examples(file) for split, file in files.items()}
     else:
         parts = zip(("train", "dev", "dev_mm"), ("train", *TASKS[name].dev))
         records = {split: hub_files(name, data, part) if data else from_hub(name, part) for split, part in parts}
