@@ -179,7 +179,7 @@ def test_muon_in_bf16_is_pytorchs_muon():  # needs torch 2.9 or later, which has
     ours = [torch.randn(shape, requires_grad=True) for shape in ((8, 8), (32, 8), (8, 8), (8, 32), (16, 8))]
     theirs = [matrix.detach().clone().requires_grad_() for matrix in ours[:4]]
     theirs += [half.detach().clone().requires_grad_() for half in ours[4].chunk(2)]  # two matrices of their own
-    groups = [{"params": ours[:4]}, {"params": ours[4:], "parts": 2}]
+    groups = [{"params": ours[:4], "parts": 1}, {"params": ours[4:], "parts": 2}]
     optimizers = optim.Muon(groups, 0.02, 0.1, torch.bfloat16), torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1)
     for _ in range(3):
         for mine in ours:

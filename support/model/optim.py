@@ -18,10 +18,10 @@ def orthogonalize(x, dtype: torch.dtype):
 
 
 class Muon(torch.optim.Optimizer):
-    """Jordan et al., 2024. Faster than torch.optim.Muon, which always uses bf16 and updates one matrix at a time. A
-    parameter of a group with parts=2 holds two matrices, one above the other."""
+    """Jordan et al., 2024. Faster than torch.optim.Muon, which always uses bf16 and updates one matrix at a time. Each
+    parameter of a group holds `parts` matrices, one above the other."""
     def __init__(self, groups: list[dict], lr: float, weight_decay: float, dtype: torch.dtype):
-        super().__init__(groups, dict(lr=lr, weight_decay=weight_decay, momentum=0.95, parts=1))
+        super().__init__(groups, dict(lr=lr, weight_decay=weight_decay, momentum=0.95))
         self.dtype = dtype
 
     @torch.no_grad()
@@ -71,5 +71,5 @@ def make_optimizers(model: MAELM, recipe, dtype: torch.dtype) -> list:
                               weight_decay=recipe.weight_decay, fused=True)
     if not matrices:
         return [adamw]
-    groups = [{"params": single}, {"params": double, "parts": 2}]
+    groups = [{"params": single, "parts": 1}, {"params": double, "parts": 2}]
     return [adamw, Muon(groups, recipe.muon_learning_rate, recipe.muon_weight_decay, dtype)]
