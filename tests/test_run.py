@@ -188,8 +188,11 @@ def test_a_checkpoint_of_something_else_is_refused_and_runs_no_code(part, change
     assert "code was run" not in capsys.readouterr().out
 
 
-def test_only_old_checkpoints_are_removed(text, tmp_path):
-    out = short_run(text, tmp_path / "run", "--stop-at", 2)
+def test_only_old_checkpoints_are_removed(text, tmp_path, capsys):
+    keep_all = short_run(text, tmp_path / "all", "--stop-at", 2)
+    line = fails(lambda: short_run(text, keep_all, "--keep-checkpoints", 2), capsys)
+    assert "repeat the command with --keep-checkpoints 0" in line
+    out = short_run(text, tmp_path / "run", "--stop-at", 2, "--keep-checkpoints", 3)
     (out / "step_0000003_copy.pt").touch()
     short_run(text, out, "--keep-checkpoints", 2, "--checkpoint-interval", 1)
     assert {path.name for path in out.glob("*.pt")} == {"step_0000003_copy.pt", "step_0000005.pt", "step_0000006.pt"}

@@ -130,10 +130,11 @@ def comments_of(config: type) -> dict[str, str]:
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
-    """Add a flag for every field of a dataclass. Its help joins the field's comment and its value in `values`."""
+    """Add a flag for every field of a dataclass that is a number, a text, a path or a bool. Its help joins the field's
+    comment and its value in `values`."""
     comments = comments_of(config)
     group = parser.add_argument_group(config.__name__)
-    for field in fields(config):
+    for field in [field for field in fields(config) if field.type in (bool, int, float, str, Path)]:
         flag = "--" + field.name.replace("_", "-")
         value = values.get(field.name, field.default)
         shown = "" if value == "" else f" [{value}]"

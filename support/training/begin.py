@@ -66,6 +66,9 @@ def begin(settings, out: Path, start: Start, worker: Worker, may_change: set[str
         defaults = asdict(type(settings.recipe)()) | asdict(type(settings.options)())  # for fields that it lacks
         before = asdict(saved["config"]) | defaults | saved["settings"]
         changed = compare(out, before, settings.fields(), may_change)
+        if changed.get("keep_checkpoints", [1])[0] == 0:
+            raise UserError(f"{out}: keep_checkpoints=0 there; repeat the command with --keep-checkpoints 0, because "
+                            "otherwise its older checkpoints would be deleted")
         tokenizer, name = saved["tokenizer"] if settings.options.init else None, saved["corpus"]
     corpus = prepared_corpus(settings.fields(), tokenizer, name)
 
