@@ -158,7 +158,7 @@ class Settings(NamedTuple):
 
 def make_settings(values: dict) -> Settings:
     """Settings from values by name; a missing value is the default. Raises ValueError if a value is not allowed."""
-    config, recipe, options = [kind(**fields_of(kind, values)) for kind in (Config, Recipe, RunOptions)]
+    config, recipe, options = [part(**fields_of(part, values)) for part in (Config, Recipe, RunOptions)]
     return Settings(check(config), recipe, options)  # the other two check themselves
 
 
@@ -316,8 +316,8 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
     add("--out", type=path_of, help="run folder [out/PRESET-ABLATION; with --init, the name of that run, not PRESET]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
     preset = PRESETS[parser.parse_known_args(argv)[0].preset]  # -h shows its values
-    for kind in (Config, Recipe, RunOptions):
-        add_flags(parser, kind, preset)
+    for part in (Config, Recipe, RunOptions):
+        add_flags(parser, part, preset)
     options = parser.parse_args(argv)
     init = getattr(options, "init", "")
     # toy, toy-mlm or, with --init NAME, NAME-more or NAME-mlm

@@ -56,10 +56,10 @@ def read_checkpoint(path: Path, *wanted: str) -> dict:
 def checkpoint_of(path: Path) -> Path:
     """The checkpoint at a path, the newest checkpoint in a run folder, or the encoder.pt of finetune.py (for
     load_encoder). Raises UserError if there is none."""
-    found = [path] if path.suffix == ".pt" else [*checkpoints(path), *path.glob("encoder.pt")]
-    if not found:
+    files = [path] if path.suffix == ".pt" else [*checkpoints(path), *path.glob("encoder.pt")]
+    if not files:
         raise UserError(f"{path}: not a run folder with checkpoints; make one with train.py")
-    return found[-1]
+    return files[-1]
 
 
 def load_model(path: Path) -> tuple[MAELM, Tokenizer]:

@@ -140,11 +140,11 @@ def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
         shown = "" if value == "" else f" [{value}]"
         text = f"{comments.get(field.name, '')}{shown}".replace("%", "%%")  # argparse formats with %
         if field.type is bool:
-            kind = {"action": argparse.BooleanOptionalAction}
+            how = {"action": argparse.BooleanOptionalAction}
         else:
-            kind = {"type": path_of if field.type is Path else field.type, "metavar": field.type.__name__.upper()}
+            how = {"type": path_of if field.type is Path else field.type, "metavar": field.type.__name__.upper()}
         # A flag that is not given is absent from the result, so that the value of the preset applies.
-        group.add_argument(flag, default=argparse.SUPPRESS, help=text.strip(), **kind)
+        group.add_argument(flag, default=argparse.SUPPRESS, help=text.strip(), **how)
 
 
 # ---- 3. Values ----------------------------------------------------------------------------------------------

@@ -130,11 +130,11 @@ def table_records(path: Path) -> list[Record]:
 def custom_examples(path: Path) -> list[Example]:
     """The examples of a table with the columns text[,text2],label or sentence1,sentence2,label. Raises UserError if a
     text or a label is missing."""
-    kind = split_name(path)[1]
-    if kind in (".csv", ".tsv"):
+    suffix = split_name(path)[1]
+    if suffix in (".csv", ".tsv"):
         records = table_records(path)
     else:
-        records = parquet_records(path) if kind == ".parquet" else json_records(path)
+        records = parquet_records(path) if suffix == ".parquet" else json_records(path)
     examples = []
     for place, record in records:
         record = {column.strip().lower(): cell for column, cell in record.items()}

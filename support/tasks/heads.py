@@ -75,8 +75,9 @@ class Classification:
             encoding = self.model.encode(example.text, example.text2)
             ids.append(np.array(encoding.ids, np.int64))
             truncated += bool(encoding.overflowing)
-        kind, labels = "pairs of texts" if self.pairs else "texts", ", ".join(self.labels.names) or "numbers as labels"
-        remark = f"{len(ids):,} {kind} ({labels:.200}); {truncated:,} are cut off at the limit of {self.n} tokens"
+        inputs = "pairs of texts" if self.pairs else "texts"
+        labels = ", ".join(self.labels.names) or "numbers as labels"
+        remark = f"{len(ids):,} {inputs} ({labels:.200}); {truncated:,} are cut off at the limit of {self.n} tokens"
         return Encoded(ids, torch.tensor(targets), examples, [], remark)
 
     def head(self) -> nn.Module:

@@ -68,8 +68,8 @@ class Spans:
                 inside = q.answers and offset <= first and last < offset + room
                 target = (first + shift, last + shift) if inside else (0, 0)
                 targets.append((*target, len(query)))
-        found = {number for (number, _), (first, _, _) in zip(windows, targets) if first > 0}
-        lost = sum(bool(q.answers) for q in questions) - len(found)
+        answered = {number for (number, _), (first, _, _) in zip(windows, targets) if first > 0}
+        lost = sum(bool(q.answers) for q in questions) - len(answered)
         remark = f"{len(ids):,} windows of {self.n} tokens; {lost:,} answers lie in no window, and count as no answer"
         return Encoded(ids, torch.tensor(targets), questions, windows, remark)
 

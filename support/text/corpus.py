@@ -115,11 +115,11 @@ def settle_validation(folder: Path, dtype: np.dtype, val_share: float) -> dict[s
 
 
 # ---- 3. A prepared corpus -----------------------------------------------------------------------------------
-def prepare(settings: dict, found: list[Source], tokenizer: Tokenizer | None, folder: Path):
+def prepare(settings: dict, selected: list[Source], tokenizer: Tokenizer | None, folder: Path):
     """Write the corpus of these sources to a folder. Raises UserError if they contain no text."""
     data, val_share, start = settings["data"], settings["val_share"], time.perf_counter()
     say(f"preparing {data}, in {folder}")
-    read = partial(documents, found, settings["column"], settings["cache"])
+    read = partial(documents, selected, settings["column"], settings["cache"])
     bar = partial(tqdm, unit=" documents", unit_scale=True, leave=False, disable=None)
     if tokenizer is None:
         training = (each for each in bar(read(), "reading") if not in_validation(each, val_share))
@@ -128,7 +128,7 @@ def prepare(settings: dict, found: list[Source], tokenizer: Tokenizer | None, fo
     tokenizer.save(folder)
 
     known = set()
-    if "docs" in found:  # the documentation repeats many texts
+    if "docs" in selected:  # the documentation repeats many texts
         known.update(*[ngrams(each) for each in read() if in_validation(each, val_share)])
     dtype = np.dtype("uint16" if settings["vocab_size"] <= 1 << 16 else "uint32")
     encoded = in_threads(lambda each: encode(each, tokenizer, val_share, known), read())
@@ -164,8 +164,8 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None, name: st
     cache, data = path_of(settings["cache"]), settings["data"]
     if name and (cache / name / "meta.json").is_file():
         return cache / name
-    found = sources(data)
-    folder = cache / corpus_name(settings, text_hash(found, settings["column"], settings["cache"]), tokenizer)
+    selected = sources(data)
+    folder = cache / corpus_name(settings, text_hash(selected, settings["column"], settings["cache"]), tokenizer)
     if name not in ("", folder.name):
         raise UserError(f"--data {data}: the text has changed, and the tokens of this run, {cache / name}, are gone; "
                         "restore one of them, or use another --data and --out")
@@ -174,7 +174,7 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None, name: st
         try:
             with lock_folder(folder, wait=True):
                 if not complete.is_file():
-                    prepare(settings, found, tokenizer, folder)
+                    prepare(settings, selected, tokenizer, folder)
         except (MemoryError, OSError) as error:
             raise UserError(f"{folder}: not prepared ({root_cause(error)}); is the memory or disk full? Choose another "
                             "folder with --cache, or another one for downloads with HF_HOME") from error

@@ -44,11 +44,11 @@ def docs_files() -> list[tuple[str, Path]]:
         spec = importlib.util.find_spec(name)  # does not import it
         if spec is not None:
             roots += [(name, Path(folder)) for folder in spec.submodule_search_locations or []]
-    found = []
+    files = []
     for library, root in roots:
         paths = sorted(root.rglob("*.py"))
-        found += [(library, path) for path in paths if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts)]
-    return found
+        files += [(library, path) for path in paths if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts)]
+    return files
 
 
 @functools.cache
@@ -77,17 +77,17 @@ def docstrings(path: Path) -> list[str]:
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):  # templates, and files for other Python versions
         return []
-    found = []
+    strings = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            found.append(ast.get_docstring(node) or "")
+            strings.append(ast.get_docstring(node) or "")
         elif isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", None))  # for module.f(...) or f(...)
             if name in DOCUMENTING:
-                found.append(max(strings_in(ast.walk(node)), key=len, default=""))
+                strings.append(max(strings_in(ast.walk(node)), key=len, default=""))
         elif isinstance(node, ast.Dict) and path.parent.name == "pydoc_data":
-            found += strings_in(node.values)
-    texts = [text.strip() for text in found if len(text.split()) > 3]
+            strings += strings_in(node.values)
+    texts = [text.strip() for text in strings if len(text.split()) > 3]
     return [text.encode(errors="replace").decode() for text in texts]  # a string may hold half a surrogate pair
 
 
@@ -103,10 +103,10 @@ Source = str | Path  # docs, hf:NAME[:CONFIG], or a text file
 def sources(data: str) -> list[Source]:
     """The sources that --data names, where + joins several, in a fixed order. Raises UserError if a path has no text
     files, or OSError if a folder cannot be read."""
-    found = []
+    selected = []
     for name in [data] if path_of(data).exists() else data.split("+"):
         if name == "docs" or (name.startswith("hf:") and name != "hf:"):
-            found.append(name)
+            selected.append(name)
             continue
         if not name or not path_of(name).exists():
             raise UserError(f"--data {name}: no such file or folder; other sources are docs and hf:NAME")
@@ -115,8 +115,8 @@ def sources(data: str) -> list[Source]:
         files = sorted(files_below(path_of(name), set()), key=str)
         if not files:
             raise UserError(f"--data {name}: no file ending in {', '.join(FORMATS)}, plain or compressed")
-        found += files
-    return found
+        selected += files
+    return selected
 
 
 def files_below(path: Path, seen: set[str]) -> Iterator[Path]:
@@ -134,10 +134,10 @@ def files_below(path: Path, seen: set[str]) -> Iterator[Path]:
         yield path
 
 
-def text_hash(found: list[Source], column: str, cache: str) -> str:
+def text_hash(selected: list[Source], column: str, cache: str) -> str:
     """A hash of the contents of sources. A data set on the Hub is identified only by its name."""
     contents = [column]
-    for source in tqdm(found, "comparing files", unit="file", leave=False, delay=2, disable=None):
+    for source in tqdm(selected, "comparing files", unit="file", leave=False, delay=2, disable=None):
         if source == "docs":
             contents.append(json.dumps(read_docs(cache)))
         elif isinstance(source, str):
@@ -183,15 +183,15 @@ def texts_of(source: Source, column: str, cache: str) -> Iterator[str]:
         records, is_text = hub_records(source)
         texts = column_of(((source, record) for record in records), column)
         return grouped(line + "\n" for line in texts) if is_text else texts
-    kind = split_name(source)[1]
-    if kind == ".txt":
+    suffix = split_name(source)[1]
+    if suffix == ".txt":
         return grouped(lines_of(source, longest=LONGEST))
-    return column_of(parquet_records(source, column) if kind == ".parquet" else json_records(source), column)
+    return column_of(parquet_records(source, column) if suffix == ".parquet" else json_records(source), column)
 
 
-def documents(found: list[Source], column: str = "text", cache: str = CACHE) -> Iterator[str]:
+def documents(selected: list[Source], column: str = "text", cache: str = CACHE) -> Iterator[str]:
     """The documents of sources, including empty ones, stripped of white space and split after LONGEST characters."""
-    for source in found:
+    for source in selected:
         for text in split_long(texts_of(source, column, cache), LONGEST):
             # JSON can hold half of a surrogate pair, which is not text.
             yield text.strip().encode(errors="replace").decode()

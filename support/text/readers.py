@@ -98,9 +98,9 @@ def hub_records(name: str, split: str = "train", streaming: bool = True) -> tupl
     source = f"{name}, downloaded to the folder HF_HOME"
     with readable(source):
         is_text = hasattr(datasets.load_dataset_builder(path, config or None).config, "sample_by")
-        found = datasets.load_dataset(path, config or None, split=split, streaming=streaming)
+        data_set = datasets.load_dataset(path, config or None, split=split, streaming=streaming)
 
     def records():
         with readable(source):
-            yield from found
+            yield from data_set
     return records(), is_text
