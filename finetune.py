@@ -33,7 +33,7 @@ from support.program.worker import Worker, make_worker
 from support.tasks import results
 from support.tasks.encoder import Pretrained, Probe, Tuned, predict, with_vectors
 from support.tasks.examples import hash_of, read_task
-from support.tasks.heads import Classification, batches, collate
+from support.tasks.heads import Classification, batches, by_length, collate
 from support.tasks.squad import Spans
 from support.tasks.table1 import DEFAULTS, GLUE, SWEPT, TASKS, Encoded, Kind, grid, labels_of
 from support.text.corpus import VAL_SHARE, seed_of
@@ -85,9 +85,9 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     """Fine-tune, without gradient clipping, and return the value, metrics, ranks and step of the best checkpoint on the
     dev split. If the seed is 1, that checkpoint is also saved."""
     kind, train, device = setup.kind, setup.splits["train"], setup.worker.device
-    encoder = setup.pretrained.new_encoder(seed)
-    torch.manual_seed(seed_of(seed))  # for the head
     frozen = train.vectors is not None
+    encoder = None if frozen else setup.pretrained.new_encoder(seed)
+    torch.manual_seed(seed_of(seed))  # for the head
     model = Probe(train.vectors, len(kind.labels.names) or 1) if frozen else Tuned(encoder, kind.head())
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), eps=1e-6, weight_decay=tune.weight_decay,
@@ -134,15 +134,13 @@ def evaluate(model: Tuned | Probe, setup: Setup, split: str) -> tuple[dict | Non
     """The metrics of a split, and the texts of prediction files by name. If an output is NaN, because the model has
     diverged, there are no metrics (None)."""
     model.eval()
-    encoded = setup.splits[split]
-    order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
-    outputs = []
-    for start in range(0, len(order), setup.tune.batch_size):
-        chosen = order[start:start + setup.tune.batch_size]
+    encoded, outputs = setup.splits[split], []
+    chunks = by_length(encoded, setup.tune.batch_size)
+    for chosen in chunks:
         logits, targets, padding = predict(model, encoded, chosen, setup.worker.device)
         # decode takes the targets only because they hold the start of SQuAD's passage.
         outputs.append(setup.kind.decode(logits, targets, padding).cpu())
-    outputs = torch.cat(outputs)[np.argsort(order)]  # back in the order of the examples
+    outputs = torch.cat(outputs)[np.argsort(np.concatenate(chunks))]  # back in the order of the examples
     if outputs.isnan().any():
         return None, {}
     return setup.kind.score(outputs.numpy(), encoded)
@@ -153,8 +151,7 @@ def ranks(model: Tuned, setup: Setup) -> dict[str, int] | None:
     """The effective ranks of H^L at the real tokens of the dev split (Table 3); None if there are too few tokens."""
     model.eval()
     moments, encoded = Moments(), setup.splits["dev"]
-    for start in range(0, len(encoded.ids), setup.tune.batch_size):
-        chosen = np.arange(start, min(start + setup.tune.batch_size, len(encoded.ids)))
+    for chosen in by_length(encoded, setup.tune.batch_size):
         tokens, padding, _ = collate(encoded, chosen, setup.worker.device)
         _, h = model(tokens, padding)
         moments.add(h[~padding])

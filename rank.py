@@ -29,6 +29,7 @@ from support.program.worker import make_worker
 CURVES = ("with_mask", "without_mask", "mask_only")
 CENTERINGS = {"uncentered": False, "centered": True}
 MASK_RATE = 0.15  # section 2.2
+ENOUGH = 10  # vectors per dimension; a rule of thumb, because fewer would limit the rank
 
 
 # ---- 1. Effective rank: section 2.2 -------------------------------------------------------------------------
@@ -82,8 +83,8 @@ class Moments:
 
     @property
     def are_enough(self) -> bool:
-        """Whether there are 10 d rows or more; a rule of thumb, because fewer rows would limit the rank."""
-        return self.count >= 10 * len(self.total)
+        """Whether there are ENOUGH rows for a rank."""
+        return self.count >= ENOUGH * len(self.total)
 
 
 # ---- 2. Measuring a model -----------------------------------------------------------------------------------
@@ -126,10 +127,10 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     rows = subject.sample(config.tokens)  # (N, n) int64
     count, n = rows.shape
     states = subject.encode(rows[:1])  # H^0 ... H^L, (1, n, d) each, to get L and d
-    vectors, least = count * round(MASK_RATE * n), 10 * states[-1].shape[-1]  # see Moments.are_enough
+    vectors, least = count * round(MASK_RATE * n), ENOUGH * states[-1].shape[-1]
     if vectors < least:
-        raise UserError(f"{subject.name}: {vectors:,} [MASK] are fewer than 10 d = {least:,}, too few for a rank; "
-                        "raise --tokens, or give more text: --data, --val-share 1")
+        raise UserError(f"{subject.name}: {vectors:,} [MASK] are fewer than {ENOUGH} d = {least:,}, too few for a "
+                        "rank; raise --tokens, or give more text: --data, --val-share 1")
     moments = {curve: [Moments() for _ in states] for curve in CURVES}
     masks = masks_for(subject, rows, config.seed)  # of all sequences, so that the batch size does not matter
     for start in tqdm(range(0, count, config.batch_size), subject.name, leave=False, disable=None):

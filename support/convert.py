@@ -16,7 +16,6 @@ from support.program.cli import Parser, UserError, clear_errors, path_of, say
 from support.program.files import write_json
 from support.text.tokenizer import Tokenizer
 
-
 HERE = Path(__file__).resolve().parents[1]
 
 
@@ -80,8 +79,8 @@ def export(source: Path, out: Path):
     state = read_checkpoint(checkpoint_of(source))
     config, longest = state["config"], state["config"].seq_len
     weights, head, labels = weights_of(state)
-    (out / "modeling_maelm.py").write_bytes((HERE / "support/hub/modeling_maelm.py").read_bytes())
-    shutil.copy(HERE / "maelm.py", out)
+    for code in ("support/hub/modeling_maelm.py", "maelm.py"):
+        shutil.copy(HERE / code, out)
     # The inputs of fine-tuning may be shorter than those of pre-training.
     save_tokenizer(state["tokenizer"], min(longest, state.get("longest", longest)), head, out)
     # Not save_file, which makes a file that only its owner can read.

@@ -9,7 +9,7 @@ from support.model.build import make_model
 from support.model.checkpoints import load_encoder
 from support.program.cli import path_of
 from support.program.files import short_hash
-from support.tasks.heads import collate
+from support.tasks.heads import by_length, collate
 from support.tasks.table1 import Encoded
 
 
@@ -74,8 +74,8 @@ def predict(model: Tuned | Probe, encoded: Encoded, chosen, device: torch.device
 def with_vectors(encoded: Encoded, encoder: nn.Module, pooling: str, batch_size: int, device: torch.device) -> Encoded:
     """A split with a vector of the frozen encoder for each input: the mean over its tokens, or that at [CLS]."""
     encoder, vectors = encoder.to(device).eval(), []
-    for start in range(0, len(encoded.ids), batch_size):
-        chosen = np.arange(start, min(start + batch_size, len(encoded.ids)))
+    chunks = by_length(encoded, batch_size)
+    for chosen in chunks:
         tokens, padding, _ = collate(encoded, chosen, device)
         h = encoder(tokens, torch.arange(tokens.shape[1], device=device)[None], padding).float()
         if pooling == "cls":
@@ -83,4 +83,5 @@ def with_vectors(encoded: Encoded, encoder: nn.Module, pooling: str, batch_size:
         else:
             real = (~padding)[:, :, None]
             vectors.append((h * real).sum(1) / real.sum(1))
-    return encoded._replace(vectors=torch.cat(vectors))
+    order = np.concatenate(chunks)
+    return encoded._replace(vectors=torch.cat(vectors)[np.argsort(order)])  # back in the order of the inputs

@@ -22,7 +22,7 @@ def read_task(name: str, data: str | None, val_share: float) -> dict[str, list]:
     if name == "docs":
         splits = read_docs_task(val_share)
     elif name == "custom":
-        files = {split: custom_file(Path(data), split) for split in ("train", "dev")}
+        files = {split: custom_file(data, split) for split in ("train", "dev")}
         splits = {split: custom_examples(file) for split, file in files.items()}
     else:
         parts = zip(("train", "dev", "dev_mm"), ("train", *TASKS[name].dev))
@@ -71,8 +71,8 @@ def hub_files(name: str, data: str, part: str) -> list[Record]:
     """The records of a split in the Hub's Parquet files, in the folder `data` or in the task's own folder there. Raises
     UserError if there are none; only MNLI's mismatched split may be missing."""
     root = path_of(data)
-    inside = [root / ("squad_v2" if name == "squad2" else name), root]
-    files = next(filter(None, (sorted(folder.glob(f"{part}*.parquet")) for folder in inside)), [])
+    own = root / ("squad_v2" if name == "squad2" else name)
+    files = sorted(own.glob(f"{part}*.parquet")) or sorted(root.glob(f"{part}*.parquet"))
     if not files and part != "validation_mismatched":
         raise UserError(f"--data {data}: {name} needs the Hub's files {part}*.parquet, in this folder or in {name}/")
     return [record for file in files for record in parquet_records(file)]
@@ -104,14 +104,14 @@ def questions_of(name: str, records: list[Record]) -> list[Question]:
 
 
 # ---- 3. Your own files --------------------------------------------------------------------------------------
-def custom_file(folder: Path, split: str) -> Path:
+def custom_file(data: str, split: str) -> Path:
     """The file of a split, such as train.csv, dev.TSV.gz or validation.jsonl. Raises UserError unless there is one."""
     names = ("train",) if split == "train" else ("dev", "validation", "valid", "val")
-    inside = sorted(path_of(str(folder)).glob("*"))
+    inside = sorted(path_of(data).glob("*"))
     files = [path for path in inside if split_name(path)[0].lower() in names and split_name(path)[1] in CUSTOM]
     if len(files) != 1:
         listed = " and ".join(path.name for path in files) or "none"
-        raise UserError(f"--data {folder}: must have one file {split} ({', '.join(CUSTOM)}), but has {listed}")
+        raise UserError(f"--data {data}: must have one file {split} ({', '.join(CUSTOM)}), but has {listed}")
     return files[0]
 
 

@@ -24,6 +24,12 @@ def collate(encoded: Encoded, chosen, device: torch.device):
     return tokens, tokens == PAD, encoded.targets[chosen].to(device)
 
 
+def by_length(encoded: Encoded, batch_size: int) -> list[np.ndarray]:
+    """The indices of all inputs, in batches of similar length."""
+    order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
+    return [order[start:start + batch_size] for start in range(0, len(order), batch_size)]
+
+
 def batches(encoded: Encoded, seed: int, batch_size: int) -> Iterator[np.ndarray]:
     """Yield the indices of each step's inputs, (batch_size,) int64 or, at the end of an epoch, fewer. Every epoch is a
     new permutation of all inputs. Those of sixteen batches are sorted by length, which saves padding."""

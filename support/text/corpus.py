@@ -2,7 +2,7 @@
 
 A prepared corpus is a folder in --cache, named after a hash of the text and of how it was prepared. `train.bin` and
 `val.bin` hold tokens, uint16 or uint32, with `[SEP]` after each document; `meta.json` is written last. The text is read
-twice, the first time for the tokenizer.
+three times: for its hash, for the tokenizer and for the tokens.
 """
 import hashlib
 import os

@@ -80,14 +80,14 @@ def begin(settings, out: Path, start: Start, worker: Worker, may_change: set[str
         saved = None if chosen is None else read_checkpoint(out / f"step_{chosen:07d}.pt")
 
     config, recipe, options = settings
-    rows = {split: Rows(cache / name, split, config.seq_len) for split in SPLITS}
-    torch.manual_seed(recipe.seed)
-    model = make_model(config, recipe.position_init).to(worker.device)
-    optimizers = make_optimizers(model, recipe, worker.dtype)
     tokenizer = Tokenizer.load(cache / name)
     if config.encoder_fill == "random" and len(tokenizer) < config.vocab_size:
         raise UserError(f"vocab_size={config.vocab_size}: the text has only {len(tokenizer)} different tokens, and "
                         f"encoder_fill=random would draw others; use --vocab-size {len(tokenizer)}")
+    rows = {split: Rows(cache / name, split, config.seq_len) for split in SPLITS}
+    torch.manual_seed(recipe.seed)
+    model = make_model(config, recipe.position_init).to(worker.device)
+    optimizers = make_optimizers(model, recipe, worker.dtype)
     run = Run(out, settings, worker, tokenizer, name, rows, model, optimizers, changed)
     if saved is not None:
         restore(run, saved)
