@@ -5,18 +5,13 @@ import os
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import maelm  # noqa: E402
 from support.model import cross_attention  # noqa: E402
 
 torch.set_num_threads(1)
-
-
-def pytest_configure(config):
-    """Register marks."""
-    config.addinivalue_line("markers", "task(name): tests a function that students write; see course/assign.py")
-    config.addinivalue_line("markers", "cuda: needs a GPU")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -26,10 +21,9 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not item.get_closest_marker("cuda")]
 
 
-def pytest_itemcollected(item):
-    """Let `pytest -k corrupt` find the tests of a task by the task's name."""
-    for mark in item.iter_markers("task"):
-        item.extra_keyword_matches.update(mark.args)
+def task(name, gate=False):
+    """Marks a claim about a task, such that `pytest -m corrupt` runs it. A task that fails a gate gets no points."""
+    return getattr(pytest.mark, name)
 
 
 # ---- A small model and a batch --------------------------------------------------------------------------------------

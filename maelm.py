@@ -17,7 +17,6 @@ Letters as in the paper, with the values of its base model:
     m   masked positions in a sequence (77)         e_x   embedding of token x
     r   tokens that the encoder sees, n - m (435)   p_i   embedding of position i
     t   tokens that a layer sees, r or n            H^l   output of layer l; H^0 is the input of layer 1
-The README has an example to run.
 """
 import math
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ class Config:
     rel_pos_buckets: int = 32  # groups of distances between tokens; 0 for no relative positions
     rel_pos_max_distance: int = 128  # larger distances share one group
     mask_rate: float = 0.15  # fraction of the tokens to mask
-    # For small presets (bench/results/presets.md):
+    # For small presets:
     norm: str = "post"  # post | pre: LayerNorm after or before the sub-layers
     init_std: float = 0.02  # standard deviation of the initial weights
     decoder_relative: bool = False  # whether the decoder also has relative positions
@@ -54,7 +53,7 @@ class Config:
     decoder_reset: bool = False  # whether e_[MASK] replaces the encoder's output at masked positions
     aligned_positions: bool = True  # whether tokens keep their positions in the encoder, or get 0 to r - 1
     decoder_dim: int = 0  # dimensions of the decoder; 0 for encoder_dim
-    decoder: str = "bi"  # bi | bi+cross | uni+cross | cross; see support/cross_attention.py
+    decoder: str = "bi"  # bi | bi+cross | uni+cross | cross; see support/model/cross_attention.py
 
     def num_masked(self, n):  # m for n tokens
         return round(self.mask_rate * n)
@@ -128,7 +127,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.p = heads, dropout
         self.query = nn.Linear(dim, dim)  # for all heads: W^Q = [W_1^Q ... W_N^Q]
-        self.key_value = nn.Linear(dim, 2 * dim)  # separate from query, for support/cross_attention.py
+        self.key_value = nn.Linear(dim, 2 * dim)  # separate from query, for cross-attention
         self.output = nn.Linear(dim, dim)
 
     def forward(self, x, bias=None, memory=None):
@@ -182,7 +181,7 @@ class RelativeBias(nn.Module):
         values = self.table(self.bucket)  # one per distance and head: (2n - 1, heads)
         distance = positions[:, None, :] - positions[:, :, None]  # key minus query: (B, t, t)
         index = distance + len(values) // 2  # distance 0 is in the middle of values
-        return lookup(values, index)  # values[index], as (B, heads, t, t); see section 7
+        return lookup(values, index)  # values[index], as (B, heads, t, t)
 
 
 class Stack(nn.Module):
@@ -275,7 +274,7 @@ class MAELM(nn.Module):
     def __init__(self, config):
         super().__init__()
         if config.decoder != "bi":
-            raise ValueError(f"decoder={config.decoder!r}: use support.models.make_model")
+            raise ValueError(f"decoder={config.decoder!r}: see support/model/cross_attention.py")
         self.config = config
         self.encoder = Encoder(config)
         self.decoder = Decoder(config) if config.decoder_layers > 0 else None

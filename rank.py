@@ -46,8 +46,8 @@ def tau_rank(values, tau: float) -> int:
 
 
 def effective_rank(h, tau: float = 0.9) -> int:
-    """rank_tau(H) of H (N, d) in float64, by its definition in section 2.2; `measure` uses Moments instead. Raises
-    ValueError if H is empty or not finite."""
+    """rank_tau(H) of H (N, d) in float64, by its definition in section 2.2. Raises ValueError if H is empty or not
+    finite."""
     x = torch.as_tensor(h).double()
     if x.ndim != 2 or x.numel() == 0 or not x.isfinite().all():
         raise ValueError(f"effective_rank: needs finite numbers of shape (N, d), not {tuple(x.shape)}")
@@ -55,7 +55,8 @@ def effective_rank(h, tau: float = 0.9) -> int:
 
 
 class Moments:
-    """Accumulates the count, sum and Gram matrix of the rows of H (N, d) in float64; H itself is never kept."""
+    """The count, sum and Gram matrix of the rows of H (N, d) in float64, from which `measure` computes ranks: H itself
+    is never kept."""
     def __init__(self):
         self.count, self.total, self.gram = 0, 0.0, 0.0  # later: an int, (d,) and (d, d)
 

@@ -1,6 +1,5 @@
 """Claims about the method, as tests: the file to read after maelm.py. In the course, a claim with @task is worth a
-point. A gate is a claim about a silent error: a task that fails it gets no points. tests/test_mistakes.py checks that
-these claims detect wrong versions of the code.
+point. A gate is a claim about a silent error: a task that fails it gets no points.
 
     pytest test_maelm.py
     python test_maelm.py -h         # for classes: --blank or --handout makes an assignment, --grade marks it
@@ -14,9 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import maelm
-from conftest import generator, model_and_batch, random_tokens, tiny
+from conftest import generator, model_and_batch, random_tokens, task, tiny
 
-task = pytest.mark.task
 OTHER = dict(vocab_size=50, seq_len=40, encoder_dim=24, encoder_heads=2, rel_pos_buckets=8, rel_pos_max_distance=20)
 
 
@@ -147,6 +145,8 @@ def test_a_random_fill_is_any_real_token():
         exact(corrupted.scatter(1, masked, 0), tokens.scatter(1, masked, 0), "other positions must keep their tokens")
         same = (fill[:, 1:] == fill[:, :1]).double().mean()
         assert same < 2 / V, "gaps in one sequence get the same token: each must draw its own"
+        true = (fill == tokens.gather(1, masked)).double().mean()
+        assert 0.7 < true * (V - 4) < 1.3, "the fill must equal the true token as often as chance says"
 
 
 @task("corrupt", gate=True)
@@ -335,6 +335,10 @@ def test_attention_has_dropout_in_training_only():
     assert heads.std(dim=(1, 2)).min() > 0, "dropout must act on the attention weights, not on the input"
     close(4 * heads, (4 * heads).round(), "not a multiple of 1/4, which is 1/5 times 1 / (1 - p): is p = self.p?")
     close(heads, heads[..., :1].expand_as(heads), "dropout must act on the attention weights, not on features")
+    layer, x = attention_layer(dropout=0.2)
+    layer.query.weight.data.mul_(20)
+    mean = layer.train()(x[:1].expand(20000, -1, -1)).mean(0)
+    close(mean, layer.eval()(x)[0], "dropout changes the mean: does it act before the softmax?", atol=0.03, rtol=0)
 
 
 @task("Attention.forward")
@@ -431,6 +435,8 @@ def test_embeddings_have_dropout_in_training_only():
     zeros = training == 0
     assert zeros.float().mean().item() == pytest.approx(0.3, abs=0.05), "a share p of H^0 must be 0 in training"
     assert len(zeros.flatten(0, 1).unique(dim=0)) == 6 * 24, "each vector must drop its own numbers"
+    many = [model.encoder.hidden_states(tokens[:1], torch.arange(24)[None])[0] for _ in range(2000)]
+    close(sum(many) / 2000, calm[:1], "dropout changes the mean: does it act before the LayerNorm?", atol=0.3, rtol=0)
 
 
 # ---- Eq. (1): the loss ----------------------------------------------------------------------------------------------
@@ -449,7 +455,9 @@ def test_loss_is_the_mean_over_the_masked_positions():
         loss = model(tokens, drawn)
         close(loss, torch.stack(by_hand).mean(), "not the mean of -log p(true token), in the order of `masked`")
     exact(tokens, before, "the tokens have changed")
-    assert model.bfloat16()(tokens, corruption).dtype == torch.float32, "the loss must be float32 for any logits dtype"
+    half = model.bfloat16()
+    expected = F.cross_entropy(half.logits(corruption).mT.float(), tokens.gather(1, corruption.masked))
+    close(half(tokens, corruption), expected, "the loss must be computed in float32 for any dtype of the logits")
 
 
 @task("MAELM.forward")

@@ -4,14 +4,17 @@
     python test_maelm.py --handout homework                        # a folder for students
     python test_maelm.py --grade homework                          # a folder, a zip, a maelm.py, or a whole class
 
-A task is a function that students write, and each of its tests is worth a point. Nothing is sandboxed: use a container.
+A task is a function that students write, and each of its claims is worth a point. There is no sandbox: use a container.
 """
+import json
+import os
 import re
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from course.grade import (FILES, HERE, PYTEST_INI, SHORTCUTS, TASKS, TESTS, find, functions_of, grade_all, gradescope,
-                          lines_of, read_submission, source)
+from course.grade import (FILES, HERE, PARTS, PROJECT, PYTEST_INI, TASKS, TESTS, TOGETHER, definitions, effects_of_ours,
+                          grade, grade_run, read_all, source)
 from support.program.cli import Parser, UserError, clear_errors
 
 HEADER = '"""Functions that you write for a larger program."""\nimport math\n\nimport numpy as np\nimport torch'
@@ -21,39 +24,19 @@ CROSS_ATTENTION = "CrossMAELM = None  # a part of Table 2 that is not homework, 
 # ---- 1. The handout -----------------------------------------------------------------------------------------
 def blank(text: str, name: str) -> str:
     """The signature and docstring of a function, followed by its rules from tasks.md if it is a task."""
-    function = source(text, name)
-    docstring = find(function, name.rpartition(".")[2]).body[0]
-    head = "\n".join(function.split("\n")[:docstring.end_lineno]).removesuffix('"""')
+    function, indent = source(text, name), " " * definitions(text, name)[-1].col_offset
+    head = function[:function.index('"""', function.index('"""') + 3)]
     rules = (HERE / "course/tasks.md").read_text("utf-8").partition(f"## {name}\n")[2].partition("\n## ")[0].strip()
-    rules = textwrap.indent(f"\n\n{rules}", "    ") if rules else ""
-    return head + rules + '"""\n    raise NotImplementedError'
-
-
-def unsolved(text: str, task: str) -> str:
-    """`text` without the solution to a task."""
-    for name in functions_of(task):
-        indent = " " * find(text, name).col_offset
-        text = text.replace(lines_of(text, name), textwrap.indent(blank(text, name), indent))
-    for name in SHORTCUTS.get(task, ()):
-        text = text.replace(f"{source(text, name)}\n\n\n", "")
-    return text
+    rules = textwrap.indent(f"\n\n{rules}", f"{indent}    ") if rules else ""
+    return f'{head}{rules}"""\n{indent}    raise NotImplementedError'
 
 
 def without(file: str, tasks: list[str]) -> str:
     """One of our files, without the solutions to these tasks."""
-    text = (HERE / file).read_text("utf-8")
-    for task in tasks:
-        text = unsolved(text, task) if TASKS[task] == file else text
+    text = PROJECT[file]
+    for name in [part for task in tasks if TASKS[task] == file for part in PARTS[task]]:
+        text = text.replace(source(text, name), blank(text, name))
     return text
-
-
-def student_tests(file: str) -> str:
-    """One of our test files, without the tests that reveal solutions and without the lecturer's command."""
-    text = (HERE / file).read_text("utf-8")
-    text = re.sub(r"if __name__ .*?\n\n", "", text, flags=re.DOTALL)
-    text = re.sub(r"    python test_maelm.py -h.*\n", "", text)
-    blocks = [block for block in text.rstrip("\n").split("\n\n\n") if "@task(" in block or "def test_" not in block]
-    return "\n\n\n".join(blocks) + "\n"
 
 
 def hand_out(folder: Path):
@@ -63,54 +46,51 @@ def hand_out(folder: Path):
     texts = {"pytest.ini": PYTEST_INI, "support/model/cross_attention.py": CROSS_ATTENTION}
     for name, page in (("README.md", "course/homework.md"), ("conftest.py", "conftest.py"), ("LICENSE", "LICENSE")):
         texts[name] = (HERE / page).read_text("utf-8")
-    for file in TESTS:
-        texts[file] = student_tests(file)
+    for file in TESTS:  # without the claims that reveal solutions and the lecturer's command
+        text = re.sub(r'\n    python test_maelm.py -h[^\n]*|if __name__ .*?\n\n', "", PROJECT[file], flags=re.DOTALL)
+        blocks = [block for block in text.split("\n\n\n") if "@task(" in block or "def test_" not in block]
+        texts[file] = "\n\n\n".join(blocks).rstrip() + "\n"
     for file in FILES:
         texts[file] = without(file, list(TASKS))
         if file != "maelm.py":
             tasks = [source(texts[file], task) for task in TASKS if TASKS[task] == file]
-            texts[file] = "\n\n\n".join([HEADER, *tasks, ""]).rstrip("\n") + "\n"
+            texts[file] = "\n\n\n".join([HEADER, *tasks]) + "\n"
     for file, text in texts.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(text, "utf-8")
     print(f"{folder}: read its README.md")
 
 
-# ---- 2. The command -----------------------------------------------------------------------------------------
-def submissions_in(path: Path) -> dict[str, dict[str, str]]:
-    """The files of a submission by its name or, for a class, the files of each folder or zip. Raises UserError if there
-    are no files."""
-    is_one = path.is_file() or any((path / file).exists() for file in FILES)
-    inner = [] if is_one or not path.exists() else sorted(path.iterdir())
-    found = {entry.name: read_submission(entry) for entry in inner if entry.is_dir() or entry.suffix == ".zip"}
-    found = {name: texts for name, texts in found.items() if texts} or {path.name: read_submission(path)}
-    if not all(found.values()):
-        raise UserError(f"{path}: has none of the files {', '.join(FILES)}")
-    return found
-
-
+# ---- 2. The grade -------------------------------------------------------------------------------------------
 def grade_students(options) -> bool:
     """Grade a submission and print a line per task, or grade a class and print a line per student. Returns whether all
-    have full marks. All submissions are read before any of their code runs."""
-    submissions = submissions_in(options.grade)
-    if options.json and len(submissions) > 1:
-        raise UserError("--json: name one submission, not a class")
-    perfect = True
+    have full marks. All files are read before any code of students runs."""
+    submissions, tasks = read_all(options.grade, bool(options.json)), options.only or [*TASKS, TOGETHER]
+    ours, perfect = effects_of_ours(*tasks), True
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    pool = ThreadPoolExecutor(cpus)
+    grades = {name: [pool.submit(grade, task, texts, options.time_limit, ours) for task in tasks]
+              for name, texts in submissions.items()}
     for name, texts in submissions.items():
-        results = grade_all(texts, options.only, options.time_limit)
-        score, most = sum(result.points for result in results), sum(result.most for result in results)
-        perfect = perfect and score == most
+        results = [grade.result() for grade in grades[name]]
+        results += grade_run(texts) if "log.jsonl" in texts else []
+        score, most = sum(row.points for row in results), sum(row.most for row in results)
+        problem = texts.get("problem", "")
+        perfect = perfect and score == most and not problem
         if len(submissions) > 1:
-            points = [f"{result.task} {result.points}" for result in results]
-            print(f"{name}: {score}/{most}; {', '.join(points)}")
+            alarms = {row.status for row in results if row.status.startswith(("read by hand", "ran out", "no report"))}
+            points = ", ".join(f"{row.task} {row.points}" for row in results)
+            print("; ".join(filter(None, [f"{name}: {score}/{most}", problem, *sorted(alarms), points])), flush=True)
             continue
-        for result in results:
-            print(f"{result.task} {result.points}/{result.most} {result.status}")
-            if options.verbose and result.details:
-                print(textwrap.indent(result.details, "    "))
-        print(f"total {score}/{most}")
-        if options.json:
-            options.json.write_text(gradescope(results), "utf-8")
+        for row in results:
+            print(f"{row.task} {row.points}/{row.most} {row.status}")
+            if options.verbose and row.details:
+                print(textwrap.indent(row.details, "    "))
+        print("; ".join(filter(None, [f"total {score}/{most}", problem])))
+        if options.json:  # in Gradescope's format
+            rows = [{"name": task, "score": points, "max_score": most, "output": f"{status}\n{details}"}
+                    for task, points, most, status, details in results]
+            options.json.write_text(json.dumps({"output": problem, "tests": rows}, indent=1), "utf-8")
     return perfect
 
 
@@ -125,12 +105,12 @@ def main(argv=None) -> int:
     parser.add_argument("--only", nargs="+", metavar="TASK", choices=TASKS, default=[], help="grade only these tasks")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", default=60, help="CPU time per task [60]")
     parser.add_argument("--verbose", action="store_true", help="show the message of each claim that failed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the grade for Gradescope")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write a submission's grade for Gradescope")
     options = parser.parse_args(argv)
     if options.time_limit <= 0:
         parser.error(f"--time-limit {options.time_limit:g}: use a positive number")
-    if options.json and not options.json.resolve().parent.is_dir():
-        parser.error(f"--json {options.json}: there is no such folder")
+    if options.grade and not options.grade.exists():
+        parser.error(f"--grade {options.grade}: there is no such file or folder")
     with clear_errors("test_maelm.py"):
         if options.handout:
             hand_out(options.handout)

@@ -9,10 +9,9 @@ import torch
 import maelm
 import rank
 import train
-from conftest import generator, tiny
+from conftest import generator, task, tiny
 from support.tasks import metrics
 
-task = pytest.mark.task
 TAUS = (0.5, 0.8, 0.9, 0.95, 0.99)
 LOSS, DEVIATION = 0.72, 0.04  # of our solutions after 50 steps, over seeds 0 to 4
 
@@ -146,17 +145,23 @@ def test_inputs_without_a_rank_are_refused():
 
 
 # ---- All together ---------------------------------------------------------------------------------------------------
-def fifty_steps(seed):
-    """Train a tiny model on texts that count up from one of four numbers -> model, corruption, tokens, losses."""
+def fifty_steps(seed, given=False):
+    """Train a tiny model on texts that count up from one of four numbers -> model, corruption, tokens, losses. If the
+    masks are `given`, they do not depend on draw_masks, and all numbers are float64."""
     config = tiny(vocab_size=20, encoder_heads=2, decoder_layers=1, init_std=0.1, norm="pre", rel_pos_buckets=8,
                   rel_pos_max_distance=20)
     torch.manual_seed(0)
     model, draw, losses = maelm.MAELM(config), generator(seed), []
+    model = model.double() if given else model
     optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.95))
     for step in range(50):
         first = torch.randint(4, (32, 1), generator=draw)
         tokens = maelm.NUM_SPECIAL + (5 * first + torch.arange(24)) % 16
-        corruption = maelm.corrupt(tokens, config, draw)
+        if given:
+            masked = torch.rand(32, 24, generator=draw).topk(6).indices
+            corruption = maelm.apply_masks(tokens, masked, config, draw)
+        else:
+            corruption = maelm.corrupt(tokens, config, draw)
         optimizer.param_groups[0]["lr"] = 0.01 * train.learning_rate_factor(step, 5, 50)
         loss = model(tokens, corruption)
         optimizer.zero_grad()

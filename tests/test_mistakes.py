@@ -8,7 +8,7 @@ import torch
 
 import conftest
 import test_maelm
-from tests import test_homework, test_random_inputs, test_rank, test_table_2, test_train
+from tests import random_inputs, test_homework, test_rank, test_table_2, test_train
 from tests.common import ROOT
 
 MISTAKES = [  # claim, without test_; a piece of our code; wrong code in its place
@@ -121,20 +121,47 @@ MISTAKES = [  # claim, without test_; a piece of our code; wrong code in its pla
     ("matthews_of_two_labels_is_the_formula", "    both =", "    true.sort()\n    both ="),
     ("matthews_of_several_labels_is_gorodkins", "len(labels)", "4"),
     ("a_single_label_correlates_with_nothing", " or np.ptp(predicted) == 0", ""),
-    # Mistakes that only random inputs find.
-    ("random_schedules", "return (max_steps - step)", "return max(2, max_steps - step)"),
-    ("rank_of_random_values", "(tau - 1e-9)", "(tau - 1e-7)"),
-    ("matthews_of_random_labels", "predicted])", "predicted]).astype(np.uint8)"),
-    ("rank_of_random_matrices", "svdvals(x)", "svdvals(x.float()).double()"),
-    ("random_distances", "num_buckets // 2", "(num_buckets + 1) // 2"),
-    ("attention_of_random_heads", "logits.float()", "logits.clamp(-50, 50).float()"),
-    ("biases_of_random_positions", "return lookup(values,", "return lookup(values.float(),"),
-    ("layers_of_random_sizes", "else memory)", "else memory.detach())"),
-    ("masks_of_random_texts", "0 < m <=", "0 <= m <="),
-    ("states_of_random_texts", "stack(h, positions, padding, at)", "stack(h, positions, padding, at)[:-1] + [h]"),
-    ("random_gaps", "corruption.masked] = e_mask", "corruption.masked] = e_mask.detach()"),
-    ("losses_of_random_texts", "targets.flatten()", "targets.flatten(), ignore_index=5"),
     ("the_loss_falls_as_ours_does", "= self.fill_gaps(h,", "= self.fill_gaps(h.detach(),"),
+    ("attention_has_dropout_in_training_only", "= attention(q", "= attention(F.dropout(q, self.p, self.training)"),
+    ("a_random_fill_is_any_real_token", "    corrupted = tokens.scatter(1, masked, replacement)",
+     "    replacement = torch.where(replacement == tokens.gather(1, masked), 4, replacement)\n"
+     "    corrupted = tokens.scatter(1, masked, replacement)"),
+    ("embeddings_have_dropout_in_training_only", "self.norm(h))\n", "self.norm(self.dropout(h)))\n"),
+    ("loss_is_the_mean_over_the_masked_positions", "F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())",
+     "F.cross_entropy(logits.flatten(0, 1), targets.flatten()).float()"),
+]
+RANDOM = [  # task; a piece of our code; wrong code in its place. Only the effects of random calls differ.
+    ("learning_rate_factor", "return (max_steps - step)", "return max(2, max_steps - step)"),
+    ("tau_rank", "(tau - 1e-9)", "(tau - 1e-7)"),
+    ("tau_rank", "not 0 < tau < 1", "tau <= 0 or tau >= 1"),
+    ("tau_rank", "values.cumsum(0)", "values[:1000].cumsum(0)"),
+    ("matthews", "predicted])", "predicted]).astype(np.uint8)"),
+    ("effective_rank", "svdvals(x)", "svdvals(x.float()).double()"),
+    ("relative_bucket", "num_buckets // 2", "(num_buckets + 1) // 2"),
+    ("relative_bucket", "distance.abs()", "distance.abs().clamp(max=300)"),
+    ("attention", "logits.float()", "logits.clamp(-50, 50).float()"),
+    ("attention", ".softmax(dim=-1)", ".softmax(dim=-1).add(1e-3)"),
+    ("attention", "q.shape[-1]", "min(q.shape[-1], 128)"),
+    ("RelativeBias.forward", "return lookup(values,", "return lookup(values.float(),"),
+    ("RelativeBias.forward", "index = distance + len(values) // 2",
+     "index = self.kept = getattr(self, 'kept', None) if hasattr(self, 'kept') else distance + len(values) // 2"),
+    ("RelativeBias.forward", "index = distance", "index = torch.zeros(1, dtype=torch.int64) + distance.cpu()"),
+    ("Attention.forward", "else memory)", "else memory.detach())"),
+    ("Attention.forward", "z = attention(q, k,", "self.k = getattr(self, 'k', k); z = attention(q, self.k,"),
+    ("corrupt", "0 < m <=", "0 <= m <="),
+    ("corrupt", "(~is_removed).nonzero()", "(~is_removed[:64]).nonzero()"),
+    ("corrupt", "    corrupted = tokens.scatter(1, masked, replacement)",
+     "    replacement[:, round(config.mask_in_encoder * m):] = MASK\n"
+     "    corrupted = tokens.scatter(1, masked, replacement)"),
+    ("Encoder.hidden_states", "stack(h, positions, padding, at)", "stack(h, positions, padding, at)[:-1] + [h]"),
+    ("Encoder.hidden_states", "h = self.token_embedding(tokens)", "self.eval(); h = self.token_embedding(tokens)"),
+    ("MAELM.fill_gaps", "corruption.masked] = e_mask", "corruption.masked] = e_mask.detach()"),
+    ("MAELM.fill_gaps", "if self.config.decoder_reset:", "if self.config.decoder_reset and not self.training:"),
+    ("MAELM.fill_gaps", "row = torch.arange(B, device=h.device)", "row = torch.arange(B).clamp(max=63)"),
+    ("MAELM.fill_gaps", "x[row, corruption.kept]", "self.at = getattr(self, 'at', corruption.kept); x[row, self.at]"),
+    ("MAELM.forward", "targets.flatten()", "targets.flatten(), ignore_index=5"),
+    ("MAELM.forward", "targets.flatten()", "targets.flatten(), label_smoothing=0.1 * self.training"),
+    ("together", "/ (max_steps - warmup_steps)", "/ (max_steps - warmup_steps + 1)"),
 ]
 CASES = [(claim, piece, mistake) for claim, piece, *mistakes in MISTAKES for mistake in mistakes]
 FILES = ["maelm.py", "rank.py", "train.py", "support/tasks/metrics.py", "support/model/cross_attention.py"]
@@ -155,7 +182,7 @@ def module_with(piece, mistake):
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("claim, piece, mistake", CASES, ids=[claim[:45] for claim, *_ in CASES])
 def test_the_claim_finds_the_mistake(claim, piece, mistake, monkeypatch):
-    files = (test_maelm, test_table_2, test_homework, test_random_inputs, test_rank, test_train)
+    files = (test_maelm, test_table_2, test_homework, test_rank, test_train)
     test = next(getattr(file, f"test_{claim}") for file in files if hasattr(file, f"test_{claim}"))
     name, module = module_with(piece, mistake)
     for names in (test.__globals__, vars(test_maelm), vars(conftest)):
@@ -164,3 +191,14 @@ def test_the_claim_finds_the_mistake(claim, piece, mistake, monkeypatch):
     with pytest.raises((AssertionError, RuntimeError, ValueError, TypeError, LookupError, ArithmeticError,
                         pytest.fail.Exception)):  # but not NameError, which would be a typo here
         test()
+
+
+@pytest.mark.parametrize("task, piece, mistake", RANDOM, ids=[f"{row[0]}-{i}" for i, row in enumerate(RANDOM)])
+def test_random_calls_have_other_effects(task, piece, mistake, monkeypatch):
+    expected = [effect for _, effect in random_inputs.effects(task)]
+    name, module = module_with(piece, mistake)
+    for names in (vars(random_inputs), vars(test_homework)):
+        monkeypatch.setitem(names, name, module)
+    with pytest.raises((AssertionError, RuntimeError, LookupError)):
+        for (_, found), right in zip(random_inputs.effects(task), expected):
+            torch.testing.assert_close(found, right, rtol=2e-4, atol=2e-4)

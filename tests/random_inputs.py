@@ -1,0 +1,290 @@
+"""Random calls of the functions of each task: for full marks, a student's functions must have the effects of ours. The
+grader compares files of effects, so the copy that runs a student's code has no results of ours.
+"""
+import copy
+import random
+import sys
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import maelm
+import rank
+import train
+from conftest import generator, tiny
+from support.tasks import metrics
+from tests.test_homework import fifty_steps
+
+DTYPES = (torch.float32, torch.float64)
+ANY_DEVICE = ("relative_bucket", "attention", "RelativeBias.forward", "Attention.forward", "Encoder.hidden_states",
+              "MAELM.fill_gaps", "MAELM.forward")  # tasks whose functions need no values, only shapes
+
+
+# ---- Effects --------------------------------------------------------------------------------------------------------
+def effect(function, arguments):
+    """The effect of a call, as a dictionary of lists of tensors and numbers: the results, the arguments after the call,
+    whether the module is in training mode, and the gradients of a random sum of the results with respect to arguments
+    that require gradients and to all parameters of the module. Or a refusal, which is a ValueError."""
+    arguments = copy.deepcopy(arguments)
+    sources = [x for x in arguments.values() if getattr(x, "requires_grad", False)]
+    given = [1 * x if getattr(x, "requires_grad", False) else x for x in arguments.values()]  # safe to edit in place
+    try:
+        results = function(*given)
+    except ValueError:
+        return {"refused": [1.0]}
+    module = getattr(function, "__self__", None)
+    gradients, training = [], []
+    if module is not None:
+        sources += module.parameters()
+        training = [module.training]
+    learning = [x for x in tree_leaves(results) if getattr(x, "requires_grad", False)]
+    if learning:
+        weights = [torch.randn(x.shape, generator=generator(0)).to(x.device) for x in learning]
+        loss = sum((x.double() * weight).sum() for x, weight in zip(learning, weights))
+        gradients = torch.autograd.grad(loss, sources, allow_unused=True, materialize_grads=True)
+    effects = {"result": results, "argument": given, "training mode": training, "gradient": gradients}
+    return {name: [plain(x) for x in tree_leaves(values)] for name, values in effects.items()}
+
+
+def plain(x):
+    """A value as a tensor, a number or None. A tensor on the device "meta" has a shape and a dtype only."""
+    if isinstance(x, torch.Tensor):
+        return torch.zeros_like(x, device="cpu") if x.is_meta else x.detach().clone()
+    if isinstance(x, np.ndarray):
+        return torch.from_numpy(x.copy())
+    return float(x) if isinstance(x, (int, float)) else None if x is None else str(type(x))
+
+
+def effects(task):
+    """(sizes of the arguments, effect) of each call of a task."""
+    for number in range(60):
+        draw = Draw(number, "meta" if number > 55 and task in ANY_DEVICE else "cpu")
+        for function, arguments in CALLS[task](draw):
+            arguments = {name: moved(x, draw.device) for name, x in arguments.items()}
+            sizes = [f"{name} {tuple(x.shape)}" for name, x in arguments.items() if hasattr(x, "shape")]
+            yield ", ".join(sizes), effect(function, arguments)
+
+
+def moved(x, device):
+    """A tensor, or a tuple of tensors, on this device; other values as they are."""
+    return tree_map_only(torch.Tensor, lambda y: y.detach().to(device).requires_grad_(y.requires_grad), x)
+
+
+# ---- Random arguments -----------------------------------------------------------------------------------------------
+class Draw(random.Random):
+    """A source of random numbers, which also sets torch's seed, and the device and mode of modules."""
+    def __init__(self, number, device):
+        super().__init__(number)
+        torch.manual_seed(number)
+        self.number, self.device = number, device
+        self.training, self.large = number % 2 == 0, number % 5 == 0
+
+    def sizes(self, count, most=6, large=150):
+        """`count` sizes from 1 to `most`; sometimes, one of them is large."""
+        sizes = [self.randint(1, most) for _ in range(count)]
+        if self.large:
+            sizes[self.randrange(count)] = large
+        return sizes
+
+
+def some_config(draw, **fields):
+    """A small Config of random sizes. Its dropout is 0 in training mode."""
+    heads = draw.randint(1, 3)
+    sizes = dict(vocab_size=draw.choice((8, 40, 400)), seq_len=draw.choice((12, 30, 90)), encoder_heads=heads,
+                 encoder_dim=heads * draw.randint(2, 9), encoder_layers=draw.randint(1, 3), decoder_layers=1,
+                 rel_pos_buckets=draw.choice((8, 10, 16)), rel_pos_max_distance=draw.randint(10, 90),
+                 mask_in_encoder=draw.choice((0.0, 0.3, 0.5, 1.0)), decoder_reset=draw.choice((False, True)))
+    if draw.large:
+        sizes |= {draw.choice(("vocab_size", "seq_len")): 700}
+    return tiny(norm=draw.choice(("pre", "post")), dropout=0.0 if draw.training else 0.3, **sizes | fields)
+
+
+def batch_size(draw, config):
+    """B and n for a config."""
+    B, = draw.sizes(1, large=70 if config.seq_len < 100 else 3)
+    return B, draw.randint(4, config.seq_len)
+
+
+def some_batch(config, B, n, m):
+    """Tokens (B, n), some of them special, and m positions to mask."""
+    return torch.randint(config.vocab_size, (B, n)), torch.rand(B, n).topk(m).indices
+
+
+def corrupted_batches(draw, config):
+    """Two batches of the same size: tokens and their corruption."""
+    B, n = batch_size(draw, config)
+    m = draw.randint(1, n - 1)
+    for _ in range(2):
+        tokens, masked = some_batch(config, B, n, m)
+        yield tokens, maelm.apply_masks(tokens, masked, config, generator(0))
+
+
+def some_bias(draw, B, heads, t, s, dtype):
+    """A bias that broadcasts to (B, heads, t, s) and may hide any key but the first; or None."""
+    shape = draw.choice(((t, s), (1, 1, t, s), (B, 1, 1, s), (1, heads, t, s), (B, heads, t, s)))
+    bias = torch.randn(shape, dtype=dtype)
+    hidden = torch.rand(bias.shape) < draw.choice((0, 0.3))
+    hidden[..., 0] = False
+    return draw.choice((None, bias.masked_fill(hidden, -torch.inf).requires_grad_()))
+
+
+def module_of(draw, kind, *arguments):
+    """A module with random weights."""
+    module = kind(*arguments).to(draw.choice(DTYPES))
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.7)
+    return module.to(draw.device).train(draw.training)
+
+
+# ---- The calls of each task: function and arguments -----------------------------------------------------------------
+def calls_of_learning_rate_factor(draw):
+    for most in (3, 60, 10 ** 6):
+        last = draw.randint(1, most)
+        yield train.learning_rate_factor, dict(step=draw.randrange(last), warmup_steps=draw.randint(0, last),
+                                               max_steps=last)
+
+
+def calls_of_tau_rank(draw):
+    for d in (*draw.sizes(3, 12), 2000):
+        values = torch.randint(6, (d,)).double().sort(descending=True).values
+        share = draw.choice(values.cumsum(0) / values.sum().clamp(min=1)).item()
+        beyond = share + draw.choice((-1e-8, 5e-10, 5e-9, 1e-7))  # the rank changes at share + 1e-9
+        taus = draw.random(), share, -share, beyond, float("nan")
+        yield rank.tau_rank, dict(values=values * 10.0 ** draw.randint(-20, 20), tau=draw.choice(taus))
+
+
+def calls_of_matthews(draw):
+    for most in (6, 6, 300):
+        names = np.array(draw.sample(range(-200, 200), draw.randint(1, most))) * draw.choice((1, 256))
+        N = draw.choice((1, 2, 3, 20)) if most == 6 else 3000
+        true, other = np.array([draw.choices(names, k=N) for _ in range(2)])
+        yield metrics.matthews, dict(predicted=np.where(np.arange(N) % draw.randint(1, 4), true, other), true=true)
+
+
+def calls_of_effective_rank(draw):
+    for N, d in ((9, 20), (30, 20), (300, 30)):
+        N, d = draw.choice((N, 10 * N if draw.large else N)), draw.randint(1, d)
+        h = torch.randn(N, d).double() * torch.logspace(0, -draw.randint(0, 4), d) / 3 + draw.choice((0, 3))
+        h = (h * draw.choice((0, 1, 5, 1000))).to(draw.choice((*DTYPES, torch.int64)))
+        squares = torch.linalg.svdvals(h.double()) ** 2
+        share = draw.choice(squares.cumsum(0) / squares.sum().clamp(min=1e-9)).item()
+        refused = draw.choice((h[0], h[None], h[:0], h[:, :0], F.pad(h.float(), (0, 0, 0, 1), value=torch.nan)))
+        yield rank.effective_rank, dict(h=draw.choice((h, h.T, h.numpy(), refused)),
+                                        tau=draw.choice((draw.random(), share - 1e-8, share + 3e-9)))
+
+
+def calls_of_relative_bucket(draw):
+    for shape in ((600,), (600,), (20, 30), (2, 60, 5)):
+        farthest, buckets = draw.choice((200, 5000)), draw.randint(4, 70)
+        yield maelm.relative_bucket, dict(distance=torch.randint(-farthest, farthest, shape), num_buckets=buckets,
+                                          max_distance=draw.randint(buckets // 4 + 1, farthest))
+
+
+def calls_of_attention(draw):
+    B, heads, t, s, d_h = draw.sizes(5)
+    for _ in range(2):
+        dtype = draw.choice(DTYPES)
+        q, k, v = [torch.randn(B, n, heads, d_h, dtype=dtype).transpose(1, 2).requires_grad_() for n in (t, s, s)]
+        q = (q * draw.choice((1, 30))).detach().requires_grad_()  # 30 makes exp(logits) overflow
+        yield maelm.attention, dict(q=q, k=k, v=v, bias=some_bias(draw, B, heads, t, s, dtype))
+
+
+def calls_of_relative_bias(draw):
+    config = some_config(draw, seq_len=draw.choice((12, 400, 2000)), rel_pos_max_distance=draw.randint(10, 300),
+                         rel_pos_buckets=draw.choice((8, 10, 64)))
+    B, t, heads = draw.sizes(3)
+    bias = module_of(draw, maelm.RelativeBias, config, heads)
+    for _ in range(2):
+        yield bias.forward, dict(positions=torch.randint(config.seq_len, (B, t)))
+
+
+def calls_of_attention_forward(draw):
+    B, t, s, heads, d_h = draw.sizes(5)
+    layer = module_of(draw, maelm.Attention, heads * d_h, heads, 0.0 if draw.training else 0.3)
+    dtype, is_cross = layer.query.weight.dtype, draw.choice((False, True))
+    for _ in range(2):
+        x, memory = [torch.randn(B, n, heads * d_h, dtype=dtype).requires_grad_() for n in (t, s)]
+        bias = some_bias(draw, B, heads, t, s if is_cross else t, dtype)
+        yield layer.forward, dict(x=x, bias=bias, memory=memory if is_cross else None)
+
+
+def calls_of_corrupt(draw):
+    config = some_config(draw, mask_rate=draw.choice((0.02, 0.2, 0.5)), encoder_fill=draw.choice(("mask", "random")))
+    if config.encoder_fill == "random":  # a vocabulary with a single token, so that the fill is not random
+        config = some_config(draw, vocab_size=maelm.NUM_SPECIAL + 1, encoder_fill="random")
+    B, n = batch_size(draw, config)
+    m = draw.randint(1, n - 1)
+    for _ in range(2):
+        tokens, masked = some_batch(config, B, n, m)
+        masked[0] = draw.choice((masked[0], masked[0, 0]))  # the latter repeats one position
+        given = dict(tokens=tokens, masked=masked)
+        yield lambda tokens, masked: maelm.apply_masks(tokens, masked, config, generator(0)), given
+
+    def drawn(tokens, count):  # the masks are random, but not the number of different real tokens in each row
+        real = tokens >= maelm.NUM_SPECIAL
+        masked = maelm.draw_masks(real, count, generator(0))
+        return [int(row[at.unique()].sum()) for row, at in zip(real, masked)], list(masked.shape)
+
+    yield drawn, dict(tokens=tokens, count=draw.randint(0, n))
+    yield lambda tokens: [list(x.shape) for x in maelm.corrupt(tokens, config, generator(0))], dict(tokens=tokens)
+
+
+def calls_of_hidden_states(draw):
+    config = some_config(draw)
+    encoder, (B, n) = module_of(draw, maelm.Encoder, config), batch_size(draw, config)
+    rows, m, is_padded, is_at = draw.choice((1, B)), draw.randint(1, n - 1), draw.random() < 0.5, draw.random() < 0.5
+    for _ in range(2):
+        tokens, at = some_batch(config, B, n, m)
+        positions = torch.rand(rows, config.seq_len).topk(n).indices
+        padding = torch.rand(tokens.shape) < 0.3
+        padding[:, 0] = False
+        yield encoder.hidden_states, dict(tokens=tokens, positions=positions, padding=padding if is_padded else None,
+                                          at=at if is_at else None)
+
+
+def calls_of_fill_gaps(draw):
+    config = some_config(draw)
+    model, dtype = module_of(draw, maelm.MAELM, config), draw.choice(DTYPES)
+    for _, corruption in corrupted_batches(draw, config):
+        h = torch.randn(*corruption.kept.shape, config.encoder_dim, dtype=dtype)
+        yield model.fill_gaps, dict(h=h.requires_grad_(), corruption=corruption)
+
+
+def calls_of_loss(draw):
+    config = some_config(draw, **draw.choice(({}, maelm.ABLATIONS["mlm"])))
+    model = module_of(draw, maelm.MAELM, config)
+    for tokens, corruption in corrupted_batches(draw, config):
+        yield model.forward, dict(tokens=tokens, corruption=corruption)
+
+
+def calls_of_together(draw):
+    if draw.number < 2:
+        yield lambda seed: fifty_steps(seed, given=True)[3], dict(seed=draw.randrange(100))
+
+
+CALLS = {
+    "learning_rate_factor": calls_of_learning_rate_factor,
+    "tau_rank": calls_of_tau_rank,
+    "matthews": calls_of_matthews,
+    "effective_rank": calls_of_effective_rank,
+    "relative_bucket": calls_of_relative_bucket,
+    "attention": calls_of_attention,
+    "RelativeBias.forward": calls_of_relative_bias,
+    "Attention.forward": calls_of_attention_forward,
+    "corrupt": calls_of_corrupt,
+    "Encoder.hidden_states": calls_of_hidden_states,
+    "MAELM.fill_gaps": calls_of_fill_gaps,
+    "MAELM.forward": calls_of_loss,
+    "together": calls_of_together,
+}
+
+
+def save(path, tasks):
+    """Save the effects of the calls of these tasks."""
+    torch.save({task: list(effects(task)) for task in tasks}, path)
+
+
+if __name__ == "__main__":
+    save(sys.argv[1], sys.argv[2:])
