@@ -29,28 +29,20 @@ def six_tokens(words: list[str], corruption: Corruption) -> tuple[list[str], lis
     return encoder, decoder, loss
 
 
-def draw_cells(rows: dict[str, list[str]], weights: dict[str, list[float]] | None = None) -> Figure:
-    """Draw one row of cells per name. If weights in [0, 1] are given, heavier cells are darker; otherwise, columns are
-    numbered from 0."""
+def draw_cells(rows: dict[str, list[str]]) -> Figure:
+    """Draw one row of cells per name. Columns are numbered from 0."""
     columns = max(map(len, rows.values()))
-    figure = Figure(figsize=(13, 0.55 * len(rows) + 0.8), layout="constrained")
+    figure = Figure(figsize=(max(13, 1.2 * columns), 0.55 * len(rows) + 0.8), layout="constrained")
     axes = figure.subplots()
-    for y, (name, texts) in enumerate(rows.items()):
+    for y, (_, texts) in enumerate(rows.items()):
         for x, text in enumerate(texts):
             shade = "#f4c7c3" if text.startswith(LOSS) else SHADES.get(text, "#e6e6e6")
-            color = "black"
-            if weights is not None:
-                shade = (0, 0, 0, weights[name][x])
-                color = "white" if weights[name][x] > 0.5 else "black"
             edge = "#7e57c2" if text == "[MASK]" else "lightgray"
-            cell = Rectangle((x + 0.03, y + 0.05), 0.94, 0.9, facecolor=shade, edgecolor=edge, linewidth=2)
-            axes.add_patch(cell)
-            axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=color)
-    axes.set(xlim=(0, columns), ylim=(len(rows), 0), xticks=[])
+            axes.add_patch(Rectangle((x + 0.03, y + 0.05), 0.94, 0.9, facecolor=shade, edgecolor=edge, linewidth=2))
+            axes.text(x + 0.5, y + 0.5, text, ha="center", va="center")
+    axes.set(xlim=(0, columns), ylim=(len(rows), 0), xlabel="position")
+    axes.set_xticks([x + 0.5 for x in range(columns)], range(columns))
     axes.set_yticks([y + 0.5 for y in range(len(rows))], rows)
-    if weights is None:
-        axes.set_xticks([x + 0.5 for x in range(columns)], range(columns))
-        axes.set_xlabel("position")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return figure
