@@ -16,7 +16,6 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -25,17 +24,16 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from rank import CENTERINGS, Moments, tau_rank
-from support.model.checkpoints import write_checkpoint
+from rank import CENTERINGS, ENOUGH, Moments, tau_rank
 from support.program.cli import Parser, add_flags, clear_errors, fields_of, path_of, require, say, short_name
 from support.program.files import compare, lock_folder, write_json, write_text
 from support.program.worker import Worker, make_worker
 from support.tasks import results
-from support.tasks.encoder import Pretrained, Probe, Tuned, predict, with_vectors
+from support.tasks.encoder import Pretrained, Probe, Tuned, predict, with_vectors, write_tuned
 from support.tasks.examples import hash_of, read_task
 from support.tasks.heads import Classification, batches, by_length, collate
 from support.tasks.squad import Spans
-from support.tasks.table1 import DEFAULTS, GLUE, SWEPT, TASKS, Encoded, Kind, grid, labels_of
+from support.tasks.table1 import DEFAULTS, GLUE, SWEPT, TASKS, Encoded, Kind, grid, group_of, labels_of
 from support.text.corpus import VAL_SHARE, seed_of
 from train import learning_rate_factor
 
@@ -85,10 +83,9 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     """Fine-tune, without gradient clipping, and return the value, metrics, ranks and step of the best checkpoint on the
     dev split. If the seed is 1, that checkpoint is also saved."""
     kind, train, device = setup.kind, setup.splits["train"], setup.worker.device
-    frozen = train.vectors is not None
-    encoder = None if frozen else setup.pretrained.new_encoder(seed)
+    encoder = setup.pretrained.new_encoder(seed) if train.vectors is None else None
     torch.manual_seed(seed_of(seed))  # for the head
-    model = Probe(train.vectors, len(kind.labels.names) or 1) if frozen else Tuned(encoder, kind.head())
+    model = Tuned(encoder, kind.head()) if encoder else Probe(train.vectors, len(kind.labels.names) or 1)
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), eps=1e-6, weight_decay=tune.weight_decay,
                                   fused=True)
@@ -125,8 +122,11 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
 
     model.load_state_dict(weights)
     if seed == 1:  # the first seed of the result; a sweep uses seed 0
-        save(setup, tune, model, predictions)
-    return best | {"ranks": None if frozen else ranks(model, setup)}  # a frozen encoder keeps its ranks
+        for name, text in predictions.items():
+            write_text(setup.out / name, text)
+        if encoder:
+            write_tuned(setup.out / "encoder.pt", model, setup.pretrained, setup.task, kind.labels, tune.seq_len)
+    return best | {"ranks": ranks(model, setup) if encoder else None}  # a frozen encoder keeps its ranks
 
 
 @torch.no_grad()
@@ -155,22 +155,9 @@ def ranks(model: Tuned, setup: Setup) -> dict[str, int] | None:
         tokens, padding, _ = collate(encoded, chosen, setup.worker.device)
         _, h = model(tokens, padding)
         moments.add(h[~padding])
-    if not moments.are_enough:
+    if moments.count < ENOUGH * len(moments.total):
         return None
     return {name: tau_rank(moments.spectrum(centered), 0.9) for name, centered in CENTERINGS.items()}
-
-
-def save(setup: Setup, tune: TuneConfig, model: Tuned, predictions: dict[str, str]):
-    """Write the predictions for dev and, after fine-tuning, encoder.pt, which can be exported or fine-tuned further."""
-    labels, pretrained = setup.kind.labels, setup.pretrained
-    for name, text in predictions.items():
-        write_text(setup.out / name, text)
-    if isinstance(model, Probe):
-        return
-    write_checkpoint(setup.out / "encoder.pt", {
-        "config": asdict(pretrained.config), "settings": pretrained.settings, "model": model.state_dict(),
-        "tokenizer": pretrained.tokenizer.to_json(), "task": setup.task, "labels": list(labels.names),
-        "scale": labels.scale, "longest": tune.seq_len})
 
 
 # ---- 3. All runs of a task ----------------------------------------------------------------------------------
@@ -200,7 +187,7 @@ def run_task(setup: Setup, options: argparse.Namespace) -> dict:
     if options.sweep:
         # Explicit flags replace the grid's values. In tune, the actual learning rate has already replaced a 0.
         given = {name: getattr(tune, name) for name in fields_of(TuneConfig, vars(options))}
-        points = grid("frozen" if options.frozen else TASKS[task].group, dim, given)
+        points = grid(group_of(task, options.frozen), dim, given)
         # Seed 0, because the choice must not depend on the seeds of the result.
         sweep = finish_runs(setup, [(replace(tune, **point), 0) for point in points])
         sweep.sort(key=lambda run: results.height(run["value"]), reverse=True)
@@ -222,17 +209,16 @@ def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out
                worker: Worker) -> Setup:
     """Encode the examples, and claim the folder `out`. Raises UserError if it belongs to other settings or data."""
     # A flag overrides the default of the task, which overrides the default of the field.
-    defaults = DEFAULTS["frozen" if options.frozen else TASKS[task].group]
-    tune = TuneConfig(**defaults | fields_of(TuneConfig, vars(options)))
+    tune = TuneConfig(**DEFAULTS[group_of(task, options.frozen)] | fields_of(TuneConfig, vars(options)))
     tune = replace(tune, learning_rate=tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2)
     labels = labels_of(task, examples["train"])
     kind_class = Spans if task == "squad2" else Classification
     kind = kind_class(pretrained.tokenizer, pretrained.config, tune, labels)
     splits = {split: kind.encode(each) for split, each in examples.items()}
     if options.frozen:
-        encode = partial(with_vectors, encoder=pretrained.new_encoder(1), pooling=options.frozen,
-                         batch_size=tune.batch_size, device=worker.device)
-        splits = {split: encode(encoded) for split, encoded in splits.items()}
+        encoder = pretrained.new_encoder(1).to(worker.device)
+        splits = {split: with_vectors(encoded, encoder, options.frozen, tune.batch_size)
+                  for split, encoded in splits.items()}
     settings = {"init": options.init, "task": task, "weights": pretrained.weights_hash(),
                 "examples": hash_of(examples), "sweep": options.sweep, "frozen": options.frozen, **asdict(tune)}
     path = out / "config.json"
@@ -259,20 +245,19 @@ def parse(argv) -> argparse.Namespace:
     add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
     add("--frozen", choices=["mean", "cls"], nargs="?", const="mean", default="", help="freeze the encoder, and train "
         "only a linear classifier of the mean vector [mean], or of the vector at [CLS]; seconds")
-    known = parser.parse_known_args(argv)[0]
-    task = known.task
-    add_flags(parser, TuneConfig, {} if task == "glue" else DEFAULTS["frozen" if known.frozen else TASKS[task].group])
+    known = parser.parse_known_args(argv)[0]  # -h shows the defaults of its task
+    add_flags(parser, TuneConfig, {} if known.task == "glue" else DEFAULTS[group_of(known.task, known.frozen)])
     options = parser.parse_args(argv)
     try:
         TuneConfig(**fields_of(TuneConfig, vars(options)))  # checks the values
         require(options, ("seeds", options.seeds >= 1, "1 or more"))
     except ValueError as error:
         parser.error(str(error))
-    if options.frozen and task == "squad2":
+    if options.frozen and options.task == "squad2":
         parser.error("--frozen: squad2 needs an encoder that is fine-tuned")
-    if task == "custom" and not options.data:
+    if options.task == "custom" and not options.data:
         parser.error("--task custom: needs --data, a folder with train and dev")
-    parts = filter(None, [task, short_name(options.init), options.frozen])
+    parts = filter(None, [options.task, short_name(options.init), options.frozen])
     options.out = options.out or Path("out", "-".join(parts))
     return options
 

@@ -26,7 +26,8 @@ from support.program.cli import (Parser, UserError, add_flags, clear_errors, fie
 from support.program.files import compare, figure, lock_folder, read_json, write_json
 from support.program.worker import make_worker
 
-CURVES = ("with_mask", "without_mask", "mask_only")
+CURVES = {"with_mask": (0, "o-", "input with [MASK]"), "without_mask": (0, "s--", "input without [MASK]"),
+          "mask_only": (1, "^-", "[MASK] vectors")}  # panel of the figure, style, label
 CENTERINGS = {"uncentered": False, "centered": True}
 MASK_RATE = 0.15  # section 2.2
 ENOUGH = 10  # vectors per dimension; a rule of thumb, because fewer would limit the rank
@@ -55,8 +56,7 @@ def effective_rank(h, tau: float = 0.9) -> int:
 
 
 class Moments:
-    """The count, sum and Gram matrix of the rows of H (N, d) in float64, from which `measure` computes ranks: H itself
-    is never kept."""
+    """The count, sum and Gram matrix of the rows of H (N, d) in float64; `measure` needs no more, so H is not kept."""
     def __init__(self):
         self.count, self.total, self.gram = 0, 0.0, 0.0  # later: an int, (d,) and (d, d)
 
@@ -81,11 +81,6 @@ class Moments:
             return torch.zeros_like(self.total)
         squares = torch.linalg.eigvalsh(gram).flip(0)  # the eigenvalues of H^T H
         return squares.clamp(min=0)  # rounding can push them below 0
-
-    @property
-    def are_enough(self) -> bool:
-        """Whether there are ENOUGH rows for a rank."""
-        return self.count >= ENOUGH * len(self.total)
 
 
 # ---- 2. Measuring a model -----------------------------------------------------------------------------------
@@ -150,9 +145,8 @@ def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float)
     entry = {"text": subject.text, "trained_on_mask": subject.reads_mask, "d": len(moments["with_mask"][-1].total),
              "n": {curve: layers[-1].count for curve, layers in moments.items()}}
     for centering, centered in CENTERINGS.items():
-        entry[centering] = {}
-        for curve, layers in moments.items():
-            entry[centering][curve] = [tau_rank(layer.spectrum(centered), tau) for layer in layers]
+        entry[centering] = {curve: [tau_rank(layer.spectrum(centered), tau) for layer in layers]
+                            for curve, layers in moments.items()}
     return entry
 
 
@@ -165,26 +159,20 @@ def table(name: str, entry: dict, tau: float) -> str:
              "            uncentered (formula) |        centered (variance)",
              "layer     with  without   [MASK] |     with  without   [MASK]"]
     for layer in range(len(entry["uncentered"]["with_mask"])):
-        halves = []
-        for centering in CENTERINGS:
-            halves.append("".join(f"{entry[centering][curve][layer]:>9}" for curve in CURVES))
+        halves = ["".join(f"{entry[centering][curve][layer]:>9}" for curve in CURVES) for centering in CENTERINGS]
         lines.append(f"{layer:>5}{' |'.join(halves)}")
     if not entry["trained_on_mask"]:
         lines.append("its encoder never read [MASK] in training, so it does not know this token")
     return "\n".join(lines)
 
 
-LINES = {"with_mask": (0, "o-", "input with [MASK]"), "without_mask": (0, "s--", "input without [MASK]"),
-         "mask_only": (1, "^-", "[MASK] vectors")}  # curve: panel, style, label
-
-
 def draw(entries: dict[str, dict], config: RankConfig):
     """Write rank.png as Figure 1: (a) rank with and without [MASK] in the input, (b) rank of [MASK], by layer."""
     with figure(config.out / "rank.png", panels=2) as (_, axes):
         for number, (name, entry) in enumerate(entries.items()):
-            for curve, (panel, style, label) in LINES.items():
-                label = f"{printable(name)}, {label}"
-                axes[panel].plot(entry["uncentered"][curve], style, color=f"C{number}", label=label)
+            for curve, (panel, style, label) in CURVES.items():
+                ranks = entry["uncentered"][curve]
+                axes[panel].plot(ranks, style, color=f"C{number}", label=f"{printable(name)}, {label}")
         for axis, title in zip(axes, ("(a) all tokens", "(b) [MASK] tokens")):
             axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {config.tau}", title=title)
             axis.set_ylim(bottom=0)

@@ -29,10 +29,9 @@ from support.model.build import check
 from support.model.checkpoints import checkpoints
 from support.program.cli import (Parser, UserError, add_flags, clear_errors, fields_of, noted_signals, path_of, require,
                                  root_cause, say, short_name)
-from support.program.files import compare, lock_folder
+from support.program.files import compare, lock_folder, read_json
 from support.program.worker import Worker, compile_model, make_worker
-from support.text.corpus import (VAL_SHARE, Rows, describe, evenly, prepared_corpus, rows_of_step, seed_of,
-                                 unigram_entropy)
+from support.text.corpus import VAL_SHARE, Rows, evenly, prepared_corpus, rows_of_step, seed_of, unigram_entropy
 from support.text.documents import CACHE
 from support.training.begin import Run, Start, begin, load_start, save_checkpoint
 from support.training.log import Progress, draw_loss
@@ -223,8 +222,7 @@ def train_step(model: nn.Module, optimizers: list, batches: list[tuple], step: i
 
 @torch.no_grad()
 def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> tuple[float, float]:
-    """Mean loss in nats per masked token, and accuracy in [0, 1] at the masks, on eval_rows sequences with fixed
-    masks."""
+    """Mean loss in nats per masked token, and accuracy in [0, 1], on eval_rows sequences with fixed masks."""
     model.eval()
     tokens = evenly(rows, options.eval_rows)
     corruption = corrupt(tokens, model.config, torch.Generator().manual_seed(0))
@@ -273,7 +271,7 @@ def loop(run: Run, progress: Progress) -> int:
                     save_checkpoint(run)
                     draw_loss(run.out)
                 progress.since = time.perf_counter()  # evaluating and saving are not training
-    worker.barrier()  # until the first process has saved
+    worker.all_reduce(0)  # waits until the first process has saved
     if not stopped:
         return 0
     return signals[0] if signals else SIGTERM  # if this process received no signal, another process did
@@ -298,11 +296,9 @@ def pretrain(run: Run) -> int:
     signal = loop(run, progress)
     progress.finish()
     if worker.is_main:
-        if signal:
-            say(f"stopped by signal {signal}; repeat the command to continue")
-        else:
-            say(examples(run.model.cpu(), run.tokenizer, run.rows["val"]))
-        say(f"{out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(out)[-1].name}")
+        stop = f"stopped by signal {signal}; repeat the command to continue"
+        say(stop if signal else examples(run.model.cpu(), run.tokenizer, run.rows["val"]),
+            f"{out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(out)[-1].name}")
     return 128 + signal if signal else 0
 
 
@@ -344,11 +340,11 @@ def main(argv=None):
     with clear_errors("train.py", "--micro-batch-size or a smaller model"):
         settings, start, flags = parse(argv)
         config, recipe, options = settings
-        small = config.encoder_dim < 256  # and thus no faster on an Apple GPU
-        worker = make_worker(recipe.precision, options.device, small, tf32=True)
+        worker = make_worker(recipe.precision, options.device, small=config.encoder_dim < 256, tf32=True)
         worker.micro_batch(recipe.batch_size, options.micro_batch_size)  # raises an error early
         if flags.prepare:
-            say(describe(prepared_corpus(settings.fields(), start.tokenizer)))
+            folder = prepared_corpus(settings.fields(), start.tokenizer)
+            say(f"{folder}: {read_json(folder / 'meta.json')}")
             return
         try:
             with lock_folder(flags.out, sign="log.jsonl") if worker.is_main else nullcontext():

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from maelm import PAD, Config
-from support.hub.from_hub import transformers_library
+from support.hub.subjects import transformers_library
 from support.model.checkpoints import checkpoint_of, read_checkpoint
 from support.program.cli import Parser, UserError, clear_errors, path_of, say
 from support.program.files import write_json
@@ -19,7 +19,6 @@ from support.text.tokenizer import Tokenizer
 HERE = Path(__file__).resolve().parents[1]
 
 
-# ---- 1. Export ----------------------------------------------------------------------------------------------
 def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
     """The weights in a checkpoint of train.py or in encoder.pt, under their names in modeling_maelm.py, the suffix of
     their class name there, and the labels of a classifier (one for regression)."""
@@ -29,16 +28,12 @@ def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
             return weights, "ForMaskedLM", []
         # Other decoders cannot fill in a [MASK] in a text, so only the encoder is exported.
         return {name: weight for name, weight in weights.items() if name.startswith("encoder.")}, "", []
-    if state["task"] == "squad2":
-        return renamed(weights, "qa_outputs"), "ForQuestionAnswering", []
-    for name in ("head.4.weight", "head.4.bias"):
-        weights[name] *= state["scale"]  # so that the last layer predicts a number in its original unit
-    return renamed(weights, "classifier"), "ForSequenceClassification", state["labels"] or ["number"]
-
-
-def renamed(weights: dict[str, torch.Tensor], head: str) -> dict[str, torch.Tensor]:
-    """Weights from finetune.py with their head renamed."""
-    return {re.sub("^head", head, name): weight for name, weight in weights.items()}
+    head, suffix, labels = "qa_outputs", "ForQuestionAnswering", []
+    if state["task"] != "squad2":
+        head, suffix, labels = "classifier", "ForSequenceClassification", state["labels"] or ["number"]
+        for name in ("head.4.weight", "head.4.bias"):
+            weights[name] *= state["scale"]  # so that the last layer predicts a number in its original unit
+    return {re.sub("^head", head, name): weight for name, weight in weights.items()}, suffix, labels
 
 
 def hub_config(config: Config, head: str, labels: list[str]) -> dict:
@@ -89,7 +84,6 @@ def export(source: Path, out: Path):
     say(f"for AutoModel{head} with trust_remote_code=True; another class would have a random head")
 
 
-# ---- 2. Command line ----------------------------------------------------------------------------------------
 def main(argv=None):
     parser = Parser("support.convert", __doc__)
     parser.add_argument("command", choices=["export"])

@@ -212,7 +212,7 @@ def test_prepare_reports_what_it_made_and_dropped(tmp_path, capsys):
     flags = f"--data {tmp_path}/a.jsonl --cache {tmp_path} --vocab-size 320 --prepare".split()
     train.main(flags)
     *_, line = capsys.readouterr().out.splitlines()
-    assert re.search(r": tokens [\d,]+ train, [\d,]+ val; documents \d+ train, \d+ val, 3 empty", line)
+    assert re.search(r"'tokens': {'train': \d+, 'val': \d+}, 'documents': {.*'empty': 3", line)
     train.main(flags)
     assert capsys.readouterr().out == line + "\n"  # the second time, nothing is prepared
 

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import textwrap
 import zipfile
 
 import nbformat
@@ -15,7 +14,7 @@ from nbclient import NotebookClient
 
 import rank
 from course.assign import blank, main, without
-from course.grade import FILES, HERE, PARTS, TASKS, TESTS, TOGETHER, claims_of, completed, source
+from course.grade import FILES, HERE, PARTS, TASKS, TESTS, TOGETHER, claims_of, source
 from support.program.files import read_json, write_json
 from tests.common import fails, write_corpus
 
@@ -81,16 +80,6 @@ def test_every_assert_of_a_task_has_a_message():
 
 
 # ---- The grades -----------------------------------------------------------------------------------------------------
-def test_our_solutions_of_other_tasks_complete_a_students_file():
-    for name, file in TASKS.items():
-        text = completed(solved(name)[file], file, [name])
-        module = {"__name__": "student"}
-        exec(compile(text.partition("\nif __name__")[0] if file != "maelm.py" else text, file, "exec"), module)
-        assert text.startswith(solved(name)[file])
-        others = [part for task in TASKS if TASKS[task] == file and task != name for part in PARTS[task]]
-        assert all(textwrap.dedent(source(OURS[file], part)) in text for part in others)
-
-
 def test_an_error_in_a_task_costs_points_of_that_task_only(tmp_path, capsys):
     texts = solved("learning_rate_factor", "tau_rank", "attention", "matthews", "corrupt")
     texts["support/tasks/metrics.py"] += "def broken(:\n"

@@ -111,7 +111,7 @@ def test_a_linear_probe_gets_vectors_of_the_encoder(finished):
     kind = Classification(state["tokenizer"], state["config"], finetune.TuneConfig(), Labels((), ("x",)))
     encoded = kind.encode([Example(sentence(i), None, "x") for i in range(5)])
     for pooling in ("mean", "cls"):
-        vectors = finetune.with_vectors(encoded, encoder, pooling, 2, torch.device("cpu")).vectors
+        vectors = finetune.with_vectors(encoded, encoder, pooling, 2).vectors
         for ids, vector in zip(encoded.ids, vectors, strict=True):
             h = encoder(torch.from_numpy(ids)[None], torch.arange(len(ids))[None])[0]
             torch.testing.assert_close(vector, h[0] if pooling == "cls" else h.mean(0))

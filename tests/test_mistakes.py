@@ -87,7 +87,6 @@ MISTAKES = [  # claim, without test_; a piece of our code; wrong code in its pla
     ("gaps_are_filled_by_the_two_case_formula", "expand(B, n, -1)", "expand(B, 5, 32)"),
     ("the_mask_embedding_learns_from_every_gap", "= h\n", "= h.detach()\n"),
     ("near_distances_have_buckets_of_their_own", "half + bucket, bucket)", "half + bucket, bucket).int()"),
-    ("near_distances_have_buckets_of_their_own", "distance.abs()", "distance.abs_()"),
     ("far_buckets_begin_where_t5s_begin", " + 1e-9", "", " + 0.5"),
     ("far_buckets_begin_where_t5s_begin", "num_buckets // 2", "16"),
     ("far_buckets_begin_where_t5s_begin", "math.log(max_distance /", "math.log(128 /"),
@@ -139,6 +138,7 @@ RANDOM = [  # task; a piece of our code; wrong code in its place. Only the effec
     ("effective_rank", "svdvals(x)", "svdvals(x.float()).double()"),
     ("relative_bucket", "num_buckets // 2", "(num_buckets + 1) // 2"),
     ("relative_bucket", "distance.abs()", "distance.abs().clamp(max=300)"),
+    ("relative_bucket", "distance.abs()", "distance.abs_()"),
     ("attention", "logits.float()", "logits.clamp(-50, 50).float()"),
     ("attention", ".softmax(dim=-1)", ".softmax(dim=-1).add(1e-3)"),
     ("attention", "q.shape[-1]", "min(q.shape[-1], 128)"),
@@ -164,6 +164,7 @@ RANDOM = [  # task; a piece of our code; wrong code in its place. Only the effec
     ("together", "/ (max_steps - warmup_steps)", "/ (max_steps - warmup_steps + 1)"),
 ]
 CASES = [(claim, piece, mistake) for claim, piece, *mistakes in MISTAKES for mistake in mistakes]
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 FILES = ["maelm.py", "rank.py", "train.py", "support/tasks/metrics.py", "support/model/cross_attention.py"]
 
 
@@ -179,7 +180,6 @@ def module_with(piece, mistake):
     return name, module
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("claim, piece, mistake", CASES, ids=[claim[:45] for claim, *_ in CASES])
 def test_the_claim_finds_the_mistake(claim, piece, mistake, monkeypatch):
     files = (test_maelm, test_table_2, test_homework, test_rank, test_train)

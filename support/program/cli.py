@@ -124,15 +124,10 @@ def short_name(model: str) -> str:
     return prefix + (f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.name)
 
 
-def comments_of(config: type) -> dict[str, str]:
-    """The comment after each field of a dataclass, by the name of the field."""
-    return dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(config), re.MULTILINE))
-
-
 def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
     """Add a flag for every field of a dataclass that is a number, a text, a path or a bool. Its help joins the field's
     comment and its value in `values`."""
-    comments = comments_of(config)
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(config), re.MULTILINE))
     group = parser.add_argument_group(config.__name__)
     for field in [field for field in fields(config) if field.type in (bool, int, float, str, Path)]:
         flag = "--" + field.name.replace("_", "-")

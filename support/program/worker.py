@@ -52,10 +52,6 @@ class Worker(NamedTuple):
         dist.all_reduce(total)
         return total.tolist()
 
-    def barrier(self):
-        """Wait until all processes get here."""
-        self.all_reduce(0)
-
     def of_main(self, value: object) -> object:
         """The first process's value."""
         values = [value]

@@ -1,16 +1,17 @@
 """The encoder of a task: where it comes from, how it gets a head to be fine-tuned, and how it is frozen for a probe."""
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
 from support.model.build import make_model
-from support.model.checkpoints import load_encoder
+from support.model.checkpoints import load_encoder, write_checkpoint
 from support.program.cli import path_of
 from support.program.files import short_hash
 from support.tasks.heads import by_length, collate
-from support.tasks.table1 import Encoded
+from support.tasks.table1 import Encoded, Labels
 
 
 class Pretrained:
@@ -48,6 +49,14 @@ class Tuned(nn.Module):
         return self.head(h).float(), h
 
 
+def write_tuned(path: Path, model: Tuned, pretrained: Pretrained, task: str, labels: Labels, longest: int):
+    """Write a fine-tuned model, which can be exported or fine-tuned further."""
+    write_checkpoint(path, {
+        "config": asdict(pretrained.config), "settings": pretrained.settings, "model": model.state_dict(),
+        "tokenizer": pretrained.tokenizer.to_json(), "task": task, "labels": list(labels.names), "scale": labels.scale,
+        "longest": longest})
+
+
 class Probe(nn.Module):
     """A linear classifier of vectors (N, d), which are first standardized with the mean and deviation of `train`."""
     def __init__(self, train: torch.Tensor, classes: int):
@@ -71,9 +80,9 @@ def predict(model: Tuned | Probe, encoded: Encoded, chosen, device: torch.device
 
 
 @torch.no_grad()
-def with_vectors(encoded: Encoded, encoder: nn.Module, pooling: str, batch_size: int, device: torch.device) -> Encoded:
+def with_vectors(encoded: Encoded, encoder: nn.Module, pooling: str, batch_size: int) -> Encoded:
     """A split with a vector of the frozen encoder for each input: the mean over its tokens, or that at [CLS]."""
-    encoder, vectors = encoder.to(device).eval(), []
+    encoder, vectors, device = encoder.eval(), [], encoder.token_embedding.weight.device
     chunks = by_length(encoded, batch_size)
     for chosen in chunks:
         tokens, padding, _ = collate(encoded, chosen, device)

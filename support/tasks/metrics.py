@@ -46,12 +46,7 @@ def f1(predicted, true) -> float:
     return 2 * hits / max(1, marked)
 
 
-METRICS = {
-    "accuracy": accuracy,
-    "matthews": matthews,
-    "spearman": spearman,
-    "f1": f1,
-}
+METRICS = {"accuracy": accuracy, "matthews": matthews, "spearman": spearman, "f1": f1}
 
 
 def normalize(answer: str) -> str:

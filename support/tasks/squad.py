@@ -124,8 +124,5 @@ class Spans:
         for name, (score, text) in best.items():
             odds[name] = null[name] - score
             answers[name] = text if odds[name] <= 0 else ""
-        files = {
-            "predictions.json": json.dumps(answers, indent=1),
-            "null_odds.json": json.dumps(odds, indent=1),
-        }
+        files = {"predictions.json": json.dumps(answers, indent=1), "null_odds.json": json.dumps(odds, indent=1)}
         return squad_metrics(encoded.examples, answers, odds), files

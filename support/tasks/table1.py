@@ -65,6 +65,11 @@ RATES = {  # (task in the large group, large encoder) -> learning rates to try
 }
 
 
+def group_of(task: str, frozen: str) -> str:
+    """The group of a task in DEFAULTS and SWEEPS."""
+    return "frozen" if frozen else TASKS[task].group
+
+
 def grid(group: str, dim: int, given: dict) -> list[dict[str, float]]:
     """The settings of Table 5 or 6 for an encoder of width `dim`, or those of a linear probe; a given value replaces
     the grid's values."""

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from maelm import CLS, NUM_SPECIAL, SEP
 from support.program.cli import UserError, path_of, root_cause, say
-from support.program.files import lock_folder, read_json, short_hash, sync, write_json
+from support.program.files import lock_folder, read_json, short_hash, sync, write_json, write_text
 from support.text import documents as rules
 from support.text.documents import Source, documents, sources, text_hash
 from support.text.tokenizer import Tokenizer
@@ -125,7 +125,7 @@ def prepare(settings: dict, selected: list[Source], tokenizer: Tokenizer | None,
         training = (each for each in bar(read(), "reading") if not in_validation(each, val_share))
         chosen = map(bytes.decode, sample(training, SAMPLE))
         tokenizer = Tokenizer.train(chosen, settings["vocab_size"], settings["uncased"])
-    tokenizer.save(folder)
+    write_text(folder / "tokenizer.json", tokenizer.to_json())
 
     known = set()
     if "docs" in selected:  # the documentation repeats many texts
@@ -138,14 +138,6 @@ def prepare(settings: dict, selected: list[Source], tokenizer: Tokenizer | None,
     tokens = settle_validation(folder, dtype, val_share)
     write_json(folder / "meta.json", {"data": data, "dtype": dtype.name, "tokens": tokens, "documents": count})
     say(f"prepared in {time.perf_counter() - start:,.1f} s")
-
-
-def describe(folder: Path) -> str:
-    """Describe a prepared corpus in one line."""
-    meta = read_json(folder / "meta.json")
-    tokens, kinds = [", ".join(f"{count:,} {kind}" for kind, count in meta[part].items())
-                     for part in ("tokens", "documents")]
-    return f"{folder}: tokens {tokens}; documents {kinds}"
 
 
 def corpus_name(settings: dict, text: str, tokenizer: Tokenizer | None) -> str:

@@ -8,7 +8,6 @@ import tiktoken
 import tokenizers
 
 from maelm import CLS, NUM_SPECIAL, SEP
-from support.program.files import write_text
 from support.text.readers import split_long
 
 SPECIALS = ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]  # ids 0 to 3, as in maelm.py
@@ -74,10 +73,6 @@ class Tokenizer:
     def to_json(self) -> str:
         """The content of tokenizer.json, in the format of the library `tokenizers`."""
         return self.model.to_str()
-
-    def save(self, folder: Path):
-        """Write `folder`/tokenizer.json atomically."""
-        write_text(folder / "tokenizer.json", self.to_json())
 
     def framed(self) -> tokenizers.Tokenizer:
         """A copy of the model that adds [CLS] and [SEP] to one or two texts, for fine-tuning and exports."""

@@ -10,7 +10,7 @@ from support.model.build import make_model
 from support.model.checkpoints import checkpoint_of, checkpoints, read_checkpoint, write_checkpoint
 from support.model.optim import make_optimizers
 from support.program.cli import UserError, path_of
-from support.program.files import compare, write_json, write_text
+from support.program.files import compare
 from support.program.worker import Worker
 from support.text.corpus import SPLITS, Rows, prepared_corpus
 from support.text.tokenizer import Tokenizer
@@ -124,9 +124,3 @@ def save_checkpoint(run: Run):
     if options.keep_checkpoints > 0:
         for old in checkpoints(run.out)[:-options.keep_checkpoints]:
             old.unlink()
-
-
-def write_copies(run: Run):
-    """Write config.json and tokenizer.json, copies for people of what the checkpoints hold."""
-    write_json(run.out / "config.json", run.settings.fields() | {"corpus": run.corpus})
-    write_text(run.out / "tokenizer.json", run.tokenizer.to_json())

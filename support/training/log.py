@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from maelm import Config, Corruption
 from support.model.build import make_model
 from support.program.cli import UserError, printable, say
-from support.program.files import figure, json_lines, write_text
-from support.training.begin import Run, write_copies
+from support.program.files import figure, json_lines, write_json, write_text
+from support.training.begin import Run
 
 
 def read_log(out: Path) -> list[dict]:
@@ -57,7 +57,9 @@ class Progress:
         if run.worker.is_main:
             kept = [line for line in read_log(run.out) if line["step"] <= run.step and run.step > 0]
             write_text(run.out / "log.jsonl", json_lines(kept))  # first, because it marks the folder as ours
-            write_copies(run)
+            # Copies for people of what the checkpoints hold.
+            write_json(run.out / "config.json", run.settings.fields() | {"corpus": run.corpus})
+            write_text(run.out / "tokenizer.json", run.tokenizer.to_json())
             if run.settings.options.wandb:
                 import wandb  # pip install wandb
                 project = run.settings.options.wandb
