@@ -306,7 +306,7 @@ class MAELM(nn.Module):
         return self.head(h, self.encoder.token_embedding.weight)
 
     def encode(self, corruption, at=None):
-        """H^L (B, r, d) at the kept positions; in a standard MLM (r = n), (B, m, d) at those in `at`."""
+        """H^L (B, r, d) at the kept positions; in a standard MLM (r = n), (B, m, d) at the positions `at`."""
         seen = corruption.corrupted.gather(1, corruption.kept)  # (B, r)
         n, r = corruption.corrupted.shape[1], seen.shape[1]
         if at is not None and r < n:

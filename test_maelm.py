@@ -143,8 +143,8 @@ def test_a_random_fill_is_any_real_token():
         fill = corrupted.gather(1, masked)
         assert fill.unique().tolist() == list(range(4, V)), "every real token, and no other, must be able to fill a gap"
         exact(corrupted.scatter(1, masked, 0), tokens.scatter(1, masked, 0), "other positions must keep their tokens")
-        same = (fill[:, 1:] == fill[:, :1]).double().mean()
-        assert same < 2 / V, "gaps in one sequence get the same token: each must draw its own"
+        same = max((fill[:, 1:] == fill[:, :1]).double().mean(), (fill[1:] == fill[:1]).double().mean())
+        assert same < 2 / V, "gaps get the same token: each must draw its own"
         true = (fill == tokens.gather(1, masked)).double().mean()
         assert 0.7 < true * (V - 4) < 1.3, "the fill must equal the true token as often as chance says"
 
@@ -334,7 +334,7 @@ def test_attention_has_dropout_in_training_only():
     layer, x = attention_layer(dropout=0.2)
     layer.query.weight.data.mul_(20)
     mean = layer.train()(x[:1].expand(20000, -1, -1)).mean(0)
-    close(mean, layer.eval()(x)[0], "dropout changes the mean: does it act before the softmax?", atol=0.03, rtol=0)
+    close(mean, layer.eval()(x)[0], "dropout changes the mean: does it act before the softmax?", atol=0.015, rtol=0)
 
 
 @task("Attention.forward")

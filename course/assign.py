@@ -65,8 +65,10 @@ def hand_out(folder: Path):
 def grade_students(options) -> bool:
     """Grade a submission and print a line per task, or grade a class and print a line per student. Returns whether all
     have full marks. All files are read before any code of students runs."""
-    submissions, tasks = read_all(options.grade, bool(options.json)), options.only or [*TASKS, TOGETHER]
-    ours, perfect = effects_of_ours(*tasks), True
+    submissions, perfect = read_all(options.grade, bool(options.json)), True
+    only_runs = all("log.jsonl" in texts and texts.keys().isdisjoint(FILES) for texts in submissions.values())
+    tasks = [] if only_runs else options.only or [*TASKS, TOGETHER]
+    ours = effects_of_ours(*tasks) if tasks else {}
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     pool = ThreadPoolExecutor(cpus)
     grades = {name: [pool.submit(grade, task, texts, options.time_limit, ours) for task in tasks]

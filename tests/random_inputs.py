@@ -97,13 +97,13 @@ def some_config(draw, **fields):
                  rel_pos_buckets=draw.choice((8, 10, 16)), rel_pos_max_distance=draw.randint(10, 90),
                  mask_in_encoder=draw.choice((0.0, 0.3, 0.5, 1.0)), decoder_reset=draw.choice((False, True)))
     if draw.large:
-        sizes |= {draw.choice(("vocab_size", "seq_len")): 700}
+        sizes |= draw.choice(({}, dict(vocab_size=40_000), dict(seq_len=700)))
     return tiny(norm=draw.choice(("pre", "post")), dropout=0.0 if draw.training else 0.3, **sizes | fields)
 
 
 def batch_size(draw, config):
     """B and n for a config."""
-    B, = draw.sizes(1, large=70 if config.seq_len < 100 else 3)
+    B, = draw.sizes(1, most=3 if draw.large else 6, large=70 if config.seq_len < 100 and config.vocab_size < 500 else 3)
     return B, draw.randint(4, config.seq_len)
 
 
@@ -164,9 +164,10 @@ def calls_of_matthews(draw):
 
 
 def calls_of_effective_rank(draw):
-    for N, d in ((9, 20), (30, 20), (300, 30)):
-        N, d = draw.choice((N, 10 * N if draw.large else N)), draw.randint(1, d)
+    for most, d in ((9, 20), (300, 30), (2000, 20), (40, 600)):
+        N, d = draw.randint(1, most), draw.randint(1, d)
         h = torch.randn(N, d).double() * torch.logspace(0, -draw.randint(0, 4), d) / 3 + draw.choice((0, 3))
+        h[-N // 4:] = h[-N // 4:].flip(1)  # all rows count
         h = (h * draw.choice((0, 1, 5, 1000))).to(draw.choice((*DTYPES, torch.int64)))
         squares = torch.linalg.svdvals(h.double()) ** 2
         share = draw.choice(squares.cumsum(0) / squares.sum().clamp(min=1e-9)).item()
@@ -177,7 +178,7 @@ def calls_of_effective_rank(draw):
 
 def calls_of_relative_bucket(draw):
     for shape in ((600,), (600,), (20, 30), (2, 60, 5)):
-        farthest, buckets = draw.choice((200, 5000)), draw.randint(4, 70)
+        farthest, buckets = draw.choice((200, 5000)), draw.randint(4, draw.choice((70, 300)))
         yield maelm.relative_bucket, dict(distance=torch.randint(-farthest, farthest, shape), num_buckets=buckets,
                                           max_distance=draw.randint(buckets // 4 + 1, farthest))
 

@@ -158,9 +158,8 @@ def test_a_run_folder_is_graded_by_its_loss_and_probe(tmp_path, capsys):
     (tmp_path / "toy" / "probe").mkdir(parents=True)
     (tmp_path / "toy" / "log.jsonl").write_text('{"step": 9, "val_loss": 9.5}\n{"step": 10, "val_loss": 3.031}\n')
     write_json(tmp_path / "toy" / "probe" / "result.json", {"frozen": "mean", "value": {"median": 40.5}})
-    found = grades(capsys, tmp_path / "toy")
-    assert found[-3] == "validation loss 1/1 3.031, expected 2.93 to 3.13"
-    assert found[-2] == "linear probe 0/1 40.5, expected 48 to 65"
+    assert grades(capsys, tmp_path / "toy") == ["validation loss 1/1 3.031, expected 2.93 to 3.13",
+                                                "linear probe 0/1 40.5, expected 48 to 65", "total 1/2"]
 
 
 # ---- The notebook ---------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Pretrained:
         self.weights = None if name.startswith("random:") else encoder.state_dict()
 
     def weights_hash(self) -> str:
-        """A hash of the weights; if they are random, of those drawn with seed 0."""
+        """A hash of the weights or, if they are random, of the weights that seed 0 draws."""
         weights = [tensor.numpy().tobytes() for tensor in self.new_encoder(seed=0).state_dict().values()]
         return short_hash(b"".join(weights))
 

@@ -57,7 +57,7 @@ class Progress:
         if run.worker.is_main:
             kept = [line for line in read_log(run.out) if line["step"] <= run.step and run.step > 0]
             write_text(run.out / "log.jsonl", json_lines(kept))  # first, because it marks the folder as ours
-            # Copies for people of what the checkpoints hold.
+            # Copies for people; checkpoints hold the same settings and tokenizer.
             write_json(run.out / "config.json", run.settings.fields() | {"corpus": run.corpus})
             write_text(run.out / "tokenizer.json", run.tokenizer.to_json())
             if run.settings.options.wandb:
