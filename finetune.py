@@ -5,9 +5,9 @@
     python finetune.py --init out/base --task glue --data DIR   # all eight tasks from local files, and their average
 
 --task custom reads the files train and dev (.csv, .tsv, .jsonl or .parquet, or compressed) in --data, with the columns
-text[,text2],label, or sentence1,sentence2,label as in GLUE. Labels are used as written (01 is not 1); labels with
-decimals are numbers. F1 treats the second of two labels as positive. The best of at most 20 checkpoints is chosen on
-dev, so scores are slightly optimistic. Repeat a command to do the missing runs; torchrun's processes share the runs.
+text[,text2],label, or sentence1,sentence2,label as in GLUE. Labels are used as written (01 is not 1); with decimals,
+they mean regression. F1 treats the second of two labels as positive. The best of at most 20 checkpoints is chosen on
+dev, so scores are slightly optimistic. Repeat a command to complete missing runs; torchrun's processes share the runs.
 """
 import argparse
 import copy
@@ -68,7 +68,7 @@ class TuneConfig:
 
 
 class Setup(NamedTuple):
-    """The things that all runs of a task share. A run is a TuneConfig and a seed."""
+    """Everything that the runs of a task share. A run is a TuneConfig and a seed."""
     task: str
     pretrained: Pretrained
     kind: Kind
@@ -237,7 +237,7 @@ def parse(argv) -> argparse.Namespace:
     parser = Parser("finetune.py", __doc__)
     add = parser.add_argument
     add("--init", default="out/toy", help="run folder, checkpoint, or random:FOLDER [%(default)s]")
-    add("--out", type=path_of, help="folder for all results [out/TASK-INIT]")
+    add("--out", type=path_of, help="folder for all results [out/TASK-INIT, and -mean or -cls with --frozen]")
     add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
     add("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight tasks and the average [%(default)s]")
     add("--data", help="folder with the Hub's own files or, for custom, with train and dev [GLUE and SQuAD: the Hub]")

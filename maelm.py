@@ -1,6 +1,6 @@
 """MAE-LM: "Representation Deficiency in Masked Language Modeling" (Meng et al., ICLR 2024). A masked language
 model (MLM) spends dimensions of its encoder on [MASK], which no downstream text contains (section 2). MAE-LM
-removes masked positions M from the encoder's input; a shallow decoder predicts them (section 3). M = {2, 5}:
+removes the masked positions M from the encoder; a shallow decoder predicts them (section 3). M = {2, 5}:
 
     x       the   cat   sat   on    the   mat
              |     |           |     |
@@ -38,7 +38,7 @@ class Config:
     encoder_layers: int = 12  # L, layers of the encoder
     encoder_dim: int = 768  # d, dimensions
     encoder_heads: int = 12  # attention heads, of size d / heads each; the decoder's have the same size
-    decoder_layers: int = 4  # 0, with mask_in_encoder=1, makes a standard MLM
+    decoder_layers: int = 4  # layers of the decoder; 0, with mask_in_encoder=1, makes a standard MLM
     dropout: float = 0.1  # in the encoder; the decoder has none (App. C)
     rel_pos_buckets: int = 32  # groups of distances between tokens; 0 for no relative positions
     rel_pos_max_distance: int = 128  # larger distances share one group
@@ -185,7 +185,7 @@ class RelativeBias(nn.Module):
 
 
 class Stack(nn.Module):
-    """Transformer layers 1 to L, which share one RelativeBias. With pre-LN, a LayerNorm follows."""
+    """Transformer layers 1 to L, which share one RelativeBias. Pre-LN ends with a LayerNorm."""
     def __init__(self, config, dim, layers, dropout, relative):
         super().__init__()
         heads = dim * config.encoder_heads // config.encoder_dim
@@ -203,7 +203,7 @@ class Stack(nn.Module):
         return [*states, self.final_norm(x)]
 
     def attention_bias(self, positions, padding=None):
-        """The relative bias, -inf at keys where padding (B, t) is True; fits (B, heads, t, t). Or None."""
+        """The relative bias, -inf at keys where padding (B, t) is True; fits (B, heads, t, t), or None."""
         bias = self.relative_bias(positions) if self.relative_bias is not None else None
         if padding is not None:
             hidden = torch.zeros(padding.shape, device=padding.device).masked_fill(padding, -torch.inf)
@@ -229,7 +229,7 @@ class Encoder(nn.Module):
         return self.hidden_states(tokens, positions, padding, at)[-1]
 
     def hidden_states(self, tokens, positions, padding=None, at=None):
-        """The same arguments as forward -> [H^0, ..., H^L], (B, r, d) each."""
+        """The same arguments as forward -> [H^0, ..., H^L], as in Stack."""
         h = self.token_embedding(tokens) + self.position_embedding(positions)  # h_i^0 = e_{x_i} + p_i
         # Differs from the paper: the formula has no LayerNorm here; the authors' code has one.
         h = self.dropout(self.norm(h))

@@ -11,7 +11,7 @@ total. It is measured at layers 0 (embeddings) to L, in three ways (Figure 1; Ta
     mask_only     only the vectors at [MASK] in the masked text: H_M^l, Figure 1(b)
 
 The paper's formula uses the singular values of H itself ("uncentered"), but its text speaks of variance ("centered":
-the mean vector is subtracted first). support/subjects.py loads the models and their texts.
+the mean vector is subtracted first). support/hub/subjects.py loads the models and their texts.
 """
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ CURVES = {"with_mask": (0, "o-", "input with [MASK]"), "without_mask": (0, "s--"
           "mask_only": (1, "^-", "[MASK] vectors")}  # panel of the figure, style, label
 CENTERINGS = {"uncentered": False, "centered": True}
 MASK_RATE = 0.15  # section 2.2
-ENOUGH = 10  # vectors per dimension; a rule of thumb, because fewer would limit the rank
+ENOUGH = 10  # vectors per dimension, by a rule of thumb: too few would cap the rank
 
 
 # ---- 1. Effective rank: section 2.2 -------------------------------------------------------------------------
@@ -125,8 +125,8 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     states = subject.encode(rows[:1])  # H^0 ... H^L, (1, n, d) each, to get L and d
     vectors, least = count * round(MASK_RATE * n), ENOUGH * states[-1].shape[-1]
     if vectors < least:
-        raise UserError(f"{subject.name}: {vectors:,} [MASK] are fewer than {ENOUGH} d = {least:,}, too few for a "
-                        "rank; raise --tokens, or give more text: --data, --val-share 1")
+        raise UserError(f"{subject.name}: {vectors:,} [MASK] are fewer than {ENOUGH} d = {least:,}, which a "
+                        "rank needs; raise --tokens, or give more text: --data, --val-share 1")
     moments = {curve: [Moments() for _ in states] for curve in CURVES}
     masks = masks_for(subject, rows, config.seed)  # of all sequences, so that the batch size does not matter
     for start in tqdm(range(0, count, config.batch_size), subject.name, leave=False, disable=None):

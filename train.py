@@ -105,7 +105,7 @@ class RunOptions:
             ("compile", self.compile in ("auto", "on", "off"), "auto, on or off"))
 
 
-# Settings that may change when a run continues, because they decide neither the model nor the data.
+# Settings that may change when a run continues: not the model, nor the text and how it is read.
 MAY_CHANGE = {field.name for field in fields(RunOptions)} - {"init"} | {
     "max_steps", "warmup_steps", "learning_rate", "muon_learning_rate", "weight_decay", "muon_weight_decay",
     "adam_beta1", "adam_beta2", "adam_epsilon", "clip_norm", "precision", "seed"}
@@ -185,7 +185,7 @@ def micro_batches(tokens, corruption: Corruption, size: int, worker: Worker) -> 
 
 def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> list[tuple]:
     """This process's micro-batches (tokens, corruption). The sequences and masks of the whole batch depend only on the
-    seed and the step, so all numbers of processes and all micro-batch sizes give the same ones."""
+    seed and the step, so any number of processes and any micro-batch size give the same."""
     config, recipe, options = settings
     chosen = rows_of_step(settings.data_seed, step, recipe.batch_size, len(rows))  # (B,)
     tokens = torch.from_numpy(rows[chosen])  # (B, n)
@@ -284,13 +284,13 @@ def pretrain(run: Run) -> int:
         if worker.is_main:
             say(f"{out} is finished at step {run.step}; to train it for longer, use a larger --max-steps or --stop-at")
         return 0
-    large = worker.device.type == "cuda" and run.settings.config.encoder_dim >= 256  # all others are faster uncompiled
+    large = worker.device.type == "cuda" and run.settings.config.encoder_dim >= 256  # compiling slows all others
     if options.compile == "on" or (options.compile == "auto" and large):
         compile_model(run.model)
     progress = Progress(run)
     progress.start(unigram_entropy(evenly(run.rows["val"], options.eval_rows)))
     if worker.is_main:
-        draw_loss(out)  # an error in matplotlib should not wait for the first checkpoint
+        draw_loss(out)  # so that matplotlib fails now, not at the first checkpoint
     if run.step == 0:
         progress.log_validation(*evaluate(run.model, run.rows["val"], options, worker))
     signal = loop(run, progress)

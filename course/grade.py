@@ -99,8 +99,8 @@ def unpack(path: Path, folder: Path):
 
 def files_in(path: Path) -> Iterator[tuple[str, str]]:
     """(role, text) of the files in a folder and in archives inside archives, except links, hidden files, virtual
-    environments, and the runs of this project. The role of code is the file of FILES with the same functions; that of
-    results is their name. Broken archives raise many types of errors."""
+    environments, and the runs of this project. Code has the name in FILES with its functions as its role; results have
+    their own name. Broken archives raise many types of errors."""
     name = path.name.lower()
     if path.is_symlink() or name in ("out", "models") or name.startswith(".") or (path / "pyvenv.cfg").exists():
         return
@@ -118,8 +118,8 @@ def files_in(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_submission(path: Path) -> dict[str, str]:
-    """The texts of a submission by their roles, and any "problem". Of several files with one role, the one with most
-    functions counts."""
+    """The texts of a submission by their roles, and any "problem". If files share a role, the one with the
+    most functions counts."""
     texts = {}
     try:
         for role, text in files_in(path):
@@ -158,14 +158,14 @@ class Result(NamedTuple):
 
 def grade(task: str, texts: dict[str, str], seconds: float, ours: dict) -> Result:
     """Grade one task of a submission or, for `together`, all tasks that the student has attempted. `ours` has the
-    effects of our solutions."""
+    effects of our solutions; see tests/random_inputs.py."""
     claims, names = claims_of(task), TASKS if task == TOGETHER else [task]
     own = [name for name in names if any(is_written(texts.get(TASKS[name], ""), part) for part in PARTS[name])]
     files = {TASKS[name] for name in own}
     failure = functools.partial(Result, task, 0, len(claims))
     if not files or task == TOGETHER and "maelm.py" not in files:
         return failure("not attempted")
-    aliases = {claim: f"test_{secrets.token_hex(8)}" for claim in (*claims, *CANARIES)}  # names that no code knows
+    aliases = {claim: f"test_{secrets.token_hex(8)}" for claim in (*claims, *CANARIES)}  # students cannot know them
     copy = PROJECT | {"pytest.ini": PYTEST_INI} | {file: completed(texts[file], file, own) for file in files}
     for claim, alias in aliases.items():
         copy |= {file: copy[file].replace(f"def {claim}(", f"def {alias}(") for file in TESTS}
@@ -190,7 +190,7 @@ def grade(task: str, texts: dict[str, str], seconds: float, ours: dict) -> Resul
         errors[RANDOM] = errors[RANDOM] or difference(folder / "effects.pt", task, ours)
     if not cases.keys() & {*aliases.values()}:  # pytest could not even collect the tests
         return failure(f"cannot be imported: {said_in(next(iter(cases.values()), None), {})}")
-    if not all(errors[wrong] for wrong in CANARIES):
+    if not all(len(cases.get(aliases[wrong], ())) for wrong in CANARIES):  # a failure is an element of its case
         return failure("read by hand: claims that cannot hold did not fail")
     failed = [claim for claim in claims if errors[claim]]
     gates = [claim for claim in failed if claims[claim]]
@@ -202,7 +202,7 @@ def grade(task: str, texts: dict[str, str], seconds: float, ours: dict) -> Resul
 
 def run_limited(command: list[str], folder: Path, seconds: float) -> bool:
     """Run a command with a limit of CPU time (not on Windows), and ten times as much in all, because other programs may
-    be running. Returns whether it ended in time. Its processes are killed."""
+    run. Returns whether it ended in time. Its processes are killed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     if os.name == "posix":
         command = ["sh", "-c", 'ulimit -t $0; "$@"; exit $?', str(math.ceil(seconds)), *command]
@@ -222,7 +222,7 @@ def run_limited(command: list[str], folder: Path, seconds: float) -> bool:
 
 def said_in(case: ElementTree.Element | None, texts: dict[str, str]) -> str:
     """The message of a test case and the student's own lines from pytest's short traceback; "" if the test passed."""
-    if case is None or not len(case):  # it would contain a failure, an error or a skip
+    if case is None or not len(case):  # an empty case has passed
         return "has no result" if case is None else ""
     traceback = "".join(case.itertext())
     said = re.findall(r"^E +(.*)", traceback, re.MULTILINE) or traceback.splitlines()[-1:]

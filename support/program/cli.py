@@ -132,7 +132,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
     for field in [field for field in fields(config) if field.type in (bool, int, float, str, Path)]:
         flag = "--" + field.name.replace("_", "-")
         value = values.get(field.name, field.default)
-        shown = "" if value == "" else f" [{value}]"
+        shown = "" if value in ("", Path()) else f" [{value}]"
         text = f"{comments.get(field.name, '')}{shown}".replace("%", "%%")  # argparse formats with %
         if field.type is bool:
             how = {"action": argparse.BooleanOptionalAction}

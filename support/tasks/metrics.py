@@ -24,19 +24,13 @@ def matthews(predicted, true) -> float:
     return float((t * p).sum() / math.sqrt((t * t).sum() * (p * p).sum()))
 
 
-def mean_ranks(values):
-    """The ranks (N,) of values (N,), counted from 1; equal values share the mean of their ranks."""
-    _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = counts.cumsum() - (counts - 1) / 2
-    return ranks[index]
-
-
 def spearman(predicted, true) -> float:
     """Pearson correlation of the ranks of two arrays (N,), in [-1, 1]; NaN if either is constant."""
     if np.ptp(predicted) == 0 or np.ptp(true) == 0:
         return math.nan
-    correlations = np.corrcoef(mean_ranks(predicted), mean_ranks(true))
-    return float(correlations[0, 1])
+    import pandas  # here, because it is slow
+    ranks = [pandas.Series(values).rank() for values in (predicted, true)]  # equal values share their mean rank
+    return float(np.corrcoef(*ranks)[0, 1])
 
 
 def f1(predicted, true) -> float:
