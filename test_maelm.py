@@ -85,7 +85,6 @@ def test_all_else_is_kept_in_order_and_unchanged():
 
 @task("corrupt")
 def test_masks_are_uniform_over_real_tokens():
-    """All pairs of positions are equally likely to be masked, and to be seen by the encoder as [MASK]."""
     tokens = random_tokens(4000)
     corruption = maelm.corrupt(tokens, tiny(mask_in_encoder=0.5), generator(0))
     seen = is_masked(corruption) * torch.zeros_like(tokens).scatter(1, corruption.kept, 1)
@@ -106,10 +105,14 @@ def test_corrupt_is_a_pure_function():
     close(first, second, "the same seed gave a different result: do all random numbers come from `generator`?")
     exact(torch.get_rng_state(), state, "the global random generator was used")
     assert first.masked.tolist() != other.masked.tolist(), "a different seed gave the same masks"
+    draw = generator(3)
+    a, b = (maelm.corrupt(tokens, config, draw) for _ in range(2))
+    assert a.masked.tolist() != b.masked.tolist(), "a second call gave the same masks: is the generator reset?"
     maskable = tokens >= maelm.NUM_SPECIAL
     masked = maelm.draw_masks(maskable, 6, generator(0))
     given = [before, before >= maelm.NUM_SPECIAL, masked.clone()]
-    maelm.apply_masks(tokens, masked, config, generator(0))
+    a, b = (maelm.apply_masks(tokens, masked, config, draw).corrupted for _ in range(2))
+    assert not torch.equal(a, b), "a second call filled the gaps with the same tokens"
     exact([tokens, maskable, masked], given, "an argument has changed: the caller still needs it")
 
 
@@ -137,11 +140,14 @@ def test_any_number_of_masks_can_be_applied():
 @task("corrupt")
 def test_a_random_fill_is_any_real_token():
     for V in (300, 50):
-        tokens = random_tokens(4000, vocab_size=V)
+        tokens = random_tokens(4000, vocab_size=V // 2)
         config = tiny(mask_in_encoder=1.0, encoder_fill="random", vocab_size=V)
         corrupted, masked, _ = maelm.corrupt(tokens, config, generator(0))
         fill = corrupted.gather(1, masked)
-        assert fill.unique().tolist() == list(range(4, V)), "every real token, and no other, must be able to fill a gap"
+        ids, counts = fill.unique(return_counts=True)
+        assert ids.tolist() == list(range(4, V)), "every real token, and no other, must be able to fill a gap"
+        spread = (counts - fill.numel() / (V - 4)).abs().max() / (fill.numel() / (V - 4)) ** 0.5
+        assert spread < 6, "some tokens fill gaps more often than others"
         exact(corrupted.scatter(1, masked, 0), tokens.scatter(1, masked, 0), "other positions must keep their tokens")
         same = max((fill[:, 1:] == fill[:, :1]).double().mean(), (fill[1:] == fill[:1]).double().mean())
         assert same < 2 / V, "gaps get the same token: each must draw its own"
@@ -161,7 +167,6 @@ def test_masked_tokens_do_not_leak():
 
 @task("Encoder.hidden_states", gate=True)
 def test_removing_equals_hiding():
-    """Encoding only the kept tokens equals encoding all tokens with the masked tokens hidden as keys."""
     for fields in (dict(norm="post"), dict(norm="pre")):
         model, tokens, corruption = model_and_batch(**fields)
         h = model.encoder(tokens, torch.arange(24).expand(6, -1), padding=is_masked(corruption))
@@ -244,7 +249,6 @@ def test_each_sequence_has_positions_of_its_own():
     positions = torch.tensor([[0, 1, 7], [2, 4, 9]])
     buckets = torch.tensor([[[0, 17, 23], [1, 0, 22], [7, 6, 0]], [[0, 18, 23], [2, 0, 21], [7, 5, 0]]])
     exact(bias_table()(positions)[:, 3], 300 + buckets.float(), "sequences with different gaps must differ in bias")
-    assert positions.tolist() == [[0, 1, 7], [2, 4, 9]], "the positions have changed"
 
 
 @task("RelativeBias.forward")
@@ -280,26 +284,23 @@ def test_attention_and_its_gradients_are_the_formulas():
 
 
 @task("attention", gate=True)
-def test_a_bias_can_hide_keys_and_is_not_changed():
+def test_a_bias_can_hide_keys():
     q, k, v = random_heads(4, 4, 4)
     chosen = torch.tensor([2, 3, 1, 0])
     bias = torch.full((4, 4), -torch.inf).scatter(1, chosen[:, None], 0)[None, None]
-    given = [x.clone() for x in (q, k, v, bias)]
     close(maelm.attention(q, k, v, bias), v[:, :, chosen], "each query can see one key, so it returns that key's value")
-    exact([q, k, v, bias], given, "an argument has changed: the next layer uses the same bias")
     half = maelm.attention(*[x.bfloat16() for x in (q, k, v)])
     assert half.dtype == torch.bfloat16, "the result does not have the dtype of q, k and v"
 
 
 @task("attention")
 def test_attention_drops_weights_out():
-    """A fifth of 500 equal weights is dropped, and a query's result is 1 on average."""
-    out = maelm.attention(torch.zeros(2, 3, 50, 4), torch.zeros(2, 3, 500, 4), torch.ones(2, 3, 500, 4), None, 0.2)
-    hint = "dropout must act on the weights and drop whole keys for a query, not features of the result"
-    close(out, out[..., :1].expand(-1, -1, -1, 4), hint)
+    q, k, v = torch.zeros(2, 3, 50, 4), torch.zeros(2, 3, 500, 4), torch.ones(2, 3, 500, 4)
+    out, again = (maelm.attention(q, k, v, None, 0.2) for _ in range(2))
+    close(out, out[..., :1].expand(-1, -1, -1, 4), "dropout must drop whole keys, not features of the result")
     assert out.mean().item() == pytest.approx(1, abs=0.02), "the weights that stay are not scaled up by 1 / (1 - p)"
     assert 0.015 < out[..., 0].std(-1).mean() < 0.03, "each query must drop its own share p of the keys"
-    assert len(out.flatten(0, 1).unique(dim=0)) == 6, "heads or sequences share a dropout mask: each must draw its own"
+    assert len(torch.cat([out, again]).flatten(0, 1).unique(dim=0)) == 12, "heads, sequences or calls share a mask"
 
 
 def attention_layer(dropout=0.0):
@@ -327,10 +328,11 @@ def test_attention_has_dropout_in_training_only():
     layer.key_value.weight.data.zero_()
     layer.key_value.bias.data.fill_(1)  # equal keys, and values of ones
     layer.output.load_state_dict(dict(weight=torch.eye(8), bias=torch.zeros(8)))
-    heads = layer(x).unflatten(-1, (2, 4))
-    assert heads.std(dim=(1, 2)).min() > 0, "dropout must act on the attention weights, not on the input"
-    close(4 * heads, (4 * heads).round(), "not a multiple of 1/4, which is 1/5 times 1 / (1 - p): is p = self.p?")
-    close(heads, heads[..., :1].expand_as(heads), "dropout must act on the attention weights, not on features")
+    for given in ((x,), (x, torch.zeros(1, 1, 5, 5), x)):  # alone, and with bias and memory
+        heads = layer(*given).unflatten(-1, (2, 4))
+        assert heads.std(dim=(1, 2)).min() > 0, "dropout must act on the attention weights, not on the input"
+        close(4 * heads, (4 * heads).round(), "not a multiple of 1/4, which is 1/5 times 1 / (1 - p): is p = self.p?")
+        close(heads, heads[..., :1].expand_as(heads), "dropout must act on the attention weights, not on features")
     layer, x = attention_layer(dropout=0.2)
     layer.query.weight.data.mul_(20)
     mean = layer.train()(x[:1].expand(20000, -1, -1)).mean(0)
@@ -436,9 +438,8 @@ def test_embeddings_have_dropout_in_training_only():
 # ---- Eq. (1): the loss ----------------------------------------------------------------------------------------------
 @task("MAELM.forward", gate=True)
 def test_loss_is_the_mean_over_the_masked_positions():
-    """The loss uses the masks of the corruption, even if there are two per sequence and the config would draw six."""
     model, tokens, corruption = model_and_batch()
-    fewer = maelm.apply_masks(tokens, torch.tensor([[7, 2]] * 6), model.config, generator(0))
+    fewer = maelm.apply_masks(tokens, torch.tensor([[7, 2]] * 6), model.config, generator(0))  # not the config's six
     for drawn in (corruption, fewer):
         log_p = model.logits(drawn).log_softmax(-1)  # (6, m, V)
         by_hand = []
@@ -465,7 +466,6 @@ def test_mlm_is_the_textbook_mlm():
 
 @task("MAELM.forward", gate=True)
 def test_mae_lm_is_the_papers_figure_2():
-    """Encoder without masked positions, e_[MASK] in the gaps, decoder over all positions, head at masked positions."""
     for fields, (B, n, V) in ((dict(), (6, 24, 300)), (OTHER, (3, 31, 50))):
         model, _, _ = model_and_batch(**fields)
         tokens = random_tokens(B, n, V)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from course.grade import (FILES, HERE, PARTS, PROJECT, PYTEST_INI, TASKS, TESTS, TOGETHER, definitions, effects_of_ours,
                           grade, grade_run, read_all, source)
-from support.program.cli import Parser, UserError, clear_errors
+from support.program.cli import Parser, UserError, clear_errors, printable
 
 HEADER = '"""Functions that you write for a larger program."""\nimport math\n\nimport numpy as np\nimport torch'
 CROSS_ATTENTION = "CrossMAELM = None  # a part of Table 2 that is not homework, but conftest.py imports it\n"
@@ -80,9 +80,11 @@ def grade_students(options) -> bool:
         problem = texts.get("problem", "")
         perfect = perfect and score == most and not problem
         if len(submissions) > 1:
-            alarms = {row.status for row in results if row.status.startswith(("read by hand", "ran out", "no report"))}
+            told = "read by hand", "ran out", "no report", "cannot be imported"
+            alarms = {row.status for row in results if row.status.startswith(told)}
             points = ", ".join(f"{row.task} {row.points}" for row in results)
-            print("; ".join(filter(None, [f"{name}: {score}/{most}", problem, *sorted(alarms), points])), flush=True)
+            line = "; ".join(filter(None, [f"{name}: {score}/{most}", problem, *sorted(alarms), points]))
+            print(printable(line), flush=True)
             continue
         for row in results:
             print(f"{row.task} {row.points}/{row.most} {row.status}")
