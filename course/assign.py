@@ -13,8 +13,8 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from course.grade import (FILES, HERE, PARTS, PROJECT, PYTEST_INI, TASKS, TESTS, TOGETHER, definitions, effects_of_ours,
-                          grade, grade_run, read_all, source)
+from course.grade import (FILES, HERE, PROJECT, PYTEST_INI, TASKS, TESTS, TOGETHER, definitions, effects_of_ours, grade,
+                          grade_run, parts_in, read_all, source, write_all)
 from support.program.cli import Parser, UserError, clear_errors, printable
 
 HEADER = '"""Functions that you write for a larger program."""\nimport math\n\nimport numpy as np\nimport torch'
@@ -34,7 +34,7 @@ def blank(text: str, name: str) -> str:
 def without(file: str, tasks: list[str]) -> str:
     """One of our files, without the solutions to these tasks."""
     text = PROJECT[file]
-    for name in [part for task in tasks if TASKS[task] == file for part in PARTS[task]]:
+    for name in parts_in(file, tasks):
         text = text.replace(source(text, name), blank(text, name))
     return text
 
@@ -53,11 +53,9 @@ def hand_out(folder: Path):
     for file in FILES:
         texts[file] = without(file, list(TASKS))
         if file != "maelm.py":
-            tasks = [source(texts[file], task) for task in TASKS if TASKS[task] == file]
-            texts[file] = "\n\n\n".join([HEADER, *tasks]) + "\n"
-    for file, text in texts.items():
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_text(text, "utf-8")
+            blanks = [source(texts[file], name) for name in parts_in(file)]
+            texts[file] = "\n\n\n".join([HEADER, *blanks]) + "\n"
+    write_all(folder, texts)
     print(f"{folder}: read its README.md")
 
 

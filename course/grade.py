@@ -16,7 +16,7 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +42,7 @@ CANARIES = ("assert False", "assert torch.equal(torch.zeros(2), torch.ones(2))",
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 RUN = {  # a number in a file of a toy's run folder, and the range that counts
     "validation loss": ("log.jsonl", r'"val_loss": ([\d.]+)', 2.93, 3.13),
-    "linear probe": ("result.json", r'"frozen": "mean"[^?]*?"median": ([\d.]+)', 48, 65),
+    "linear probe": ("result.json", r'(?s)"frozen": "mean".*?"median": ([\d.]+)', 48, 65),
 }
 PYTEST_INI = """[pytest]
 addopts = --import-mode=importlib --tb=short
@@ -52,6 +52,12 @@ filterwarnings = ignore:Unknown pytest
 
 
 # ---- 1. Reading code ----------------------------------------------------------------------------------------
+def parts_in(file: str, tasks: Iterable[str] = TASKS) -> list[str]:
+    """The functions of these tasks that a file has."""
+    return [part for task in tasks if TASKS[task] == file for part in PARTS[task]]
+
+
+@functools.cache  # each task asks for the same ones
 def definitions(text: str, name: str) -> list[ast.FunctionDef]:
     """The definitions of a function or Class.method in a Python text; none if the text has syntax errors."""
     try:
@@ -87,7 +93,7 @@ def claims_of(task: str) -> dict[str, bool]:
 
 def completed(text: str, file: str, own: list[str]) -> str:
     """A student's file, followed by our solutions to all tasks except the student's own."""
-    for name in [part for task in TASKS if TASKS[task] == file and task not in own for part in PARTS[task]]:
+    for name in parts_in(file, [task for task in TASKS if task not in own]):
         owner, _, method = name.rpartition(".")
         text += f"\n\n\n{textwrap.dedent(source(PROJECT[file], name))}\n"
         text += f"\n\nif {owner!r} in globals():\n    {name} = {method}\n" if owner else ""
@@ -127,7 +133,7 @@ def read_submission(path: Path) -> dict[str, str]:
     texts = {}
     try:
         for role, text in files_in(path):
-            names = [name for task in TASKS if TASKS[task] == role for name in PARTS[task]]
+            names = parts_in(role)
             texts[role] = max(text, texts.get(role, ""), key=lambda text: sum(is_written(text, name) for name in names))
     except Exception as error:  # a broken archive must not stop a class
         texts["problem"] = f"cannot read all of it: {error}"
@@ -137,17 +143,26 @@ def read_submission(path: Path) -> dict[str, str]:
 def read_all(path: Path, as_one: bool) -> dict[str, dict[str, str]]:
     """The texts of a submission by its name or, for a class, of each entry of a folder or archive."""
     with tempfile.TemporaryDirectory() as place:
-        entries = [path.resolve()]
+        root = path.resolve()
         if path.name.lower().endswith(ARCHIVES):
             with suppress(Exception):  # read_submission will name the problem
                 unpack(path, Path(place))
-                entries = [Path(place)]
+                root = Path(place)
+        entries = [root]
         while len(entries) == 1 and entries[0].is_dir():
             entries = sorted(entry for entry in entries[0].glob("[!.]*") if entry.name != "__MACOSX")
-        ours = r"(maelm|train|rank|metrics)[\W\d_]*\.py|support|log\.jsonl"  # also maelm (1).py
+        stems = "|".join(Path(file).stem for file in FILES)
+        ours = rf"({stems})[\W\d_]*\.py|support|log\.jsonl"  # also maelm (1).py
         if as_one or len(entries) < 2 or any(re.fullmatch(ours, entry.name.lower()) for entry in entries):
-            return {path.resolve().name: read_submission(path.resolve())}
+            return {path.resolve().name: read_submission(root)}
         return {entry.name: read_submission(entry) for entry in entries}
+
+
+def write_all(folder: Path, texts: dict[str, str]):
+    """Write files, by their names, to a folder."""
+    for file, text in texts.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text, "utf-8")
 
 
 # ---- 3. Points ----------------------------------------------------------------------------------------------
@@ -171,16 +186,14 @@ def grade(task: str, texts: dict[str, str], seconds: float, ours: dict) -> Resul
         return failure("not attempted")
     aliases = {claim: f"test_{secrets.token_hex(8)}" for claim in (*claims, *CANARIES)}  # students cannot know them
     copy = PROJECT | {"pytest.ini": PYTEST_INI} | {file: completed(texts[file], file, own) for file in files}
-    for claim, alias in aliases.items():
-        copy |= {file: copy[file].replace(f"def {claim}(", f"def {alias}(") for file in TESTS}
+    for claim in claims:
+        copy |= {file: copy[file].replace(f"def {claim}(", f"def {aliases[claim]}(") for file in TESTS}
     copy[TESTS[0]] += "".join(f"\n\ndef {aliases[wrong]}():\n    {wrong}\n" for wrong in CANARIES)
     copy[TESTS[1]] += (f"\n\ndef {aliases[RANDOM]}():\n    from tests import random_inputs\n"
                        f"    random_inputs.save('effects.pt', [{task!r}])\n")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for file, text in copy.items():
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / file).write_text(text, "utf-8")
+        write_all(folder, copy)
         # conftest.py is not loaded as a plugin, so that the report includes files that cannot be imported.
         command = [sys.executable, "-m", "pytest", "--noconftest", "-s", "-p", "no:cacheprovider", *TESTS,
                    "--junitxml=report.xml", "-k", " or ".join(aliases.values())]
@@ -192,7 +205,7 @@ def grade(task: str, texts: dict[str, str], seconds: float, ours: dict) -> Resul
         except (OSError, ElementTree.ParseError):
             return failure("no report: the code ends Python")
         errors = {claim: said_in(cases.get(alias), texts) for claim, alias in aliases.items()}
-        errors[RANDOM] = errors[RANDOM] or difference(folder / "effects.pt", task, ours)
+        errors[RANDOM] = errors[RANDOM] or difference(effects_in(folder / "effects.pt", task), ours[task])
     if not cases.keys() & {*aliases.values()}:  # pytest could not even collect the tests
         return failure(f"cannot be imported: {said_in(next(iter(cases.values()), None), {})}")
     if code == 0 or not all(len(cases.get(aliases[wrong], ())) for wrong in CANARIES):  # a failure is in its case
@@ -239,12 +252,11 @@ def said_in(case: ElementTree.Element | None, texts: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def difference(path: Path, task: str, ours: dict) -> str:
-    """The first difference between the effects in a file and ours, in one line; "" if there is none."""
+def difference(theirs: Iterable[tuple], ours: Iterable[tuple]) -> str:
+    """The first difference between the effects of a student's calls and ours, in one line; "" if there is none."""
     sizes = "?"
     try:
-        theirs = torch.load(path, weights_only=True)[task]
-        for (_, found), (sizes, expected) in zip(theirs, ours[task], strict=True):
+        for (_, found), (sizes, expected) in zip(theirs, ours, strict=True):
             if found or "meta" not in sizes:
                 for x, y in zip(tree_leaves(found), tree_leaves(expected), strict=True):
                     largest = float(y.double().abs().max()) if torch.is_tensor(y) and y.numel() > 0 else 1.0
@@ -252,6 +264,11 @@ def difference(path: Path, task: str, ours: dict) -> str:
     except Exception as error:  # students' code can write any file
         return f"with arguments of sizes {sizes}: {' '.join(str(error).split())}"
     return ""
+
+
+def effects_in(path: Path, task: str) -> Iterator[tuple]:
+    """The effects in a file. Raises many types of errors."""
+    yield from torch.load(path, weights_only=True)[task]
 
 
 @functools.cache

@@ -34,7 +34,7 @@ def draw_cells(rows: dict[str, list[str]]) -> Figure:
     columns = max(map(len, rows.values()))
     figure = Figure(figsize=(max(13, 1.2 * columns), 0.55 * len(rows) + 0.8), layout="constrained")
     axes = figure.subplots()
-    for y, (_, texts) in enumerate(rows.items()):
+    for y, texts in enumerate(rows.values()):
         for x, text in enumerate(texts):
             shade = "#f4c7c3" if text.startswith(LOSS) else SHADES.get(text, "#e6e6e6")
             edge = "#7e57c2" if text == "[MASK]" else "lightgray"
