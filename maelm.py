@@ -203,7 +203,7 @@ class Stack(nn.Module):
         return [*states, self.final_norm(x)]
 
     def attention_bias(self, positions, padding=None):
-        """The relative bias, -inf at keys where padding (B, t) is True; fits (B, heads, t, t), or None."""
+        """The relative bias, -inf at padded keys (B, t); broadcasts to (B, heads, t, t), or is None."""
         bias = self.relative_bias(positions) if self.relative_bias is not None else None
         if padding is not None:
             hidden = torch.zeros(padding.shape, device=padding.device).masked_fill(padding, -torch.inf)

@@ -1,4 +1,4 @@
-"""How many dimensions a text encoder uses: Figure 1 and Table 3 of the paper, for any model.
+"""How many dimensions a text encoder uses: Figure 1 and Table 3 of the paper, for your models and the Hub's.
 
     python rank.py out/toy out/toy-mlm                     # run folders of train.py or finetune.py, or checkpoints
     python rank.py hf:roberta-base --data PATH --tokens 5000000
@@ -90,7 +90,7 @@ class RankConfig:
     """Settings of a measurement; every field is a flag. Raises ValueError if a value is not allowed."""
     data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; default: the text of the run, or docs
     column: str = ""  # field that holds the text of a record; default: the run's, or text
-    val_share: float = 0.0  # fraction of the documents to use; 0 means those that the run held out, or 1%
+    val_share: float = 0.0  # fraction of the documents to use; 0 means the run's validation share, or 1%
     tokens: int = 1_000_000  # largest number of tokens to read, including special tokens
     tau: float = 0.9  # fraction of the sum of squared singular values
     seq_len: int = 512  # tokens per sequence for hf: models, unless their limit is lower

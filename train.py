@@ -105,7 +105,7 @@ class RunOptions:
             ("compile", self.compile in ("auto", "on", "off"), "auto, on or off"))
 
 
-# Settings that may change when a run continues: not the model, nor the text and how it is read.
+# Settings that may change when a run continues; the model, the text and its tokens must stay.
 MAY_CHANGE = {field.name for field in fields(RunOptions)} - {"init"} | {
     "max_steps", "warmup_steps", "learning_rate", "muon_learning_rate", "weight_decay", "muon_weight_decay",
     "adam_beta1", "adam_beta2", "adam_epsilon", "clip_norm", "precision", "seed"}
@@ -147,7 +147,7 @@ class Settings(NamedTuple):
 
     @property
     def data_seed(self) -> int:
-        """The seed of the data order and the masks. A run with --init does not repeat the batches of that run."""
+        """The seed of the data order and the masks. A run with --init does not repeat its predecessor's batches."""
         return seed_of(self.recipe.seed, *self.options.init.encode()) if self.options.init else self.recipe.seed
 
     def fields(self) -> dict:
@@ -185,7 +185,7 @@ def micro_batches(tokens, corruption: Corruption, size: int, worker: Worker) -> 
 
 def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> list[tuple]:
     """This process's micro-batches (tokens, corruption). The sequences and masks of the whole batch depend only on the
-    seed and the step, so any number of processes and any micro-batch size give the same."""
+    seed and the step, whatever the number of processes and the micro-batch size."""
     config, recipe, options = settings
     chosen = rows_of_step(settings.data_seed, step, recipe.batch_size, len(rows))  # (B,)
     tokens = torch.from_numpy(rows[chosen])  # (B, n)
@@ -309,7 +309,7 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="toy", help="size and recipe (section 4.1, Table 4) [toy]")
     add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm; with --init, that run's decoder and masks]")
-    add("--out", type=path_of, help="run folder [out/PRESET-ABLATION; with --init, the name of that run, not PRESET]")
+    add("--out", type=path_of, help="run folder [out/PRESET or out/PRESET-ABLATION; with --init, PRESET is that run's name]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
     preset = PRESETS[parser.parse_known_args(argv)[0].preset]  # -h shows its values
     for part in (Config, Recipe, RunOptions):
