@@ -309,7 +309,7 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="toy", help="size and recipe (section 4.1, Table 4) [toy]")
     add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm; with --init, that run's decoder and masks]")
-    add("--out", type=path_of, help="run folder [out/PRESET or out/PRESET-ABLATION; with --init, PRESET is that run's name]")
+    add("--out", type=path_of, help="run folder [out/PRESET[-ABLATION]; with --init, that run's name for PRESET]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
     preset = PRESETS[parser.parse_known_args(argv)[0].preset]  # -h shows its values
     for part in (Config, Recipe, RunOptions):
