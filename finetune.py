@@ -131,8 +131,7 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
 
 @torch.no_grad()
 def evaluate(model: Tuned | Probe, setup: Setup, split: str) -> tuple[dict | None, dict[str, str]]:
-    """The metrics of a split, and the texts of prediction files by name. If an output is NaN, because the model has
-    diverged, there are no metrics (None)."""
+    """The metrics of a split, None if the model has diverged, and the texts of prediction files by name."""
     model.eval()
     encoded, outputs = setup.splits[split], []
     chunks = by_length(encoded, setup.tune.batch_size)
@@ -162,8 +161,7 @@ def ranks(model: Tuned, setup: Setup) -> dict[str, int] | None:
 
 # ---- 3. All runs of a task ----------------------------------------------------------------------------------
 def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
-    """Do the `runs` whose files are missing, and return the results of all. The processes of torchrun share the work by
-    rank, and wait for each other's files."""
+    """Do the `runs` whose files are missing, shared by the processes of torchrun, and return the results of all."""
     mine = runs[setup.worker.rank::setup.worker.world_size]
     missing = [run for run in mine if not results.path_of_run(setup.out, *run).is_file()]
     for number, (tune, seed) in enumerate(missing, start=1):
@@ -181,8 +179,7 @@ def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
 
 
 def run_task(setup: Setup, options: argparse.Namespace) -> dict:
-    """Fine-tune one encoder on one task: the grid with --sweep, then seeds 1, 2, ... Writes and returns result.json:
-    the values of all seeds, their medians, the settings, and the ranks of Table 3."""
+    """Fine-tune one encoder on one task: the grid with --sweep, then seeds 1, 2, ... Writes and returns result.json."""
     task, tune, dim, sweep = setup.task, setup.tune, setup.pretrained.config.encoder_dim, []
     if options.sweep:
         # Explicit flags replace the grid's values. In tune, the actual learning rate has already replaced a 0.

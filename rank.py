@@ -109,8 +109,7 @@ class RankConfig:
 
 
 def masks_for(subject: Subject, tokens, seed: int):
-    """Choose 15% of the positions in each sequence of `tokens` (B, n), but no special tokens -> (B, n) bool, True
-    where [MASK] replaces the token."""
+    """Choose 15% of the positions in each sequence of `tokens` (B, n), but no special tokens -> (B, n) bool."""
     maskable = ~torch.isin(tokens, torch.tensor(subject.specials))
     generator = torch.Generator().manual_seed(seed)
     positions = draw_masks(maskable, round(MASK_RATE * tokens.shape[1]), generator)  # (B, m)

@@ -161,11 +161,6 @@ def make_settings(values: dict) -> Settings:
     return Settings(check(config), recipe, options)  # the other two check themselves
 
 
-def make_config(preset: str = "base", ablation: str = "mae-lm", **flags) -> Config:
-    """The Config of a preset. Flags override the ablation, which overrides the preset. Bad values raise ValueError."""
-    return make_settings(PRESETS[preset] | ABLATIONS[ablation] | flags).config
-
-
 # ---- 2. One training step, and evaluation -------------------------------------------------------------------
 def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
     """Fraction of the peak learning rate at a step: linear warm-up, then linear decay to 0 (Table 4)."""
@@ -184,8 +179,7 @@ def micro_batches(tokens, corruption: Corruption, size: int, worker: Worker) -> 
 
 
 def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> list[tuple]:
-    """This process's micro-batches (tokens, corruption). The sequences and masks of the whole batch depend only on the
-    seed and the step, whatever the number of processes and the micro-batch size."""
+    """This process's micro-batches (tokens, corruption). The whole batch depends only on the seed and the step."""
     config, recipe, options = settings
     chosen = rows_of_step(settings.data_seed, step, recipe.batch_size, len(rows))  # (B,)
     tokens = torch.from_numpy(rows[chosen])  # (B, n)
@@ -340,7 +334,7 @@ def main(argv=None):
     with clear_errors("train.py", "--micro-batch-size or a smaller model"):
         settings, start, flags = parse(argv)
         config, recipe, options = settings
-        worker = make_worker(recipe.precision, options.device, small=config.encoder_dim < 256, tf32=True)
+        worker = make_worker(recipe.precision, options.device, small=config.encoder_dim < 256)
         worker.micro_batch(recipe.batch_size, options.micro_batch_size)  # raises an error early
         if flags.prepare:
             folder = prepared_corpus(settings.fields(), start.tokenizer)

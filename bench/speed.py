@@ -35,7 +35,7 @@ def main(argv=None):
     add("--out", type=path_of, default=Path("out/speed.json"), help="[%(default)s]")
     options = parser.parse_args(argv)
     with clear_errors("bench.speed", "--rows"):
-        worker = make_worker("auto", options.device, tf32=True)
+        worker = make_worker("auto", options.device)
         timers, speeds, size, cost = {}, {name: [] for name in options.models}, {}, {}
         for name in options.models:
             config, recipe, run_options = make_settings(PRESETS[options.preset] | ABLATIONS[name])

@@ -61,8 +61,7 @@ def hand_out(folder: Path):
 
 # ---- 2. The grade -------------------------------------------------------------------------------------------
 def grade_students(options) -> bool:
-    """Grade a submission and print a line per task, or grade a class and print a line per student. Returns whether all
-    have full marks. All files are read before any code of students runs."""
+    """Grade a submission, a line per task, or a class, a line per student. Returns whether all have full marks."""
     submissions, perfect = read_all(options.grade, bool(options.json)), True
     only_runs = all("log.jsonl" in texts and texts.keys().isdisjoint(FILES) for texts in submissions.values())
     tasks = [] if only_runs else options.only or [*TASKS, TOGETHER]

@@ -86,3 +86,25 @@ def recorded_attention(model: MAELM) -> Iterator[list[torch.Tensor]]:
     yield layers
     for hook in hooks:
         hook.remove()
+
+
+def residual(h) -> float:
+    """||H - 1 h^T|| / ||H|| (Frobenius), where h is the mean row; 0 if all rows are equal."""
+    return float((h - h.mean(0)).norm() / h.norm())
+
+
+def share_outside(gram, text_gram, dims: int) -> float:
+    """The share of the squared length of the rows of H outside the first `dims` singular directions of a text.
+    Takes gram = H^T H and the same product for the text, (d, d) float64 each."""
+    _, directions = torch.linalg.eigh(text_gram)  # ascending
+    inside = directions[:, -dims:]  # (d, dims)
+    return 1 - float((inside.T @ gram @ inside).trace() / gram.trace())
+
+
+def single_head(layer: Attention):
+    """W^QK = W^Q W^K^T / sqrt(d) and W^VO = W^V W^O, (d, d) float64, as one head without biases; App. A."""
+    # nn.Linear holds the transpose of the paper's W.
+    query = layer.query.weight.double()
+    key, value = layer.key_value.weight.double().chunk(2)
+    output = layer.output.weight.double()
+    return query.T @ key / len(query) ** 0.5, value.T @ output.T

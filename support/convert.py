@@ -69,8 +69,11 @@ def save_tokenizer(tokenizer: Tokenizer, seq_len: int, head: str, out: Path):
 
 def export(source: Path, out: Path):
     """Write a run, a checkpoint or a fine-tuned model as a folder for transformers."""
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out}: not empty; name a new folder")
     transformers_library()
     import safetensors.torch  # comes with transformers
+    out.mkdir(parents=True, exist_ok=True)
     state = read_checkpoint(checkpoint_of(source))
     config, longest = state["config"], state["config"].seq_len
     weights, head, labels = weights_of(state)
@@ -81,7 +84,7 @@ def export(source: Path, out: Path):
     # Not save_file, which makes a file that only its owner can read.
     (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
     write_json(out / "config.json", hub_config(config, head, labels))
-    say(f"for AutoModel{head} with trust_remote_code=True; another class would have a random head")
+    say(f"{out}: for AutoModel{head} with trust_remote_code=True; another class would have a random head")
 
 
 def main(argv=None):
@@ -91,11 +94,7 @@ def main(argv=None):
     parser.add_argument("out", type=path_of, help="the folder to write")
     options = parser.parse_args(argv)
     with clear_errors("support.convert"):
-        if options.out.exists() and any(options.out.iterdir()):
-            raise UserError(f"{options.out}: not empty; name a new folder")
-        options.out.mkdir(parents=True, exist_ok=True)
         export(options.source, options.out)
-        say(f"{options.out}: export of {options.source}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import train
+from maelm import ABLATIONS
 from conftest import TINY
 from support.model.checkpoints import checkpoints
 from support.training.log import read_log
@@ -33,6 +34,11 @@ def write_corpus(path, count=400):
     """Write a text file of `count` documents; returns its path."""
     path.write_text("\n\n".join(little_documents(count)))
     return path
+
+
+def make_config(preset="base", ablation="mae-lm", **flags):
+    """The Config of a preset and a row of Table 2, with these fields."""
+    return train.make_settings(train.PRESETS[preset] | ABLATIONS[ablation] | flags).config
 
 
 # ---- Short runs -----------------------------------------------------------------------------------------------------

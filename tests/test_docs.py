@@ -51,8 +51,7 @@ def test_python_of_the_readme_prints_what_its_comments_say(capsys):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_of_a_page_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
-        # Students get assignment.md in the same folder as homework.md.
-        assert link.startswith(("http", "assignment.md")) or (page.parent / link).exists(), link
+        assert link.startswith("http") or (page.parent / link).exists(), link
 
 
 def imports_of(path):

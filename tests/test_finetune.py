@@ -1,4 +1,4 @@
-"""Claims about finetune.py, support/heads.py and support/squad.py: inputs, runs, sweeps, predictions."""
+"""Claims about finetune.py, tasks/heads.py and tasks/squad.py: inputs, runs, sweeps, predictions."""
 import itertools
 import json
 import random

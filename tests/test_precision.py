@@ -7,7 +7,7 @@ from maelm import ABLATIONS, attention, corrupt
 from support.model.build import make_model
 from support.program.worker import Worker, make_worker
 from tests.common import losses, short_run
-from train import make_config
+from tests.common import make_config
 
 EXACT = Worker(0, 1, torch.device("cpu"), torch.float32)  # without autocast
 

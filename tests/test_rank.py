@@ -1,4 +1,4 @@
-"""Claims about rank.py and course/theory.py: measurements, models, and output."""
+"""Claims about rank.py: measurements, models, and output."""
 import itertools
 import re
 from dataclasses import replace
@@ -10,7 +10,6 @@ import torch
 import maelm
 import rank
 from conftest import generator
-from course import theory
 from support.hub import subjects
 from support.model.checkpoints import checkpoints, load_encoder
 from support.text.corpus import in_validation
@@ -175,14 +174,3 @@ def test_a_hub_encoder_reads_its_own_special_tokens_and_keeps_the_length(text, t
     monkeypatch.setattr(subjects, "encoder_of_hub", lambda name: (shorter, tokenizer))
     with pytest.raises(UserError, match="short: cannot be measured, because its layers change the length"):
         subjects.subject_of_hub("hf:short", config, CPU)
-
-
-def test_theorem_2_2_holds_where_u_exists():
-    random = generator(0)
-    real, qk, vo, mix = [torch.randn(n, 6, dtype=torch.float64, generator=random) for n in (12, 6, 6, 4)]
-    U = (mix @ real.T).softmax(1)  # (4, 12)
-    for size in (0.5, 0.3, 0.1):
-        near = real.mean(0) + size * (real - real.mean(0))
-        sides = theory.both_sides(near, U @ near, 0.05 * qk, vo)
-        assert sides["eq3"] < 1e-9 and sides["spread"] < 1.256
-        assert 0 < sides["left"] <= sides["right"]

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 
 import maelm
-import train
 from conftest import generator, model_and_batch, random_tokens, tiny
 from support.model import cross_attention
 from support.model.build import check, make_model
 from test_maelm import all_learn, bias_table, close, copy_attention, copy_layer, exact
-from tests.common import SHAPE
+from tests.common import SHAPE, make_config
 
 
 # ---- Cross-attention ------------------------------------------------------------------------------------------------
@@ -61,7 +60,7 @@ def test_an_invalid_field_is_named(field, values):
 
 @pytest.mark.parametrize("ablation", maelm.ABLATIONS)
 def test_every_row_of_table_2_learns_and_uses_all_its_parameters(ablation):
-    config = train.make_config("small", ablation, **SHAPE)
+    config = make_config("small", ablation, **SHAPE)
     torch.manual_seed(0)
     model = make_model(replace(config, init_std=0.1, decoder_dim=config.decoder_dim // 8))  # 64 for 512, 128 for 1024
     tokens = random_tokens(4)

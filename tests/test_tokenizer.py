@@ -1,4 +1,4 @@
-"""Claims about support/tokenizer.py."""
+"""Claims about support/text/tokenizer.py."""
 import sys
 
 import pytest

@@ -1,4 +1,4 @@
-"""Claims about pre-training: train.py, support/optim.py, support/start.py, support/fill_mask.py."""
+"""Claims about pre-training: train.py, support/training, support/model/optim.py, support/fill_mask.py."""
 import re
 import shutil
 import sys
@@ -23,7 +23,7 @@ from support.program.cli import UserError
 from support.training import log
 from support.training.log import read_log
 from support.program.worker import Worker
-from tests.common import contents, last_checkpoint, losses, same, short_run
+from tests.common import make_config, contents, last_checkpoint, losses, same, short_run
 
 CPU = torch.device("cpu")
 TINY = tiny()
@@ -209,7 +209,7 @@ def test_matrices_of_layers_go_to_muon_and_keys_are_not_joined_with_values():
 # ---- Costs, presets, flags ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ablation, flops", [("mae-lm", 338_826_571_776), ("mlm", 289_493_876_736)])
 def test_a_step_of_base_has_this_many_flops(ablation, flops):
-    assert log.flops(train.make_config("base", ablation)) == flops
+    assert log.flops(make_config("base", ablation)) == flops
 
 
 def test_help_shows_the_values_of_the_preset(capsys):
@@ -259,7 +259,7 @@ def test_presets_hold_table_4(preset):
                                                     ("base++", 134_603_520, 164_005_890),
                                                     ("large++", 368_375_808, 420_402_690)])
 def test_parameter_counts_differ_from_the_official_model_by_two_vocabulary_rows_only(preset, encoder, total):
-    config = train.make_config(preset)
+    config = make_config(preset)
     with torch.device("meta"):
         parts = Encoder(config), Decoder(config), Head(config)
     counts = [torch.nn.utils.parameters_to_vector(part.parameters()).numel() for part in parts]
@@ -272,5 +272,5 @@ def test_flags_override_ablations_which_override_presets():
     assert config == Config(vocab_size=64000, rel_pos_buckets=8, mask_in_encoder=1.0)
     assert (recipe.learning_rate, recipe.seed, recipe.batch_size) == (2e-4, 3, 2048)
     for preset in train.PRESETS:  # sizes of Table 2 are the same in all presets
-        layers = [train.make_config(preset, name).decoder_layers for name in ("dec-2", "dec-6")]
-        assert [*layers, train.make_config(preset, "dec-512").decoder_width] == [2, 6, 512]
+        layers = [make_config(preset, name).decoder_layers for name in ("dec-2", "dec-6")]
+        assert [*layers, make_config(preset, "dec-512").decoder_width] == [2, 6, 512]

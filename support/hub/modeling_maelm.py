@@ -21,8 +21,7 @@ def read(input_ids, attention_mask, position_ids):
 
 
 class MAELMConfig(PretrainedConfig):
-    """config.json: the fields of maelm.Config under "maelm", and the fields that other programs need, under
-    transformers' names."""
+    """config.json: the fields of maelm.Config under "maelm", and fields with transformers' names."""
     model_type = "maelm"
 
 
@@ -57,8 +56,7 @@ class MAELMModel(PreTrainedModel):
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, position_ids=None,
                 output_hidden_states: bool | None = None, **others) -> outputs.BaseModelOutput:
-        """input_ids (B, n) int64, attention_mask (B, n), 0 = padding, position_ids (B, n) int64; ignores most
-        `others`."""
+        """input_ids (B, n) int64, attention_mask (B, n), 0 = padding, position_ids (B, n); ignores most `others`."""
         if others.get("output_attentions") or self.config.output_attentions:
             raise ValueError("this model does not return attentions; remove output_attentions=True")
         n, most = input_ids.shape[1], self.shape.seq_len

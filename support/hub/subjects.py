@@ -35,8 +35,7 @@ class Subject(NamedTuple):
 # ---- 1. A run -----------------------------------------------------------------------------------------------
 def subject_of_run(name: str, config, device: torch.device) -> Subject:
     """The encoder in a run folder or checkpoint. The fields data, column, val_share and tokens of a rank.RankConfig
-    select its text. Without the first three, it is the run's validation text or, for fine-tuned models, docs. Raises
-    UserError if there is no model or no text."""
+    select its text. Without the first three, it is the run's validation text or, for fine-tuned models, docs."""
     encoder, state = load_encoder(path_of(name))
     shape, tokenizer, settings = state["config"], state["tokenizer"], state["settings"]
     encoder, text = encoder.to(device), config.data or settings.get("data", "docs")
@@ -68,8 +67,7 @@ def transformers_library():
 
 
 def encoder_of_hub(name: str) -> tuple[nn.Module, object]:
-    """The encoder of hf:NAME or hf:FOLDER in fp32 and evaluation mode, and its tokenizer. Code that comes with a
-    model never runs. Raises UserError if the library cannot read the model, or if the encoder lacks weights."""
+    """The encoder of hf:NAME or hf:FOLDER in fp32 and evaluation mode, and its tokenizer. Its own code never runs."""
     library, source = transformers_library(), name.removeprefix("hf:")
     try:
         model, loading = library.AutoModel.from_pretrained(source, trust_remote_code=False, output_loading_info=True)

@@ -31,8 +31,7 @@ def write_checkpoint(path: Path, state: dict):
 
 
 def read_checkpoint(path: Path, *wanted: str) -> dict:
-    """Read a checkpoint to the CPU. Its `config` becomes a Config, and its `tokenizer` a Tokenizer. Raises UserError if
-    the file is damaged, lacks a `wanted` entry, or is from another version."""
+    """Read a checkpoint to the CPU. Its `config` becomes a Config, and its `tokenizer` a Tokenizer."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     try:
@@ -54,8 +53,7 @@ def read_checkpoint(path: Path, *wanted: str) -> dict:
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The checkpoint at a path, the newest checkpoint in a run folder, or the encoder.pt of finetune.py (for
-    load_encoder). Raises UserError if there is none."""
+    """The checkpoint at a path, the newest in a run folder, or finetune.py's encoder.pt. Raises UserError if none."""
     files = [path] if path.suffix == ".pt" else [*checkpoints(path), *path.glob("encoder.pt")]
     if not files:
         raise UserError(f"{path}: not a run folder with checkpoints; make one with train.py")
@@ -63,8 +61,7 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
-    """Load the model of a run folder or checkpoint, in evaluation mode, and its tokenizer. Raises UserError if there is
-    none."""
+    """Load the model of a run folder or checkpoint, in evaluation mode, and its tokenizer."""
     state = read_checkpoint(checkpoint_of(path), "step")  # encoder.pt of finetune.py has no step and no decoder
     model = make_model(state["config"])
     model.load_state_dict(state["model"])
@@ -72,8 +69,7 @@ def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
 
 
 def load_encoder(path: Path) -> tuple[Encoder, dict]:
-    """Load the encoder in a run folder, in a checkpoint, or in a folder that finetune.py wrote. Returns the encoder in
-    evaluation mode, and the other entries of the checkpoint. Raises UserError if there is none."""
+    """Load an encoder as checkpoint_of finds it, in evaluation mode, and the other entries of its checkpoint."""
     state = read_checkpoint(checkpoint_of(path))
     encoder = Encoder(state["config"])
     prefix, weights = "encoder.", state.pop("model")

@@ -85,7 +85,6 @@ class CrossMAELM(MAELM):
         return self.decoder(self.fill_gaps(h, corruption), h, corruption.masked)
 
     def decode_text(self, h, tokens, at):
-        """For uni+cross: h = H^L (B, r, d) and tokens (B, n) int64 -> the decoder's output at the positions `at`
-        (B, m)."""
+        """For uni+cross: h = H^L (B, r, d), tokens (B, n) int64 -> the decoder's output at the positions `at`."""
         shifted = torch.cat([tokens[:, :1], tokens[:, :-1]], dim=1)  # position i sees x_{i-1}
         return self.decoder(self.encoder.token_embedding(shifted), h, at)

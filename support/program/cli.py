@@ -14,7 +14,7 @@ from pathlib import Path
 
 # ---- 1. Output and errors -----------------------------------------------------------------------------------
 class UserError(Exception):
-    """A mistake that the user can correct. The message names the file or field, its value and the fix."""
+    """A mistake that the user can correct, in a flag or a file. The message names it, its value and the fix."""
 
 
 def printable(text: str) -> str:
@@ -73,8 +73,7 @@ def clear_errors(program: str, memory_flags: str = "--batch-size") -> Iterator[N
 
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Yield a list that collects Ctrl-C and the signals by which Slurm, torchrun or a terminal ends a program, so that
-    a checkpoint can be saved."""
+    """Yield a list that collects Ctrl-C and the signals by which Slurm, torchrun or a terminal ends a program."""
     noted, before = [], {}
     if threading.current_thread() is threading.main_thread():  # other threads receive no signals
         for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
@@ -125,8 +124,7 @@ def short_name(model: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
-    """Add a flag for every field of a dataclass that is a number, a text, a path or a bool. Its help joins the field's
-    comment and its value in `values`."""
+    """Add a flag for every plain field of a dataclass. Its help joins the field's comment and its value in `values`."""
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(config), re.MULTILINE))
     group = parser.add_argument_group(config.__name__)
     for field in [field for field in fields(config) if field.type in (bool, int, float, str, Path)]:

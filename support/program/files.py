@@ -74,8 +74,6 @@ def short_hash(content: str | bytes) -> str:
 @contextmanager
 def figure(path: Path, panels: int = 1) -> Iterator[tuple]:
     """Yield a matplotlib figure and its side-by-side axes; then write the figure to `path`. No display is needed."""
-    if "matplotlib" not in sys.modules:
-        os.environ.pop("MPLBACKEND", None)  # it may name a backend, such as a notebook's, that is not installed here
     import matplotlib.figure
     with matplotlib.rc_context({"text.parse_math": False}):  # so that a $ in a name stays a $
         drawn = matplotlib.figure.Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
@@ -88,7 +86,7 @@ def figure(path: Path, panels: int = 1) -> Iterator[tuple]:
 @contextmanager
 def lock_folder(folder: Path, sign: str = "", wait: bool = False) -> Iterator[None]:
     """Make a folder and lock it. Raises UserError if another process uses the folder and `wait` is False, or if the
-    folder has files of another program: with a `sign`, any files without one of this name."""
+    folder has files but, with a `sign`, none of this name."""
     if sign and not (folder / sign).is_file() and any(folder.glob("[!.]*")):
         raise UserError(f"{folder}: not empty, and not written by this program; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,8 +108,7 @@ def lock_folder(folder: Path, sign: str = "", wait: bool = False) -> Iterator[No
 
 def compare(folder: Path, before: dict, now: dict, may_change: Container[str] = (),
             advice: str = "choose another --out") -> dict[str, list]:
-    """The settings that have changed: name -> [value before, value now]. Raises UserError, with advice, if any of them
-    must not change."""
+    """The settings that have changed, which must be in `may_change`: name -> [value before, value now]."""
     pairs = {name: [before.get(name), now.get(name)] for name in before | now}
     changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     fixed = [f"{name}={old!r} there, {new!r} here" for name, (old, new) in changed.items() if name not in may_change]

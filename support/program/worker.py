@@ -28,8 +28,7 @@ class Worker(NamedTuple):
         return self.rank == 0
 
     def micro_batch(self, batch_size: int, most: int) -> int:
-        """The number of sequences per forward pass: the largest divisor of this process's share of a batch that is at
-        most `most`. Raises UserError if the processes cannot have equal shares."""
+        """Sequences per forward pass: the largest divisor, at most `most`, of this process's share of a batch."""
         share, rest = divmod(batch_size, self.world_size)
         if rest:  # unequal shares would make the mean of the gradients wrong
             raise UserError(f"batch_size={batch_size}: use a multiple of the {self.world_size} processes")
@@ -108,13 +107,11 @@ def has_bf16(device: torch.device) -> bool:
     return device.type == "cpu" and info.is_file() and re.search("amx_bf16|avx512_bf16", info.read_text()) is not None
 
 
-def make_worker(precision: str, device: str = "auto", small: bool = False, tf32: bool = False) -> Worker:
-    """This process's rank, device and dtype. precision: auto | fp32 | bf16. With `tf32`, a GPU rounds the factors of
-    float32 products to TF32, except in fp32. Raises UserError if the device is missing."""
+def make_worker(precision: str, device: str = "auto", small: bool = False) -> Worker:
+    """This process's rank, device and dtype. precision: auto | fp32 | bf16."""
     chosen = best_device(device, small)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-        torch.set_float32_matmul_precision("high" if tf32 and precision != "fp32" else "highest")
         # cuDNN's attention may misread the dtype of a mask. A context around the call would be compiled each time.
         torch.backends.cuda.enable_cudnn_sdp(False)
     keep_freed_memory()

@@ -18,7 +18,7 @@ CUSTOM = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 def read_task(name: str, data: str | None, val_share: float) -> dict[str, list]:
     """The examples or questions of each split: train, dev and, for MNLI, dev_mm. `data` is a folder with the Hub's own
     files or, for custom, with files train and dev; None means the Hub. `val_share` is the fraction that pre-training
-    held out. Raises UserError if a file is missing or invalid."""
+    held out."""
     if name == "docs":
         splits = read_docs_task(val_share)
     elif name == "custom":
@@ -68,8 +68,7 @@ def from_hub(name: str, part: str) -> list[Record]:
 
 
 def hub_files(name: str, data: str, part: str) -> list[Record]:
-    """The records of a split in the Hub's Parquet files, in the folder `data` or in the task's own folder there. Raises
-    UserError if there are none; only MNLI's mismatched split may be missing."""
+    """The records of a split in the Hub's Parquet files, in the folder `data` or in the task's own folder there."""
     root = path_of(data)
     own = root / ("squad_v2" if name == "squad2" else name)
     files = sorted(own.glob(f"{part}*.parquet")) or sorted(root.glob(f"{part}*.parquet"))
@@ -79,8 +78,7 @@ def hub_files(name: str, data: str, part: str) -> list[Record]:
 
 
 def examples_of(name: str, records: list[Record]) -> list[Example]:
-    """Records of a GLUE task -> examples. The Hub's labels are numbers; STS-B's 3.2 is 3.200000047683716 there. Raises
-    UserError if a record has other columns, or no label, as in test splits."""
+    """Records of a GLUE task -> examples. The Hub's labels are numbers; STS-B's 3.2 is 3.200000047683716 there."""
     task, examples = TASKS[name], []
     for place, record in records:
         if not {*task.columns, "label"} <= record.keys():

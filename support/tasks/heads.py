@@ -46,8 +46,7 @@ def batches(encoded: Encoded, seed: int, batch_size: int) -> Iterator[np.ndarray
 
 
 class ClassifierHead(nn.Sequential):
-    """H^L at [CLS] -> logits (B, C), as in RoBERTa: dropout, dense, tanh, dropout, linear. The initialization is
-    PyTorch's own."""
+    """H^L at [CLS] -> logits (B, C), as in RoBERTa: dropout, dense, tanh, dropout, linear."""
     def __init__(self, d: int, classes: int, dropout: float):
         super().__init__(
             nn.Dropout(dropout), nn.Linear(d, d), nn.Tanh(),
@@ -68,8 +67,7 @@ class Classification:
         self.pairs = None  # whether examples have a second text, once that is known
 
     def encode(self, examples: list[Example]) -> Encoded:
-        """Tokenize examples, each to at most n tokens. Raises UserError for an unknown label, or if only some examples
-        of this split or an earlier one have a second text."""
+        """Tokenize examples, each to at most n tokens."""
         targets = [self.labels.target(example) for example in examples]  # before the slow part
         ids, truncated = [], 0
         if self.pairs is None:

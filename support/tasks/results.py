@@ -22,8 +22,7 @@ def path_of_run(out: Path, tune, seed: int) -> Path:
 
 
 def wait_for(path: Path) -> dict:
-    """Read a JSON file as soon as another process of torchrun has written it; torchrun ends this process if the other
-    one fails. The wait may take hours, which is longer than torch.distributed allows."""
+    """Read a JSON file when another process has written it; the wait may be longer than torch.distributed allows."""
     while not path.is_file():
         time.sleep(0.2)
     return read_json(path)
@@ -38,12 +37,6 @@ def median(values: Iterable[float | None]) -> float | None:
     """The median over seeds. A diverged seed (None) counts as the lowest, so the median may be None."""
     middle = statistics.median([height(value) for value in values])
     return middle if math.isfinite(middle) else None
-
-
-def rank_after(ranks: dict, centering: str) -> float | None:
-    """The median rank after fine-tuning, from `effective_rank` in result.json, over the seeds that did not diverge."""
-    values = [after[centering] for after in ranks["after"] if after]
-    return statistics.median(values) if values else None
 
 
 def format_number(value: float | None, digits: int = 2) -> str:
@@ -71,7 +64,8 @@ def report(result: dict) -> str:
     if ranks["before"] is None:
         lines.append("effective rank: the dev split has too few tokens")
     for name, before in (ranks["before"] or {}).items():
-        after = format_number(rank_after(ranks, name), digits=0)
+        after = [after[name] for after in ranks["after"] if after]  # of the seeds that did not diverge
+        after = format_number(statistics.median(after) if after else None, digits=0)
         lines.append(f"effective rank on the dev split, {name}, of {ranks['d']}: {before} -> {after}")
     return "\n".join(lines)
 

@@ -26,8 +26,7 @@ def spans_of(tokenizer: Tokenizer, text: str):
 
 
 def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
-    """The first and last token of the first answer, given the tokens' starts and ends (length,) in characters; (0, 0)
-    if there is no answer."""
+    """The first and last token of the first answer, (0, 0) for none. starts and ends (length,) are in characters."""
     if not q.answers:
         return 0, 0
     start, text = q.answers[0]
@@ -47,8 +46,7 @@ class Spans:
         self.spans_of = functools.cache(functools.partial(spans_of, tokenizer))  # many questions share a context
 
     def encode(self, questions: list[Question]) -> Encoded:
-        """All windows of all questions, in inputs of at most n tokens. Windows start doc_stride tokens apart, or half a
-        window apart if that is less."""
+        """All windows of all questions. They start doc_stride tokens apart, or half a window apart if that is less."""
         ids, targets, windows = [], [], []
         longest = min(self.tune.max_query, self.n // 2)
         for number, q in enumerate(questions):

@@ -71,8 +71,7 @@ def group_of(task: str, frozen: str) -> str:
 
 
 def grid(group: str, dim: int, given: dict) -> list[dict[str, float]]:
-    """The settings of Table 5 or 6 for an encoder of width `dim`, or those of a linear probe; a given value replaces
-    the grid's values."""
+    """The settings of Table 5 or 6 for an encoder of width `dim`, or of a linear probe; a given value replaces them."""
     rates = FROZEN_RATES if group == "frozen" else RATES[group == "large", dim >= 1024]
     tried = SWEEPS.get(group, SWEEPS["small"]) | {"learning_rate": rates}
     tried |= {name: (given[name],) for name in SWEPT if name in given}
@@ -106,8 +105,7 @@ class Labels(NamedTuple):
     scale: float = 1.0  # the model predicts the number divided by this
 
     def target(self, example: Example) -> int | float:
-        """The label in the form of the model's output: the index of its name, or a number. Raises UserError if the
-        label is unknown."""
+        """The label in the form of the model's output: the index of its name, or a number."""
         label = example.label
         if label in self.names:
             return self.names.index(label)

@@ -151,8 +151,7 @@ def corpus_name(settings: dict, text: str, tokenizer: Tokenizer | None) -> str:
 def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None, name: str = "") -> Path:
     """The folder of the corpus that `settings` (the fields data, column, uncased, val_share, vocab_size and cache)
     select. If it does not exist, one process prepares it, with the given tokenizer or a new one. If it exists under the
-    `name` that a run has recorded, the text is not read. Raises UserError if the text cannot be read, or is not that
-    of `name`."""
+    `name` that a run has recorded, the text is not read."""
     cache, data = path_of(settings["cache"]), settings["data"]
     if name and (cache / name / "meta.json").is_file():
         return cache / name

@@ -36,7 +36,6 @@ FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 
 
 # ---- 1. The documentation on this machine ------------------------------------------------------------------
-@functools.cache
 def docs_files() -> list[tuple[str, Path]]:
     """(library, file) of each Python file in the standard library and in PACKAGES, in a fixed order."""
     roots = [("python", Path(sysconfig.get_path("stdlib")))]
@@ -101,8 +100,7 @@ Source = str | Path  # docs, hf:NAME[:CONFIG], or a text file
 
 
 def sources(data: str) -> list[Source]:
-    """The sources that --data names, where + joins several, in a fixed order. Raises UserError if a path has no text
-    files, or OSError if a folder cannot be read."""
+    """The sources that --data names, where + joins several, in a fixed order."""
     selected = []
     for name in [data] if path_of(data).exists() else data.split("+"):
         if name == "docs" or (name.startswith("hf:") and name != "hf:"):
@@ -164,8 +162,7 @@ def grouped(lines: Iterable[str]) -> Iterator[str]:
 
 
 def column_of(records: Iterable[Record], column: str) -> Iterator[str]:
-    """The texts in a column of records, "" for null. Raises UserError if the first record lacks the column, or if a
-    value is not text."""
+    """The texts in a column of records, "" for null."""
     for number, (place, record) in enumerate(records):
         if number == 0 and column not in record:  # later records may lack it, which counts as null
             raise UserError(f"{place}: needs a field `{column}`; --column can be {', '.join(record)}")

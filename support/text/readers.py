@@ -87,8 +87,7 @@ def parquet_records(path: Path, column: str | None = None) -> Iterator[Record]:
 
 
 def hub_records(name: str, split: str = "train", streaming: bool = True) -> tuple[Iterable[dict], bool]:
-    """The records of hf:NAME[:CONFIG], and whether each record is a line of text. Raises UserError if they cannot be
-    read."""
+    """The records of hf:NAME[:CONFIG], and whether each record is a line of text."""
     import datasets  # here, because it takes a second
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it also logs errors that we report
     datasets.disable_progress_bars()

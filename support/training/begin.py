@@ -57,8 +57,7 @@ class Run:
 
 
 def begin(settings, out: Path, start: Start, worker: Worker, may_change: set[str]) -> Run:
-    """Begin a run with these train.Settings, or continue the run in `out`. Raises UserError if `out` holds another run,
-    that is, if any settings differ except those that `may_change`."""
+    """Begin a run with these train.Settings, or continue the run in `out` if only those that `may_change` differ."""
     begun = checkpoints(out)
     saved = read_checkpoint(begun[-1], "corpus", "step") if begun else None
     changed, tokenizer, name = {}, start.tokenizer, ""

@@ -80,8 +80,7 @@ class Progress:
             self.wandb.finish()
 
     def start(self, entropy: float):
-        """Print the sizes of the model and the text, and log the machine. `entropy` is the unigram entropy of the
-        validation tokens, in nats."""
+        """Print the sizes of model and text, and log the machine. `entropy`: of the validation tokens, in nats."""
         (config, recipe, options), run, worker = self.run.settings, self.run, self.run.worker
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         available = len(run.rows["train"]) * config.seq_len / 1e6
