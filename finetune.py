@@ -252,6 +252,8 @@ def parse(argv) -> argparse.Namespace:
         parser.error(str(error))
     if options.frozen and options.task == "squad2":
         parser.error("--frozen: squad2 needs an encoder that is fine-tuned")
+    if options.task == "docs" and options.data:
+        parser.error("--data: docs reads the documentation on this machine; use --task custom for your own files")
     if options.task == "custom" and not options.data:
         parser.error("--task custom: needs --data, a folder with train and dev")
     parts = filter(None, [options.task, short_name(options.init), options.frozen])

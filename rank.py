@@ -197,9 +197,10 @@ def main(argv=None):
     with clear_errors("rank.py"), lock_folder(config.out, sign="rank.json"):
         path = config.out / "rank.json"
         settings = asdict(config) | {"models": options.models, "out": str(config.out)}
-        if path.is_file():
-            compare(config.out, read_json(path)["settings"], settings, may_change=["out", "device", "batch_size"])
-        device, entries = make_worker("fp32", config.device).device, {}
+        before = read_json(path) if path.is_file() else {"settings": settings, "models": {}}
+        compare(config.out, before["settings"], settings, may_change=["out", "device", "batch_size"])
+        entries = before["models"]  # kept in case a model can no longer be measured
+        device = make_worker("fp32", config.device).device
         for name in options.models:
             open_subject = subject_of_hub if name.startswith("hf:") else subject_of_run
             subject = open_subject(name, config, device)

@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 
 import train
 from maelm import CLS
@@ -49,10 +48,11 @@ def test_every_format_gives_the_same_documents(tmp_path):
     files = {"a.txt": b"\xef\xbb\xbf" + plain, "a.txt.xz": lzma.compress(plain), "a.jsonl": lines,
              "A.Jsonl.GZ": gzip.compress(lines), "a.json.bz2": bz2.compress(lines),
              "a[1]/Book [vol 2].TXT": plain, "a[1]/.a.txt": b"hidden", "a[1]/a.csv": b"of another format",
-             "a.txt.zst": zstandard.compress(plain)}
+             "a.txt.zst": pyarrow.compress(plain, "zstd", asbytes=True)}
     (tmp_path / "a[1]").mkdir()
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
+    (tmp_path / "a[1]" / "B").symlink_to("Book [vol 2].TXT")  # has no suffix, and comes before the file
     pyarrow.parquet.write_table(pyarrow.table({"text": [*expected, None], "n": range(41)}), tmp_path / "a.parquet")
     for name in (*list(files)[:6], "a.txt.zst", "a.parquet", "a[1]"):
         assert documents_of(tmp_path / name) == expected, name
@@ -91,6 +91,8 @@ def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path, monkeypatch):
     ("a.txt", b"good text\n\ncaf\xe9", "a.txt: not UTF-8 .*; convert it"),
     ("a.txt", "text".encode("utf-16-le"), "a.txt: has a NUL character"),
     ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),
+    ("a.txt.zst", pyarrow.compress(b"some words" * 99, "zstd", asbytes=True)[:-9], "cannot be read .Truncated"),
+    ("a.txt.zip", b"of which only the first file would be read", "a.txt.zip: no file ending in .txt"),
     ("a.parquet", b"PAR1 not really", "a.parquet: cannot be read .Parquet magic bytes not found"),
     ("a.txt", b"few", "its train split has . tokens, too few for a sequence of seq_len=64"),
     ("a.txt", b"\n", "a.txt: contains no text"),
@@ -140,9 +142,13 @@ def test_docs_leave_out_near_duplicates_of_validation(tmp_path, monkeypatch):
     copies = [f"Copied: {text.upper()} and more" for text in texts if corpus.in_validation(text, 0.1)]
     monkeypatch.setattr(documents, "read_docs", lambda cache: [("python", text) for text in texts + copies])
     assert len([text for text in copies if not corpus.in_validation(text, 0.1)]) > 20
-    folder = prepared("docs", tmp_path)
-    whole = Tokenizer.load(folder).decode(np.fromfile(folder / "train.bin", np.uint16))
-    assert whole == "".join(f"{text}[SEP]" for text in texts if not corpus.in_validation(text, 0.1))
+    terms = [text.replace("word", "term") for text in texts]
+    mine = [*terms, *[f"again: {text}" for text in terms]]  # other sources may repeat themselves
+    (tmp_path / "mine.jsonl").write_text(json_lines([{"text": text} for text in mine]))
+    for data, more in (("docs", []), (f"docs+{tmp_path / 'mine.jsonl'}", mine)):
+        folder = prepared(data, tmp_path)
+        whole = Tokenizer.load(folder).decode(np.fromfile(folder / "train.bin", np.uint16))
+        assert whole == "".join(f"{text}[SEP]" for text in texts + more if not corpus.in_validation(text, 0.1))
 
 
 # ---- A prepared corpus, and the sequences of a step -----------------------------------------------------------------

@@ -199,11 +199,12 @@ def fake_runs(monkeypatch, value):
 
 
 def test_an_interrupted_sweep_continues(finished, tmp_path, capsys, monkeypatch):
-    found = {2e-5: None, 3e-5: -3.0, 4e-5: 0.0, 5e-5: -1.0}
+    rates = [rate * (768 / 32) ** 2 for rate in (2e-5, 3e-5, 4e-5, 5e-5)]  # for an encoder of 32 dimensions
+    found = dict(zip(rates, (None, -3.0, 0.0, -1.0)))
     seeds = fake_runs(monkeypatch, lambda setup, tune, seed: None if seed == 2 else found[tune.learning_rate])
     flags = "--sweep --warmup-share 0.06 --batch-size 4".split()  # leaves a grid of four rates
     whole = tune(finished, "cola", tmp_path, *flags)
-    assert seeds == [0, 0, 0, 0, 1, 2] and whole["setting"]["learning_rate"] == 4e-5
+    assert seeds == [0, 0, 0, 0, 1, 2] and whole["setting"]["learning_rate"] == rates[2]
     assert whole["values"] == [0.0, None] and whole["median"] is None
     (tmp_path / "out" / "result.json").unlink()
     for path in sorted(tmp_path.glob("out/runs/*.json"))[1:4]:

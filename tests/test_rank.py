@@ -2,6 +2,7 @@
 import itertools
 import re
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -115,7 +116,7 @@ def test_masks_are_15_percent_of_real_tokens_for_any_batch_size():
     assert torch.equal(masked, measure(0, size=40)[1]) and found == measure(0, size=40)[2]
 
 
-def test_the_command_writes_ranks_and_a_figure_and_overwrites_nothing_else(text, finished, tmp_path, capsys):
+def test_the_command_writes_ranks_and_overwrites_no_others(text, finished, tmp_path, capsys, monkeypatch):
     names = [str(path) for path in (finished, *checkpoints(finished))]
     command = [*names, *f"--data {text} --val-share 1 --tau 0.5 --out {tmp_path}".split()]
     rank.main(command)
@@ -125,6 +126,8 @@ def test_the_command_writes_ranks_and_a_figure_and_overwrites_nothing_else(text,
     for other in ([*command, "--seed", "1"], command[1:]):
         assert "was made with other settings" in fails(lambda: rank.main(other), capsys)
         assert contents(tmp_path) == before
+    monkeypatch.setattr(rank, "measure", Mock(side_effect=UserError("damaged")))
+    assert "damaged" in fails(lambda: rank.main(command), capsys) and contents(tmp_path) == before
     models = read_json(tmp_path / "rank.json")["models"]
     assert list(models) == names
     folder, first, last = models.values()

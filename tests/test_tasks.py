@@ -126,13 +126,18 @@ def test_the_hubs_files_are_read_as_they_are(name, tmp_path):
 
 @pytest.mark.parametrize("name, change, message", [
     ("rte", {"label": -1}, "train.parquet, row 1: has no label"),
-    ("qnli", {}, "row 1: needs the columns question, sentence, label of qnli, but has sentence1")])
+    ("rte", {"label": "entailment"}, "train.parquet, row 1: cannot be read"),
+    ("rte", {"sentence2": None}, "row 1: needs texts in sentence1, sentence2 and a label, for rte, but has"),
+    ("qnli", {}, "row 1: needs texts in question, sentence and a label, for qnli, but has")])
 def test_other_records_are_refused(name, change, message, tmp_path):
     record = rows_of("rte")[0] | change
+    (tmp_path / name).mkdir()
     for split in ("train", "validation"):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / f"{split}.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / name / f"{split}.parquet")
     with pytest.raises(UserError, match=message):
         examples.read_task(name, str(tmp_path), 0.01)
+    with pytest.raises(UserError, match="mnli needs the Hub's files train.*.parquet, in a folder mnli"):
+        examples.read_task("mnli", str(tmp_path / name), 0.01)
 
 
 def test_docs_repeat_no_text_of_dev_or_of_the_validation_split(monkeypatch):
@@ -178,8 +183,9 @@ def test_labels_with_fractions_are_numbers():
 
 @pytest.mark.parametrize("file, content, message", [
     ("train.csv", "text,kind\na,b\n", "row 1: needs texts in `text` .* and a label in `label`, but has .*'kind': 'b'"),
-    ("train.csv", "text,label\na,x\nb\n", "row 2: needs texts"),
-    ("train.csv", "text,label\na,x,y\n", "cannot be read .*Expected 2 fields in line 2, saw 3"),
+    ("train.csv", "text,label\na,x\nb\n", "row 2: must have 2 cells, like the header, not 1"),
+    ("train.csv", "text,label\na,x,y\n", "row 1: must have 2 cells"),
+    ("train.tsv", 'text\tlabel\n"a\tx\nb\ty\n"c\tx\n', "train.tsv: cannot be read .*expected after"),
     ("train.csv", "text,label,label\na,x,y\n", "two of the columns text, label, label"),
     ("train.csv", "text,label\ncafé,x\n".encode("latin-1"), "not UTF-8 .*; convert it"),
     ("train.jsonl", '{"text": ["a"], "label": "x"}', "line 1: needs texts in `text`"),

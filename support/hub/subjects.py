@@ -35,7 +35,7 @@ class Subject(NamedTuple):
 # ---- 1. A run -----------------------------------------------------------------------------------------------
 def subject_of_run(name: str, config, device: torch.device) -> Subject:
     """The encoder in a run folder or checkpoint. The fields data, column, val_share and tokens of a rank.RankConfig
-    select its text. Without the first three, it is the run's validation text or, for fine-tuned models, docs."""
+    select its text. Without the first three, it is the run's validation text."""
     encoder, state = load_encoder(path_of(name))
     shape, tokenizer, settings = state["config"], state["tokenizer"], state["settings"]
     encoder, text = encoder.to(device), config.data or settings.get("data", "docs")

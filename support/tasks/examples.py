@@ -1,4 +1,5 @@
 """The examples of a task, read from the Hub, from local files, or from the documentation on this machine."""
+import csv
 import hashlib
 import json
 from collections import Counter
@@ -9,7 +10,7 @@ from support.program.files import short_hash
 from support.tasks.table1 import TASKS, Example, Question
 from support.text.corpus import in_validation, ngrams
 from support.text.documents import read_docs
-from support.text.readers import Record, hub_records, json_records, open_text, parquet_records, split_name
+from support.text.readers import Record, hub_records, json_records, open_text, parquet_records, readable, split_name
 
 CUSTOM = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 
@@ -68,12 +69,11 @@ def from_hub(name: str, part: str) -> list[Record]:
 
 
 def hub_files(name: str, data: str, part: str) -> list[Record]:
-    """The records of a split in the Hub's Parquet files, in the folder `data` or in the task's own folder there."""
-    root = path_of(data)
-    own = root / ("squad_v2" if name == "squad2" else name)
-    files = sorted(own.glob(f"{part}*.parquet")) or sorted(root.glob(f"{part}*.parquet"))
+    """The records of a split in the Hub's Parquet files, in the task's own folder, which is `data` or inside it."""
+    root, own = path_of(data).resolve(), "squad_v2" if name == "squad2" else name
+    files = sorted((root if root.name == own else root / own).glob(f"{part}*.parquet"))
     if not files and part != "validation_mismatched":
-        raise UserError(f"--data {data}: {name} needs the Hub's files {part}*.parquet, in this folder or in {name}/")
+        raise UserError(f"--data {data}: {name} needs the Hub's files {part}*.parquet, in a folder {own}")
     return [record for file in files for record in parquet_records(file)]
 
 
@@ -81,13 +81,14 @@ def examples_of(name: str, records: list[Record]) -> list[Example]:
     """Records of a GLUE task -> examples. The Hub's labels are numbers; STS-B's 3.2 is 3.200000047683716 there."""
     task, examples = TASKS[name], []
     for place, record in records:
-        if not {*task.columns, "label"} <= record.keys():
-            raise UserError(f"{place}: needs the columns {', '.join(task.columns)}, label of {name}, but has "
-                            f"{', '.join(record)}")
+        texts = [record.get(column) for column in task.columns]
+        if "label" not in record or not all(isinstance(text, str) for text in texts):
+            raise UserError(f"{place}: needs texts in {', '.join(task.columns)} and a label, for {name}, but has "
+                            f"{record!r:.200}")
         if record["label"] in (None, -1):
             raise UserError(f"{place}: has no label; use a split with labels")
-        label = task.labels[record["label"]] if task.labels else str(round(record["label"], 3))
-        texts = [record[column] for column in task.columns]
+        with readable(place):  # labels of another task
+            label = task.labels[record["label"]] if task.labels else str(round(record["label"], 3))
         examples.append(Example(texts[0], texts[1] if len(texts) > 1 else None, label, place))
     return examples
 
@@ -95,9 +96,10 @@ def examples_of(name: str, records: list[Record]) -> list[Example]:
 def questions_of(name: str, records: list[Record]) -> list[Question]:
     """Records of SQuAD -> questions."""
     questions = []
-    for _, record in records:
-        answers = tuple(zip(record["answers"]["answer_start"], record["answers"]["text"]))
-        questions.append(Question(record["id"], record["question"], record["context"], answers))
+    for place, record in records:
+        with readable(place):  # columns of another data set
+            answers = tuple(zip(record["answers"]["answer_start"], record["answers"]["text"]))
+            questions.append(Question(record["id"], record["question"], record["context"], answers))
     return questions
 
 
@@ -115,13 +117,15 @@ def custom_file(data: str, split: str) -> Path:
 
 def table_records(path: Path) -> list[Record]:
     """The rows of a .csv or .tsv file, with all cells as text. Raises UserError if it is not a table."""
-    import pandas  # here, because it is slow
     separator = "\t" if split_name(path)[1] == ".tsv" else ","
-    with open_text(path) as file:  # pandas has its own rules for a header, so here it is the first row
-        table = pandas.read_csv(file, sep=separator, header=None, dtype=str, keep_default_na=False)
-    names, *rows = table.values.tolist()
+    csv.field_size_limit(1 << 30)  # characters in a cell
+    with open_text(path) as file:  # strict: otherwise, an unpaired " would merge rows
+        names, *rows = filter(None, csv.reader(file, delimiter=separator, strict=True))
     if len({name.strip().lower() for name in names}) < len(names):
         raise UserError(f"{path}: two of the columns {', '.join(names)} have the same name; rename one")
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(names):
+            raise UserError(f"{path}, row {number}: must have {len(names)} cells, like the header, not {len(row)}")
     return [(f"{path}, row {number}", dict(zip(names, row))) for number, row in enumerate(rows, start=1)]
 
 

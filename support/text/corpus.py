@@ -59,13 +59,13 @@ def sample(texts: Iterator[str], most: int) -> list[bytes]:
     return kept
 
 
-def encode(text: str, tokenizer: Tokenizer, val_share: float, known: set[str]) -> tuple:
+def encode(text: str, tokenizer: Tokenizer, val_share: float, docs: set[str], known: set[str]) -> tuple:
     """The kind of a document and its tokens (length,) uint32 with `[SEP]`. The kind is its split or, if the document is
-    dropped, "empty" or "near-duplicates" (a training document with a `known` ngram)."""
+    dropped, "empty" or "near-duplicates" (a training document of `docs` with a `known` ngram)."""
     if not text:
         return "empty", None
     split = "val" if in_validation(text, val_share) else "train"
-    if split == "train" and known and not known.isdisjoint(ngrams(text)):
+    if split == "train" and text in docs and not known.isdisjoint(ngrams(text)):
         return "near-duplicates", None
     return split, np.append(tokenizer.encode(text), np.uint32(SEP))
 
@@ -127,11 +127,12 @@ def prepare(settings: dict, selected: list[Source], tokenizer: Tokenizer | None,
         tokenizer = Tokenizer.train(chosen, settings["vocab_size"], settings["uncased"])
     write_text(folder / "tokenizer.json", tokenizer.to_json())
 
-    known = set()
+    docs, known = set(), set()
     if "docs" in selected:  # the documentation repeats many texts
+        docs.update(text for _, text in rules.read_docs(settings["cache"]))
         known.update(*[ngrams(each) for each in read() if in_validation(each, val_share)])
     dtype = np.dtype("uint16" if settings["vocab_size"] <= 1 << 16 else "uint32")
-    encoded = in_threads(lambda each: encode(each, tokenizer, val_share, known), read())
+    encoded = in_threads(lambda each: encode(each, tokenizer, val_share, docs, known), read())
     count = write_tokens(folder, bar(encoded, "tokenizing"), dtype)
     if not count.keys() & {*SPLITS}:
         raise UserError(f"--data {data}: contains no text")

@@ -121,14 +121,14 @@ def files_below(path: Path, seen: set[str]) -> Iterator[Path]:
     """A text file, or all text files in a folder except hidden ones, each only once even if several links lead to it.
     `seen` holds the real paths so far."""
     place = os.path.realpath(path)
-    if place in seen:
+    if place in seen or not (path.is_dir() or split_name(path)[1] in FORMATS):
         return
     seen.add(place)
     if path.is_dir():
         for inside in sorted(path.iterdir()):
             if not inside.name.startswith("."):
                 yield from files_below(inside, seen)
-    elif split_name(path)[1] in FORMATS:
+    else:
         yield path
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from fsspec.compression import register_compression
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import infer_compression
 
@@ -18,9 +19,18 @@ from support.program.cli import UserError, root_cause
 Record = tuple[str, dict]  # the place of a record, such as "a.jsonl, line 7", and its values by field
 
 
+def zstd(file, mode):
+    """A decompressed .zst. fsspec's own reader would take a truncated file for a whole one."""
+    import pyarrow  # here, because it is slow
+    return pyarrow.CompressedInputStream(file, "zstd")
+
+
+register_compression("zstd", zstd, "zst", force=True)
+
+
 def split_name(path: Path) -> tuple[str, str]:
     """The name of a file without its suffixes, and its format: test and .csv for test.CSV.gz."""
-    if infer_compression(path.name):
+    if infer_compression(path.name) not in (None, "zip"):  # a .zip is a folder, of which fsspec reads only one file
         path = path.with_suffix("")
     return path.stem, path.suffix.lower()
 
