@@ -23,39 +23,38 @@ ANY_DEVICE = ("relative_bucket", "attention", "RelativeBias.forward", "Attention
 
 
 # ---- Effects --------------------------------------------------------------------------------------------------------
+def learns(x):
+    """Whether a value is a tensor that requires gradients."""
+    return getattr(x, "requires_grad", False)
+
+
 def effect(function, arguments):
-    """The effect of a call, as a dictionary of lists of tensors and numbers: the results, the arguments after the call,
-    the modes of the module and its parts, whether random numbers were drawn, and the gradients of a random sum of the
-    results with respect to arguments that require gradients and to all parameters of the module. Or a refusal, which is
-    a ValueError."""
-    arguments = copy.deepcopy(arguments)
-    sources = [x for x in arguments.values() if getattr(x, "requires_grad", False)]
-    given = [1 * x if getattr(x, "requires_grad", False) else x for x in arguments.values()]  # safe to edit in place
-    module = getattr(function, "__self__", None)
+    """The effect of a call, as a list of tensors and numbers: the results, the arguments after the call, the modes of
+    the module and its parts, whether random numbers were drawn, and the gradients of a random sum of the results with
+    respect to arguments that require gradients and to all parameters of the module. Or [1.0] for a ValueError."""
+    arguments = copy.deepcopy([*arguments.values()])
+    given = [1 * x if learns(x) else x for x in arguments]  # safe to edit in place
+    module = getattr(function, "__self__", torch.nn.Module())
+    parameters = [*module.parameters()]
     with torch.random.fork_rng(devices=[]):  # so that later arguments are the same
-        if module is not None:
+        if parameters:
             with torch.no_grad():  # nothing may remain of a call with other weights
-                torch._foreach_mul_([*module.parameters()], 2)
-                function(*copy.deepcopy([*arguments.values()]))
-                torch._foreach_div_([*module.parameters()], 2)
+                torch._foreach_mul_(parameters, 2)
+                function(*copy.deepcopy(arguments))
+                torch._foreach_div_(parameters, 2)
         state = torch.get_rng_state()
         try:
             results = function(*given)
         except ValueError:
-            return {"refused": [1.0]}
+            return [1.0]
         is_random = not torch.equal(torch.get_rng_state(), state)
-    gradients, training = [], []
-    if module is not None:
-        sources += module.parameters()
-        training = [part.training for part in module.modules()]
-    learning = [x for x in tree_leaves(results) if getattr(x, "requires_grad", False)]
+    learning, gradients = [x for x in tree_leaves(results) if learns(x)], []
     if learning:
-        weights = [torch.randn(x.shape, generator=generator(0)).to(x.device) for x in learning]
-        loss = sum((x.double() * weight).sum() for x, weight in zip(learning, weights))
+        loss = sum((x.double() * torch.randn(x.shape, generator=generator(0)).to(x.device)).sum() for x in learning)
+        sources = [*filter(learns, arguments), *parameters]
         gradients = torch.autograd.grad(loss, sources, allow_unused=True, materialize_grads=True)
-    effects = {"result": results, "argument": given, "training mode": training, "random": is_random,
-               "gradient": gradients}
-    return {name: [plain(x) for x in tree_leaves(values)] for name, values in effects.items()}
+    modes = [part.training for part in module.modules()]
+    return [plain(x) for x in tree_leaves([results, given, modes, is_random, gradients])]
 
 
 def plain(x):
@@ -70,23 +69,20 @@ def plain(x):
 def effects(task):
     """(device and sizes of the arguments, effect) of each call of a task. On the device "meta", tensors have no values,
     and a call that needs values has no effect."""
+    calls = globals()[f"calls_of_{task}".replace(".", "_")]
     for number in range(60):
         draw = Draw(number, "meta" if number > 55 and task in ANY_DEVICE else "cpu")
-        for function, arguments in CALLS[task](draw):
-            arguments = {name: moved(x, draw.device) for name, x in arguments.items()}
+        for function, arguments in calls(draw):
+            arguments = tree_map_only(
+                torch.Tensor, lambda x: x.detach().to(draw.device).requires_grad_(x.requires_grad), arguments)
             sizes = [f"{name} {tuple(x.shape)}" for name, x in arguments.items() if hasattr(x, "shape")]
             try:
                 found = effect(function, arguments)
-            except (RuntimeError, NotImplementedError) as error:
+            except RuntimeError as error:
                 if draw.device == "cpu" or "same device" in str(error) or "expected device" in str(error):
                     raise
-                found = {}
+                found = []
             yield f"{draw.device}: {', '.join(sizes)}", found
-
-
-def moved(x, device):
-    """A tensor, or a tuple of tensors, on this device; other values as they are."""
-    return tree_map_only(torch.Tensor, lambda y: y.detach().to(device).requires_grad_(y.requires_grad), x)
 
 
 # ---- Random arguments -----------------------------------------------------------------------------------------------
@@ -119,33 +115,23 @@ def some_config(draw, **fields):
     return tiny(norm=draw.choice(("pre", "post")), dropout=draw.dropout, **sizes | fields)
 
 
-def batch_size(draw, config):
-    """B and n for a config."""
-    B, = draw.sizes(1, most=3 if draw.large else 6, large=70 if config.seq_len < 100 and config.vocab_size < 500 else 3)
-    return B, draw.randint(4, config.seq_len)
-
-
-def some_batch(config, B, n, m):
-    """Tokens (B, n), some of them special, and m positions to mask."""
-    return torch.randint(config.vocab_size, (B, n)), torch.rand(B, n).topk(m).indices
-
-
-def corrupted_batches(draw, config):
-    """Two batches of the same size: tokens and their corruption."""
-    B, n = batch_size(draw, config)
+def two_batches(draw, config):
+    """Twice, and of the same sizes: tokens (B, n), some of them special, and m positions to mask."""
+    few = config.seq_len > 100 or config.vocab_size > 500
+    B, = draw.sizes(1, most=3 if draw.large else 6, large=3 if few else 70)
+    n = draw.randint(4, config.seq_len)
     m = draw.randint(1, n - 1)
     for _ in range(2):
-        tokens, masked = some_batch(config, B, n, m)
-        yield tokens, maelm.apply_masks(tokens, masked, config, generator(0))
+        yield torch.randint(config.vocab_size, (B, n)), torch.rand(B, n).topk(m).indices
 
 
 def some_bias(draw, B, heads, t, s, dtype):
     """A bias that broadcasts to (B, heads, t, s) and may hide any key but the first; or None."""
     shape = draw.choice(((t, s), (1, 1, t, s), (B, 1, 1, s), (1, heads, t, s), (B, heads, t, s)))
-    bias = torch.randn(shape, dtype=dtype)
-    hidden = torch.rand(bias.shape) < draw.choice((0, 0.3))
+    hidden = torch.rand(shape) < draw.choice((0, 0.3))
     hidden[..., 0] = False
-    return draw.choice((None, bias.masked_fill(hidden, -torch.inf).requires_grad_()))
+    bias = torch.randn(shape, dtype=dtype).masked_fill(hidden, -torch.inf)
+    return draw.choice((None, bias.requires_grad_()))
 
 
 def module_of(draw, kind, *arguments):
@@ -214,7 +200,7 @@ def calls_of_attention(draw):
         yield maelm.attention, dict(q=q, k=k, v=v, bias=bias, p=p)
 
 
-def calls_of_relative_bias(draw):
+def calls_of_RelativeBias_forward(draw):
     config = some_config(draw, seq_len=draw.choice((12, 400, 2000)), rel_pos_max_distance=draw.randint(10, 300),
                          rel_pos_buckets=draw.choice((8, 10, 64)))
     B, t, heads = draw.sizes(3)
@@ -223,7 +209,7 @@ def calls_of_relative_bias(draw):
         yield bias.forward, dict(positions=torch.randint(config.seq_len, (B, t)))
 
 
-def calls_of_attention_forward(draw):
+def calls_of_Attention_forward(draw):
     B, t, s, heads, d_h = draw.sizes(5)
     layer = module_of(draw, maelm.Attention, heads * d_h, heads, draw.dropout)
     dtype, is_cross = layer.query.weight.dtype, draw.choice((False, True))
@@ -234,13 +220,10 @@ def calls_of_attention_forward(draw):
 
 
 def calls_of_corrupt(draw):
-    config = some_config(draw, mask_rate=draw.choice((0.02, 0.2, 0.5)), encoder_fill=draw.choice(("mask", "random")))
-    if config.encoder_fill == "random":  # a vocabulary with a single token, so that the fill is not random
-        config = some_config(draw, vocab_size=maelm.NUM_SPECIAL + 1, encoder_fill="random")
-    B, n = batch_size(draw, config)
-    m = draw.randint(1, n - 1)
-    for _ in range(2):
-        tokens, masked = some_batch(config, B, n, m)
+    one_token = dict(vocab_size=maelm.NUM_SPECIAL + 1, encoder_fill="random")  # with it, the fill is not random
+    fields = draw.choice((dict(), dict(vocab_size=40_000), one_token))
+    config = some_config(draw, mask_rate=draw.choice((0.02, 0.2, 0.5)), **fields)
+    for tokens, masked in two_batches(draw, config):
         if draw.random() < 0.3:  # a position twice
             masked[0, -1] = masked[0, 0]
         given = dict(tokens=tokens, masked=masked)
@@ -251,62 +234,46 @@ def calls_of_corrupt(draw):
         masked = maelm.draw_masks(real, count, generator(0))
         return [int(row[at.unique()].sum()) for row, at in zip(real, masked)], list(masked.shape)
 
-    yield drawn, dict(tokens=tokens, count=draw.randint(0, n))
+    yield drawn, dict(tokens=tokens, count=draw.randint(0, tokens.shape[1]))
     yield lambda tokens: [list(x.shape) for x in maelm.corrupt(tokens, config, generator(0))], dict(tokens=tokens)
 
 
-def calls_of_hidden_states(draw):
+def calls_of_Encoder_hidden_states(draw):
     config = some_config(draw)
-    encoder, (B, n) = module_of(draw, maelm.Encoder, config), batch_size(draw, config)
-    rows, m, is_padded, is_at = draw.choice((1, B)), draw.randint(1, n - 1), draw.random() < 0.5, draw.random() < 0.5
-    for _ in range(2):
-        tokens, at = some_batch(config, B, n, m)
-        positions = torch.rand(rows, config.seq_len).topk(n).indices
+    encoder, rows = module_of(draw, maelm.Encoder, config), draw.choice((1, None))
+    is_padded, is_at = draw.random() < 0.5, draw.random() < 0.5
+    for tokens, at in two_batches(draw, config):
+        positions = torch.rand(len(tokens), config.seq_len).topk(tokens.shape[1]).indices[:rows]
         padding = torch.rand(tokens.shape) < 0.3
         padding[:, 0] = False
         yield encoder.hidden_states, dict(tokens=tokens, positions=positions, padding=padding if is_padded else None,
                                           at=at if is_at else None)
 
 
-def calls_of_fill_gaps(draw):
+def calls_of_MAELM_fill_gaps(draw):
     config = some_config(draw)
     model, dtype = module_of(draw, maelm.MAELM, config), draw.choice(DTYPES)
-    for _, corruption in corrupted_batches(draw, config):
+    for tokens, masked in two_batches(draw, config):
+        corruption = maelm.apply_masks(tokens, masked, config, generator(0))
         h = torch.randn(*corruption.kept.shape, config.encoder_dim, dtype=dtype)
         yield model.fill_gaps, dict(h=h.requires_grad_(), corruption=corruption)
 
 
-def calls_of_loss(draw):
+def calls_of_MAELM_forward(draw):
     draw.dropout = draw.choice((draw.dropout, 0.3))
     config = some_config(draw, **draw.choice(({}, maelm.ABLATIONS["mlm"])))
     model = module_of(draw, maelm.MAELM, config)
     if draw.dropout == 0.3:
         model.encoder.eval()  # then nothing is random
     model.head.bias.data *= draw.choice((1, 200))  # exp(logits) would overflow
-    for tokens, corruption in corrupted_batches(draw, config):
+    for tokens, masked in two_batches(draw, config):
+        corruption = maelm.apply_masks(tokens, masked, config, generator(0))
         yield model.forward, dict(tokens=tokens, corruption=corruption)
 
 
 def calls_of_together(draw):
     if draw.number < 2:
         yield lambda seed: fifty_steps(seed, given=True)[3], dict(seed=draw.randrange(100))
-
-
-CALLS = {
-    "learning_rate_factor": calls_of_learning_rate_factor,
-    "tau_rank": calls_of_tau_rank,
-    "matthews": calls_of_matthews,
-    "effective_rank": calls_of_effective_rank,
-    "relative_bucket": calls_of_relative_bucket,
-    "attention": calls_of_attention,
-    "RelativeBias.forward": calls_of_relative_bias,
-    "Attention.forward": calls_of_attention_forward,
-    "corrupt": calls_of_corrupt,
-    "Encoder.hidden_states": calls_of_hidden_states,
-    "MAELM.fill_gaps": calls_of_fill_gaps,
-    "MAELM.forward": calls_of_loss,
-    "together": calls_of_together,
-}
 
 
 def save(path, tasks):
