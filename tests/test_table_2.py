@@ -10,7 +10,7 @@ import maelm
 from conftest import generator, model_and_batch, random_tokens, tiny
 from support.model import cross_attention
 from support.model.build import check, make_model
-from test_maelm import all_learn, bias_table, close, copy_attention, copy_layer, exact
+from test_maelm import all_learn, close, copy_attention, copy_layer, exact
 from tests.common import SHAPE, make_config
 
 
@@ -120,16 +120,3 @@ def test_a_prediction_does_not_depend_on_which_others_are_asked_for():
         model, _, corruption = model_and_batch(**fields)
         fewer = corruption._replace(masked=corruption.masked[:, [4, 1]])
         close(model.logits(fewer), model.logits(corruption)[:, [4, 1]], atol=1e-5, rtol=1e-4)
-
-
-def test_the_fast_bias_is_the_plain_lookup_and_hides_padding():
-    bias, positions = bias_table(), torch.tensor([[0, 3, 4], [1, 2, 23]])
-    plain = bias.table(bias.bucket[positions[:, None, :] - positions[:, :, None] + 23]).permute(0, 3, 1, 2)
-    exact(bias(positions), plain)
-    padding = torch.tensor([[False, False, True], [False, True, False]])
-    hidden = plain.masked_fill(padding[:, None, None, :], -math.inf)
-    stack = maelm.Stack(tiny(), 32, 1, 0.0, relative=False)
-    assert stack.attention_bias(positions) is None
-    exact(stack.attention_bias(positions, padding).expand(-1, 4, 3, -1), hidden - plain)
-    stack.relative_bias = bias
-    exact(stack.attention_bias(positions, padding), hidden)
