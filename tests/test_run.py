@@ -233,13 +233,11 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
     (train, "--init=", "--init: the value is empty"),
     (train, "--ablation random-replace --vocab-size 4000", "the text has only .* use --vocab-size 795"),
     (train, "--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
-    (finetune, "--init no/such", "no/such: not a run folder"),
     (finetune, "--task custom", "--task custom: needs --data"),
     (finetune, "--epochs inf", "epochs=inf: use"),
     (finetune, "--seeds 0", "seeds=0: use 1 or more"),
     (finetune, "--init RUN --task rte --data no/such", r"no/such: rte needs the Hub's files train\*.parquet"),
     (rank, ". no/such", "no/such: no such run folder"),
-    (rank, "hf:no/such", "transformers cannot load it"),
     (rank, ". --tau 1.5", "tau="),
     (rank, "RUN --tokens 1000", "fewer than 10 d = 320")])
 def test_a_bad_command_gets_a_one_line_error(program, flags, message, text, finished, tmp_path, monkeypatch, capsys):
