@@ -1,4 +1,4 @@
-"""Claims about README.md and the other pages, and about imports."""
+"""Claims about README.md and the other pages, about the models in the repository, and about imports."""
 import ast
 import graphlib
 import importlib
@@ -7,7 +7,10 @@ import shlex
 
 import pytest
 
+import rank
 import train
+from support import fill_mask
+from support.program.files import read_json
 from tests.common import ROOT, arguments
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("[bcd]*/*.md")]
@@ -15,6 +18,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAY_IMPORT = {"maelm": set(), "support": {"maelm"}, "rank": {"maelm", "support"}, "train": {"maelm", "support"},
               "finetune": {"maelm", "support", "rank", "train"}}
 MAY_IMPORT["course"] = {"finetune", *MAY_IMPORT["finetune"]}
+MAE, MLM = (str(ROOT / "models" / name) for name in ("mae-lm", "mlm"))
 FLAG = r"--[a-z][\w-]+"
 
 
@@ -46,6 +50,20 @@ def test_python_of_the_readme_prints_what_its_comments_say(capsys):
     block, = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(compile(block, "README.md", "exec"), {})
     assert capsys.readouterr().out.splitlines() == re.findall(r"# -> (.*)", block)
+
+
+def test_the_models_show_figure_1(tmp_path):
+    rank.main([MAE, MLM, "--data", "docs", "--tokens", "20000", "--out", str(tmp_path)])
+    found = read_json(tmp_path / "rank.json")["models"]
+    low, high = (found[name]["uncentered"]["mask_only"] for name in (MAE, MLM))
+    assert sorted(high) == high and high[0] < 10 and high[-1] > 2 * low[-1]
+    assert found[MLM]["uncentered"]["with_mask"][-1] > found[MLM]["uncentered"]["without_mask"][-1]
+
+
+def test_the_models_have_learned_english(capsys):
+    for model in (MAE, MLM):
+        fill_mask.main([model, "he went [MASK] the house."])
+        assert capsys.readouterr().out.startswith("[MASK] 1: to 0.")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
