@@ -26,7 +26,6 @@ MISTAKES = [  # claim, without test_; a piece of our code; wrong code in its pla
     ("only_real_or_given_positions_are_masked", "maskable.sum(1).min()", "maskable.sum(1).max()"),
     ("masked_tokens_do_not_leak", "tokens.scatter(1, masked, replacement)", "tokens"),
     ("removing_equals_hiding", "positions = corruption.kept", "positions = corruption.kept // 2"),
-    ("positions_skip_removed_tokens_if_aligned", "not self.config.aligned_positions", "self.config.aligned_positions"),
     ("an_mlm_refuses_removed_positions", "if at is not None and r < n:", "if False:"),
     ("gaps_are_filled_by_the_two_case_formula", "if self.config.decoder_reset", "if False"),
     ("the_mask_embedding_learns_from_every_gap", "[MASK].to(h.dtype)", "[MASK]", "[MASK].detach().to(h.dtype)"),

@@ -77,12 +77,6 @@ def test_every_row_of_table_2_learns_and_uses_all_its_parameters(ablation):
     assert loss < first / 2
 
 
-def test_positions_skip_removed_tokens_if_aligned():
-    model, _, corruption = model_and_batch(aligned_positions=False)  # test_maelm.py tests aligned positions
-    seen = corruption.corrupted.gather(1, corruption.kept)
-    close(model.encode(corruption), model.encoder(seen, torch.arange(18).expand(6, -1)))
-
-
 def test_relative_tables_are_where_the_config_says():
     for tables, fields in ((1, dict(decoder_relative=False)), (2, dict(decoder_dim=64)), (0, dict(rel_pos_buckets=0)),
                            (2, dict(decoder="bi+cross")), (1, dict(decoder="uni+cross"))):
