@@ -289,8 +289,7 @@ def test_a_bias_can_hide_keys():
     chosen = torch.tensor([2, 3, 1, 0])
     bias = torch.full((4, 4), -torch.inf).scatter(1, chosen[:, None], 0)[None, None]
     close(maelm.attention(q, k, v, bias), v[:, :, chosen], "each query can see one key, so it returns that key's value")
-    half = maelm.attention(*[x.bfloat16() for x in (q, k, v)])
-    assert half.dtype == torch.bfloat16, "the result does not have the dtype of q, k and v"
+    assert maelm.attention(*[x.bfloat16() for x in (q, k, v)]).dtype == torch.bfloat16, "the result must have q's dtype"
 
 
 @task("attention")
@@ -426,11 +425,14 @@ def test_embeddings_have_dropout_in_training_only():
     calm, again, training = (model.encoder.train(on).hidden_states(tokens, torch.arange(24)[None])[0]
                              for on in (False, False, True))
     exact(calm, again, "two results differ in evaluation mode")
-    zeros = training == 0
-    assert zeros.float().mean().item() == pytest.approx(0.3, abs=0.05), "a share p of H^0 must be 0 in training"
-    assert len(zeros.flatten(0, 1).unique(dim=0)) == 6 * 24, "each vector must drop its own numbers"
+    assert (training == 0).float().mean().item() == pytest.approx(0.3, abs=0.05), "a share p of H^0 must be 0"
+    assert len((training == 0).flatten(0, 1).unique(dim=0)) == 6 * 24, "each vector must drop its own numbers"
     many = [model.encoder.hidden_states(tokens[:1], torch.arange(24)[None])[0] for _ in range(2000)]
     close(sum(many) / 2000, calm[:1], "dropout changes the mean: does it act before the LayerNorm?", atol=0.3, rtol=0)
+    model.encoder.stack.forward = lambda h, *given, **named: [h, 2 * h]
+    first, last = model.encoder.hidden_states(tokens, torch.arange(24)[None], tokens < 0)
+    exact(last, 2 * first, "the stack must get H^0 after dropout, and its results must stay as they are")
+    assert (first == 0).any(), "with padding, H^0 has no dropout"
 
 
 # ---- Eq. (1): the loss ----------------------------------------------------------------------------------------------

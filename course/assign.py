@@ -13,8 +13,8 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from course.grade import (FILES, HERE, PROJECT, PYTEST_INI, TASKS, TESTS, TOGETHER, definitions, effects_of_ours, grade,
-                          grade_run, parts_in, read_all, source, write_all)
+from course.grade import (BLANKS, FILES, HERE, PROJECT, PYTEST_INI, SOLUTIONS, TASKS, TESTS, TOGETHER, effects_of_ours,
+                          grade, grade_run, parts_in, read_all, write_all)
 from support.program.cli import Parser, UserError, clear_errors, printable
 
 HEADER = '"""Functions that you write for a larger program."""\nimport math\n\nimport numpy as np\nimport torch'
@@ -22,20 +22,11 @@ CROSS_ATTENTION = "CrossMAELM = None  # a part of Table 2 that is not homework, 
 
 
 # ---- 1. The handout -----------------------------------------------------------------------------------------
-def blank(text: str, name: str) -> str:
-    """The signature and docstring of a function, followed by its rules from tasks.md if it is a task."""
-    function, indent = source(text, name), " " * definitions(text, name)[-1].col_offset
-    head = function[:function.index('"""', function.index('"""') + 3)]
-    rules = (HERE / "course/tasks.md").read_text("utf-8").partition(f"## {name}\n")[2].partition("\n## ")[0].strip()
-    rules = textwrap.indent(f"\n\n{rules}", f"{indent}    ") if rules else ""
-    return f'{head}{rules}"""\n{indent}    raise NotImplementedError'
-
-
 def without(file: str, tasks: list[str]) -> str:
     """One of our files, without the solutions to these tasks."""
     text = PROJECT[file]
     for name in parts_in(file, tasks):
-        text = text.replace(source(text, name), blank(text, name))
+        text = text.replace(SOLUTIONS[name], BLANKS[name])
     return text
 
 
@@ -53,7 +44,7 @@ def hand_out(folder: Path):
     for file in FILES:
         texts[file] = without(file, list(TASKS))
         if file != "maelm.py":
-            blanks = [source(texts[file], name) for name in parts_in(file)]
+            blanks = [BLANKS[name] for name in parts_in(file)]
             texts[file] = "\n\n\n".join([HEADER, *blanks]) + "\n"
     write_all(folder, texts)
     print(f"{folder}: read its README.md")

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +24,6 @@ from xml.etree import ElementTree
 import torch
 from torch.utils._pytree import tree_leaves
 
-PARSING = threading.Lock()  # ast.parse is not safe in several threads of Python 3.11
 HERE = Path(__file__).resolve().parent.parent
 TESTS = ("test_maelm.py", "tests/test_homework.py")  # the claims that students also get
 COPIED = ("*.py", "support/**/*.py", "tests/__init__.py", "tests/random_inputs.py", "tests/test_homework.py")
@@ -57,31 +55,34 @@ def parts_in(file: str, tasks: Iterable[str] = TASKS) -> list[str]:
     return [part for task in tasks if TASKS[task] == file for part in PARTS[task]]
 
 
-@functools.cache  # each task asks for the same ones
-def definitions(text: str, name: str) -> list[ast.FunctionDef]:
-    """The definitions of a function or Class.method in a Python text; none if the text has syntax errors."""
-    try:
-        with PARSING:
-            nodes = [ast.parse(text)]
-    except (SyntaxError, ValueError, RecursionError):
-        return []
-    for part in name.split("."):
-        nodes = [inner for node in nodes for inner in node.body if getattr(inner, "name", None) == part]
-    return nodes
-
-
 def source(text: str, name: str) -> str:
-    """The lines of the last definition of a function, including a comment at the end of its last line."""
-    node = definitions(text, name)[-1]
+    """The lines of a function or Class.method in one of our texts, including a comment at the end of its last line."""
+    node = ast.parse(text)
+    for part in name.split("."):
+        node, = [inner for inner in node.body if getattr(inner, "name", None) == part]
     return "\n".join(text.split("\n")[node.lineno - 1:node.end_lineno])
 
 
+def blank(text: str, name: str) -> str:
+    """The signature and docstring of a function, followed by its rules from tasks.md if it is a task."""
+    function, indent = source(text, name), "    " * name.count(".")
+    head = function[:function.index('"""', function.index('"""') + 3)]
+    rules = (HERE / "course/tasks.md").read_text("utf-8").partition(f"## {name}\n")[2].partition("\n## ")[0].strip()
+    rules = textwrap.indent(f"\n\n{rules}", f"{indent}    ") if rules else ""
+    return f'{head}{rules}"""\n{indent}    raise NotImplementedError'
+
+
+SOLUTIONS = {name: source(PROJECT[TASKS[task]], name) for task in TASKS for name in PARTS[task]}
+BLANKS = {name: blank(PROJECT[TASKS[task]], name) for task in TASKS for name in PARTS[task]}
+
+
 def is_written(text: str, name: str) -> bool:
-    """Whether a text defines the function or Class.method `name` in any form other than our blank."""
-    nodes, (owner, _, last) = definitions(text, name), name.rpartition(".")
-    if not nodes or re.search(rf"^\s*({re.escape(name)}|{last}) = ", text, re.MULTILINE):
-        return owner in text and last in text  # defined inside an if, assigned, or not at all
-    return any(len(node.body) > 2 or "NotImplementedError" not in ast.unparse(node.body[-1]) for node in nodes)
+    """Whether a student's text defines the function or Class.method `name` in any form other than our blank."""
+    owner, _, last = name.rpartition(".")
+    assigned = rf"^{re.escape(name)} = " + (rf"|^    {last} = " if owner else "")
+    if re.search(assigned, text, re.MULTILINE):
+        return True
+    return f"class {owner}" * bool(owner) in text and f"def {last}(" in text and BLANKS[name] not in text
 
 
 def claims_of(task: str) -> dict[str, bool]:
@@ -95,7 +96,7 @@ def completed(text: str, file: str, own: list[str]) -> str:
     """A student's file, followed by our solutions to all tasks except the student's own."""
     for name in parts_in(file, [task for task in TASKS if task not in own]):
         owner, _, method = name.rpartition(".")
-        text += f"\n\n\n{textwrap.dedent(source(PROJECT[file], name))}\n"
+        text += f"\n\n\n{textwrap.dedent(SOLUTIONS[name])}\n"
         text += f"\n\nif {owner!r} in globals():\n    {name} = {method}\n" if owner else ""
     return text
 
@@ -109,10 +110,10 @@ def unpack(path: Path, folder: Path):
 
 def files_in(path: Path) -> Iterator[tuple[str, str]]:
     """(role, text) of the files in a folder and in archives inside archives, except links, hidden files, virtual
-    environments, and the runs of this project. Code has the name in FILES with its functions as its role; results have
+    environments, and our models. Code has as its roles the names in FILES whose functions it has written; results have
     their own name. Broken archives raise many types of errors."""
     name = path.name.lower()
-    if path.is_symlink() or name in ("out", "models") or name.startswith(".") or (path / "pyvenv.cfg").exists():
+    if path.is_symlink() or name == "models" or name.startswith(".") or (path / "pyvenv.cfg").exists():
         return
     if path.is_dir():
         for entry in sorted(path.iterdir(), key=lambda entry: (-len(entry.name), entry.name)):
@@ -121,10 +122,10 @@ def files_in(path: Path) -> Iterator[tuple[str, str]]:
         with tempfile.TemporaryDirectory() as folder:
             unpack(path, Path(folder))
             yield from files_in(Path(folder))
-    elif name.endswith((".py", *[file for file, *_ in RUN.values()])):
+    elif path.is_file() and name.endswith((".py", *[file for file, *_ in RUN.values()])):
         text = path.read_text("utf-8-sig", "replace")
-        roles = [TASKS[task] for task in TASKS if f"def {task.rpartition('.')[2]}(" in text]
-        yield from [(role, text) for role in roles[:1]] if name.endswith(".py") else [(name, text)]
+        roles = {TASKS[task] for task in TASKS for part in PARTS[task] if is_written(text, part)}
+        yield from [(role, text) for role in roles] if name.endswith(".py") else [(name, text)]
 
 
 def read_submission(path: Path) -> dict[str, str]:
@@ -137,7 +138,7 @@ def read_submission(path: Path) -> dict[str, str]:
             texts[role] = max(text, texts.get(role, ""), key=lambda text: sum(is_written(text, name) for name in names))
     except Exception as error:  # a broken archive must not stop a class
         texts["problem"] = f"cannot read all of it: {error}"
-    return texts or {"problem": "no Python file with a function of the homework"}
+    return texts or {"problem": "no Python file with a written function of the homework"}
 
 
 def read_all(path: Path, as_one: bool) -> dict[str, dict[str, str]]:
@@ -190,8 +191,8 @@ def grade(task: str, texts: dict[str, str], seconds: float, ours: dict) -> Resul
         copy |= {file: copy[file].replace(f"def {claim}(", f"def {aliases[claim]}(") for file in TESTS}
     copy[TESTS[0]] += "".join(f"\n\ndef {aliases[wrong]}():\n    {wrong}\n" for wrong in CANARIES)
     copy[TESTS[1]] += (f"\n\ndef {aliases[RANDOM]}():\n    from tests import random_inputs\n"
-                       f"    random_inputs.save('effects.pt', [{task!r}])\n")
-    with tempfile.TemporaryDirectory() as name:
+                       f"    random_inputs.save(__file__ + '.pt', [{task!r}])\n")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         write_all(folder, copy)
         # conftest.py is not loaded as a plugin, so that the report includes files that cannot be imported.
@@ -205,7 +206,7 @@ def grade(task: str, texts: dict[str, str], seconds: float, ours: dict) -> Resul
         except (OSError, ElementTree.ParseError):
             return failure("no report: the code ends Python")
         errors = {claim: said_in(cases.get(alias), texts) for claim, alias in aliases.items()}
-        errors[RANDOM] = errors[RANDOM] or difference(effects_in(folder / "effects.pt", task), ours[task])
+        errors[RANDOM] = errors[RANDOM] or difference(effects_in(folder / f"{TESTS[1]}.pt", task), ours[task])
     if not cases.keys() & {*aliases.values()}:  # pytest could not even collect the tests
         return failure(f"cannot be imported: {said_in(next(iter(cases.values()), None), {})}")
     if code == 0 or not all(len(cases.get(aliases[wrong], ())) for wrong in CANARIES):  # a failure is in its case

@@ -13,8 +13,8 @@ import pytest
 from nbclient import NotebookClient
 
 import rank
-from course.assign import blank, main, without
-from course.grade import FILES, HERE, PARTS, TASKS, TESTS, TOGETHER, claims_of, source
+from course.assign import main, without
+from course.grade import BLANKS, FILES, HERE, PARTS, TASKS, TESTS, TOGETHER, claims_of, source
 from support.program.files import read_json, write_json
 from tests.common import fails, write_corpus
 
@@ -47,8 +47,8 @@ def test_the_handout_is_short_and_has_every_test_and_no_line_of_a_solution(tmp_p
     given = lines_of("\n".join(texts.values()))
     for name, file in TASKS.items():
         for part in PARTS[name]:
-            assert source(texts[file], part) == blank(OURS[file], part)
-            assert (lines_of(source(OURS[file], part)) - lines_of(blank(OURS[file], part))) & given == set()
+            assert source(texts[file], part) == BLANKS[part]
+            assert (lines_of(source(OURS[file], part)) - lines_of(BLANKS[part])) & given == set()
     collected = subprocess.run([sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "attention or corrupt"],
                                cwd=tmp_path / "homework", capture_output=True, text=True).stdout
     assert "12/45 tests collected" in collected
@@ -124,7 +124,7 @@ def test_every_entry_of_a_class_has_a_line(tmp_path, capsys):
     text = solved("tau_rank")["maelm.py"]
     text += "\n\nif True:  # as pytest wants it\n    def attention(q, k, v, bias=None, p=0.0):\n"
     text += "        return F.scaled_dot_product_attention(q, k, v, bias, p)\n"
-    text = text.replace(blank(OURS["maelm.py"], "attention"), "")
+    text = text.replace(BLANKS["attention"], "")
     room = tmp_path / "class"
     (room / "anna").mkdir(parents=True)
     with zipfile.ZipFile(tmp_path / "inner.zip", "w") as archive:
@@ -133,7 +133,7 @@ def test_every_entry_of_a_class_has_a_line(tmp_path, capsys):
     with zipfile.ZipFile(room / "anna" / "ANNA.ZIP", "w") as archive:
         archive.write(tmp_path / "inner.zip", "inner.zip")
     (room / "broken.zip").write_bytes((tmp_path / "inner.zip").read_bytes()[:90])
-    (room / "ben.py").write_text(text + "\n" + blank(OURS["maelm.py"], "attention"))
+    (room / "ben.py").write_text(text + "\n" + BLANKS["attention"])
     with tarfile.open(room / "cleo.tar.gz", "w:gz") as archive:
         archive.add(room / "ben.py", "code/maelm.py")
     (room / "dan.rar").touch()
