@@ -183,7 +183,8 @@ def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> 
     config, recipe, options = settings
     chosen = rows_of_step(settings.data_seed, step, recipe.batch_size, len(rows))  # (B,)
     tokens = torch.from_numpy(rows[chosen])  # (B, n)
-    corruption = corrupt(tokens, config, torch.Generator().manual_seed(seed_of(settings.data_seed, step, 0)))
+    mask_seed = seed_of(settings.data_seed, step, 0)  # 0, because dropout has a 1 there
+    corruption = corrupt(tokens, config, torch.Generator().manual_seed(mask_seed))
     if worker.device.type == "cuda":  # a copy from pinned memory does not wait for the GPU
         tokens, corruption = tokens.pin_memory(), Corruption(*[x.pin_memory() for x in corruption])
     size = worker.micro_batch(recipe.batch_size, options.micro_batch_size)
@@ -208,7 +209,7 @@ def train_step(model: nn.Module, optimizers: list, batches: list[tuple], step: i
     factor = learning_rate_factor(step, recipe.warmup_steps, recipe.max_steps)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = factor * optimizer.defaults["lr"]  # the peak
+            group["lr"] = factor * optimizer.defaults["lr"]  # the defaults keep the peak
         optimizer.step()
         optimizer.zero_grad()
     return total, norm
@@ -223,7 +224,7 @@ def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> t
     total, right, count = 0.0, 0, 0
     for part, masks in micro_batches(tokens, corruption, options.micro_batch_size, worker):
         part, masks = worker.put(part, masks)
-        with worker.autocast():
+        with worker.autocast():  # two passes, because the loss of uni+cross is not that of its logits
             loss, guess = model(part, masks), model.logits(masks).argmax(-1)  # (B, m)
         total += loss.item() * len(part)  # the last micro-batch may be smaller
         right += int((guess == part.gather(1, masks.masked)).sum())

@@ -30,7 +30,7 @@ def root_cause(error: BaseException) -> str:
 
 
 def say(*lines: str):
-    """Print lines at once. If nobody reads them any more (`| head`, a closed terminal), the program continues."""
+    """Print lines at once. If nobody reads them any more (`| head`, a closed terminal), the program goes on to save."""
     try:
         print(*lines, sep="\n", flush=True)
     except OSError:

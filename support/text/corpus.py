@@ -52,7 +52,7 @@ def sample(texts: Iterator[str], most: int) -> list[bytes]:
         if number % step == 0:
             kept.append(text)
             size += len(text)
-        while size > most and len(kept) > 1:
+        while size > most and len(kept) > 1:  # drop every second document, and take only half as many from here on
             step *= 2
             kept = kept[::2]
             size = sum(map(len, kept))
@@ -102,7 +102,7 @@ def settle_validation(folder: Path, dtype: np.dtype, val_share: float) -> dict[s
     train, val = [file.stat().st_size // dtype.itemsize for file in (train_file, val_file)]
     total = train + val
     wanted = max(round(val_share * total), min(ENOUGH, total // 10))
-    if not wanted / 2 <= val <= 2 * wanted:
+    if not wanted / 2 <= val <= 2 * wanted:  # append val to train, then cut the last `wanted` tokens off
         with open(train_file, "ab") as file:
             file.write(val_file.read_bytes())
         end = (total - wanted) * dtype.itemsize
@@ -144,7 +144,8 @@ def prepare(settings: dict, selected: list[Source], tokenizer: Tokenizer | None,
 def corpus_name(settings: dict, text: str, tokenizer: Tokenizer | None) -> str:
     """The name of a corpus folder: a hash of everything that shapes the corpus. `text` is the hash of its text."""
     constants = NGRAM, SAMPLE, ENOUGH, rules.GROUPED, rules.LONGEST, rules.END_OF_TEXT
-    start = tokenizer or Tokenizer.of_merges([], settings["uncased"])  # a new tokenizer, before it learns
+    # A new tokenizer follows from the text, so its rules before it learns are enough.
+    start = tokenizer or Tokenizer.of_merges([], settings["uncased"])
     how = text, settings["vocab_size"], settings["val_share"], constants, tokenizer is None, start.to_json()
     return short_hash(repr(how))
 
