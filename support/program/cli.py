@@ -30,7 +30,7 @@ def root_cause(error: BaseException) -> str:
 
 
 def say(*lines: str):
-    """Print lines at once. If nobody reads them any more (`| head`, a closed terminal), the program goes on to save."""
+    """Print lines at once. If nobody reads them (`| head`, a closed terminal), go on: a checkpoint may follow."""
     try:
         print(*lines, sep="\n", flush=True)
     except OSError:

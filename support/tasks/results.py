@@ -64,9 +64,9 @@ def report(result: dict) -> str:
     if ranks["before"] is None:
         lines.append("effective rank: the dev split has too few tokens")
     for name, before in (ranks["before"] or {}).items():
-        after = [after[name] for after in ranks["after"] if after]  # of the seeds that did not diverge
-        after = format_number(statistics.median(after) if after else None, digits=0)
-        lines.append(f"effective rank on the dev split, {name}, of {ranks['d']}: {before} -> {after}")
+        after = [after[name] for after in ranks["after"] if after]  # none of a frozen encoder or a diverged run
+        change = f"{before} -> {statistics.median(after):.0f}" if after else before
+        lines.append(f"effective rank on the dev split, {name}, of {ranks['d']}: {change}")
     return "\n".join(lines)
 
 

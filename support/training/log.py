@@ -55,7 +55,7 @@ class Progress:
         self.recent = []  # loss and gradient norm of each step since the last log line, scalars on any device
         self.since = time.perf_counter()  # start of the training time that is not yet counted
         if run.worker.is_main:
-            kept = [line for line in read_log(run.out) if 0 < run.step >= line["step"]]  # a run at step 0 starts over
+            kept = [line for line in read_log(run.out) if line["step"] <= run.step and run.step > 0]
             write_text(run.out / "log.jsonl", json_lines(kept))  # first, because it marks the folder as ours
             # Copies for people; checkpoints hold the same settings and tokenizer.
             write_json(run.out / "config.json", run.settings.fields() | {"corpus": run.corpus})
