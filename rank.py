@@ -10,7 +10,7 @@ total. It is measured at layers 0 (embeddings) to L, in three ways (Figure 1; Ta
     without_mask  all tokens of the unmasked text, as a downstream task reads it: H~^l in section 2.2
     mask_only     only the vectors at [MASK] in the masked text: H_M^l, Figure 1(b)
 
-The paper's formula uses the singular values of H itself ("uncentered"), but its text speaks of variance ("centered":
+The paper's formula uses the singular values of H itself ("uncentered"), but the text speaks of variance ("centered":
 the mean vector is subtracted first). support/hub/subjects.py loads the models and their texts.
 """
 from dataclasses import asdict, dataclass, replace
