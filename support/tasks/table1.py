@@ -73,8 +73,7 @@ def group_of(task: str, frozen: str) -> str:
 def grid(group: str, dim: int, given: dict) -> list[dict[str, float]]:
     """The settings of Table 5 or 6 for an encoder of width `dim`, or of a linear probe; a given value replaces them."""
     smaller = max(1, 768 / dim) ** 2  # an encoder smaller than base needs higher rates, as in TuneConfig
-    rates = [rate * smaller for rate in RATES[group == "large", dim >= 1024]]
-    rates = FROZEN_RATES if group == "frozen" else rates
+    rates = FROZEN_RATES if group == "frozen" else [rate * smaller for rate in RATES[group == "large", dim >= 1024]]
     tried = SWEEPS.get(group, SWEEPS["small"]) | {"learning_rate": rates}
     tried |= {name: (given[name],) for name in SWEPT if name in given}
     return [dict(zip(tried, values)) for values in itertools.product(*tried.values())]
