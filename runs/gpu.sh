@@ -13,9 +13,11 @@ once() {  # NAME COMMAND...: run it, unless it has already succeeded
     if "${@:2}" >> "$out/$1.log" 2>&1; then touch "$out/$1.done"; else echo "$1 failed: see $out/$1.log"; fi
 }
 
-tune() {  # RUN: on STS-B and MRPC
+tune() {  # RUN: fine-tuning and a linear probe, on STS-B and MRPC
     for task in stsb mrpc; do
-        once "$task-$1" python finetune.py --init "$out/$1" --task $task --data "$glue" --learning-rate 1.2e-4 --seeds 3 --out "$out/$1-$task"
+        of_task="python finetune.py --init $out/$1 --task $task --data $glue --seeds 3"
+        once "$task-$1" $of_task --learning-rate 1.2e-4 --out "$out/$1-$task"
+        once "$task-$1-probe" $of_task --frozen --out "$out/$1-$task-probe"
     done
 }
 
