@@ -15,9 +15,9 @@ once() {  # NAME COMMAND...: run it, unless it has already succeeded
 
 tune() {  # RUN: fine-tuning and a linear probe, on STS-B and MRPC
     for task in stsb mrpc; do
-        of_task="python finetune.py --init $out/$1 --task $task --data $glue --seeds 3"
-        once "$task-$1" $of_task --learning-rate 1.2e-4 --out "$out/$1-$task"
-        once "$task-$1-probe" $of_task --frozen --out "$out/$1-$task-probe"
+        of_task=(python finetune.py --init "$out/$1" --task $task --data "$glue" --seeds 3)
+        once "$task-$1" "${of_task[@]}" --learning-rate 1.2e-4 --out "$out/$1-$task"
+        once "$task-$1-probe" "${of_task[@]}" --frozen --out "$out/$1-$task-probe"
     done
 }
 
