@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from maelm import MAELM, MASK, NUM_SPECIAL, Attention, Corruption, attention, corrupt
+import maelm
+from maelm import MAELM, MASK, NUM_SPECIAL, Attention, Corruption, corrupt
 from support.text.tokenizer import Tokenizer
 
 # The color of a cell by its text; cells with other texts are gray. Purple always means [MASK].
@@ -69,23 +70,22 @@ def losses(model: MAELM, tokens, seed: int):
 
 
 @contextmanager
-def recorded_attention(model: MAELM) -> Iterator[list[torch.Tensor]]:
-    """Until the context ends, collect the attention weights (B, heads, n, n) of each layer that reads gaps: the layers
-    of an MLM's encoder or of an MAE-LM's decoder."""
-    layers = []
+def recorded_attention(n: int) -> Iterator[list[torch.Tensor]]:
+    """Until the context ends, collect the attention weights (B, heads, n, n) of each layer that reads all n positions,
+    including gaps: the layers of an MLM's encoder or of an MAE-LM's decoder."""
+    layers, original = [], maelm.attention
 
-    def record(layer: Attention, inputs, output):
-        x, bias = inputs
-        keys, _ = layer.key_value(x).chunk(2, dim=-1)
-        q, k = [y.unflatten(-1, (layer.heads, -1)).transpose(1, 2) for y in (layer.query(x), keys)]
-        identity = torch.eye(x.shape[1]).expand(*k.shape[:2], -1, -1)
-        layers.append(attention(q, k, identity, bias))  # with the identity as V, attention returns the softmax
+    def recording(q, k, v, *others):
+        if k.shape[2] == n:
+            identity = torch.eye(n).expand(*k.shape[:2], -1, -1)
+            layers.append(original(q, k, identity, *others))  # with the identity as V, attention returns the softmax
+        return original(q, k, v, *others)
 
-    stack = model.encoder.stack if model.decoder is None else model.decoder.stack
-    hooks = [block.self_attention.register_forward_hook(record) for block in stack.blocks]
-    yield layers
-    for hook in hooks:
-        hook.remove()
+    maelm.attention = recording
+    try:
+        yield layers
+    finally:
+        maelm.attention = original
 
 
 def residual(h) -> float:
