@@ -25,8 +25,9 @@ import torch
 from tqdm import tqdm
 
 from rank import CENTERINGS, ENOUGH, Moments, tau_rank
+from support.model.optim import set_rates
 from support.program.cli import Parser, add_flags, clear_errors, fields_of, path_of, require, say, short_name
-from support.program.files import compare, lock_folder, write_json, write_text
+from support.program.files import code_hash, compare, lock_folder, write_json, write_text
 from support.program.worker import Worker, make_worker
 from support.tasks import results
 from support.tasks.encoder import Pretrained, Probe, Tuned, predict, with_vectors, write_tuned
@@ -36,6 +37,12 @@ from support.tasks.squad import Spans
 from support.tasks.table1 import DEFAULTS, GLUE, SWEPT, TASKS, Encoded, Kind, grid, group_of, labels_of
 from support.text.corpus import VAL_SHARE, seed_of
 from train import learning_rate_factor
+
+
+KINDS = {"classification": Classification, "spans": Spans}  # what finetune.py can do with a task
+# The code that makes a run. A result never mixes runs of different code.
+CODE = ("maelm.py", "train.py", "rank.py", "finetune.py", "support/model/*.py", "support/tasks/*.py",
+        "support/text/*.py")
 
 
 # ---- 1. Settings --------------------------------------------------------------------------------------------
@@ -87,8 +94,8 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     torch.manual_seed(seed_of(seed))  # for the head
     model = Tuned(encoder, kind.head()) if encoder else Probe(train.vectors, len(kind.labels.names) or 1)
     model = model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), eps=1e-6, weight_decay=tune.weight_decay,
-                                  fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=tune.learning_rate, betas=(0.9, 0.98), eps=1e-6,
+                                  weight_decay=tune.weight_decay, fused=True)
     steps = math.ceil(tune.epochs * math.ceil(len(train.ids) / tune.batch_size))
     count = min(20, math.ceil(2 * tune.epochs))  # evaluations: one per half epoch, but at most 20
     ends = {math.ceil(steps * i / count) for i in range(1, count + 1)}
@@ -104,7 +111,7 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
         loss = kind.loss(logits, targets, padding)
         loss.backward()
         factor = learning_rate_factor(step, round(tune.warmup_share * steps), steps)
-        optimizer.param_groups[0]["lr"] = tune.learning_rate * factor
+        set_rates(optimizer, factor)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -164,6 +171,8 @@ def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
     """Do the `runs` whose files are missing, shared by the processes of torchrun, and return the results of all."""
     mine = runs[setup.worker.rank::setup.worker.world_size]
     missing = [run for run in mine if not results.path_of_run(setup.out, *run).is_file()]
+    if len(missing) < len(mine):
+        say(f"{setup.out}: {len(mine) - len(missing)} of {len(mine)} runs are there")
     for number, (tune, seed) in enumerate(missing, start=1):
         start = time.perf_counter()
         result = run_once(setup, tune, seed)
@@ -208,15 +217,15 @@ def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out
     # A flag overrides the default of the task, which overrides the default of the field.
     tune = TuneConfig(**DEFAULTS[group_of(task, options.frozen)] | fields_of(TuneConfig, vars(options)))
     tune = replace(tune, learning_rate=tune.learning_rate or 3e-5 * (768 / pretrained.config.encoder_dim) ** 2)
+    pretrained = pretrained.with_dropout(tune.dropout)
     labels = labels_of(task, examples["train"])
-    kind_class = Spans if task == "squad2" else Classification
-    kind = kind_class(pretrained.tokenizer, pretrained.config, tune, labels)
+    kind = KINDS[TASKS[task].kind](pretrained.tokenizer, pretrained.config, tune, labels)
     splits = {split: kind.encode(each) for split, each in examples.items()}
     if options.frozen:
         encoder = pretrained.new_encoder(1).to(worker.device)
         splits = {split: with_vectors(encoded, encoder, options.frozen, tune.batch_size)
                   for split, encoded in splits.items()}
-    settings = {"init": options.init, "task": task, "weights": pretrained.weights_hash(),
+    settings = {"init": options.init, "task": task, "weights": pretrained.weights_hash(), "code": code_hash(*CODE),
                 "examples": hash_of(examples), "sweep": options.sweep, "frozen": options.frozen, **asdict(tune)}
     path = out / "config.json"
     if path.is_file() or not worker.is_main:  # the number of seeds may grow, and the encoder may have moved
@@ -250,8 +259,8 @@ def parse(argv) -> argparse.Namespace:
         require(options, ("seeds", options.seeds >= 1, "1 or more"))
     except ValueError as error:
         parser.error(str(error))
-    if options.frozen and options.task == "squad2":
-        parser.error("--frozen: squad2 needs an encoder that is fine-tuned")
+    if options.frozen and options.task != "glue" and KINDS[TASKS[options.task].kind] is not Classification:
+        parser.error(f"--frozen: {options.task} needs an encoder that is fine-tuned")
     if options.task == "docs" and options.data:
         parser.error("--data: docs reads the documentation on this machine; use --task custom for your own files")
     if options.task == "custom" and not options.data:
@@ -267,7 +276,7 @@ def main(argv=None):
         precision = "fp32" if options.frozen else getattr(options, "precision", "auto")  # the flag may be absent
         worker = make_worker(precision, options.device)
         tasks = GLUE if options.task == "glue" else [options.task]
-        pretrained = Pretrained(options.init, getattr(options, "dropout", TuneConfig.dropout))
+        pretrained = Pretrained(options.init)
         held_out = pretrained.settings.get("val_share", VAL_SHARE)
         examples = {task: read_task(task, options.data, held_out) for task in tasks}  # finds missing files early
         table = []

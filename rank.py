@@ -15,6 +15,7 @@ the mean vector is subtracted first). support/hub/subjects.py loads the models a
 """
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -23,12 +24,29 @@ from maelm import draw_masks
 from support.hub.subjects import Subject, subject_of_hub, subject_of_run
 from support.program.cli import (Parser, UserError, add_flags, clear_errors, fields_of, path_of, printable, require,
                                  say, short_name)
-from support.program.files import compare, figure, lock_folder, read_json, write_json
+from support.program.files import code_hash, compare, figure, lock_folder, read_json, write_json
 from support.program.worker import make_worker
 
-CURVES = {"with_mask": (0, "o-", "input with [MASK]"), "without_mask": (0, "s--", "input without [MASK]"),
-          "mask_only": (1, "^-", "[MASK] vectors")}  # panel of the figure, style, label
+
+
+class Curve(NamedTuple):
+    """A curve of Figure 1."""
+    text: str  # name of the text that the encoder reads; see texts_for
+    masked_only: bool  # whether only the vectors at masked positions count
+    panel: int  # of the figure
+    style: str  # of the line in the figure
+    label: str  # in the figure
+    column: str  # heading in the table
+
+
+CURVES = {
+    "with_mask": Curve("masked", False, 0, "o-", "input with [MASK]", "with"),
+    "without_mask": Curve("unmasked", False, 0, "s--", "input without [MASK]", "without"),
+    "mask_only": Curve("masked", True, 1, "^-", "[MASK] vectors", "[MASK]"),
+}
 CENTERINGS = {"uncentered": False, "centered": True}
+# The code that measures. rank.json never mixes measurements of different code.
+CODE = ("maelm.py", "rank.py", "support/hub/subjects.py", "support/model/*.py", "support/text/*.py")
 MASK_RATE = 0.15  # section 2.2
 ENOUGH = 10  # vectors per dimension, by a rule of thumb: too few would cap the rank
 
@@ -116,6 +134,11 @@ def masks_for(subject: Subject, tokens, seed: int):
     return torch.zeros_like(maskable).scatter(1, positions, True)
 
 
+def texts_for(subject: Subject, tokens, masked) -> dict:
+    """The texts (B, n) int64 that the encoder reads, by name, given tokens (B, n) int64 and masked (B, n) bool."""
+    return {"masked": tokens.masked_fill(masked, subject.mask), "unmasked": tokens}
+
+
 @torch.no_grad()
 def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     """The moments of layers 0 to L for each curve. Raises UserError if there is too little text."""
@@ -131,11 +154,11 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     for start in tqdm(range(0, count, config.batch_size), subject.name, leave=False, disable=None):
         batch = slice(start, start + config.batch_size)
         tokens, masked = rows[batch], masks[batch]  # (B, n)
-        for layer, h in enumerate(subject.encode(tokens.masked_fill(masked, subject.mask))):
-            moments["with_mask"][layer].add(h)
-            moments["mask_only"][layer].add(h[masked.to(h.device)])
-        for layer, h in enumerate(subject.encode(tokens)):
-            moments["without_mask"][layer].add(h)
+        for text, read in texts_for(subject, tokens, masked).items():
+            states = subject.encode(read)
+            for curve in [name for name in CURVES if CURVES[name].text == text]:
+                for layer, h in enumerate(states):
+                    moments[curve][layer].add(h[masked.to(h.device)] if CURVES[curve].masked_only else h)
     return moments
 
 
@@ -153,10 +176,12 @@ def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float)
 def table(name: str, entry: dict, tau: float) -> str:
     """An entry of rank.json as text: the ranks by layer, centering and curve."""
     n = entry["n"]
+    width = 9 * len(CURVES)
+    columns = "".join(f"{curve.column:>9}" for curve in CURVES.values())
     lines = [f"{name}: rank_{tau} of {n['without_mask']:,} tokens ({n['mask_only']:,} [MASK]), d = {entry['d']}, text "
              f"{entry['text']}",
-             "            uncentered (formula) |        centered (variance)",
-             "layer     with  without   [MASK] |     with  without   [MASK]"]
+             f"     {'uncentered (formula)':>{width}} |{'centered (variance)':>{width}}",
+             f"layer{columns} |{columns}"]
     for layer in range(len(entry["uncentered"]["with_mask"])):
         halves = ["".join(f"{entry[centering][curve][layer]:>9}" for curve in CURVES) for centering in CENTERINGS]
         lines.append(f"{layer:>5}{' |'.join(halves)}")
@@ -169,9 +194,9 @@ def draw(entries: dict[str, dict], config: RankConfig):
     """Write rank.png as Figure 1: (a) rank with and without [MASK] in the input, (b) rank of [MASK], by layer."""
     with figure(config.out / "rank.png", panels=2) as (_, axes):
         for number, (name, entry) in enumerate(entries.items()):
-            for curve, (panel, style, label) in CURVES.items():
-                ranks = entry["uncentered"][curve]
-                axes[panel].plot(ranks, style, color=f"C{number}", label=f"{printable(name)}, {label}")
+            for key, curve in CURVES.items():
+                label = f"{printable(name)}, {curve.label}"
+                axes[curve.panel].plot(entry["uncentered"][key], curve.style, color=f"C{number}", label=label)
         for axis, title in zip(axes, ("(a) all tokens", "(b) [MASK] tokens")):
             axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {config.tau}", title=title)
             axis.set_ylim(bottom=0)
@@ -196,7 +221,7 @@ def main(argv=None):
         config = replace(config, out=Path("out", "-".join(["rank", *map(short_name, options.models)])))
     with clear_errors("rank.py"), lock_folder(config.out, sign="rank.json"):
         path = config.out / "rank.json"
-        settings = asdict(config) | {"models": options.models, "out": str(config.out)}
+        settings = asdict(config) | {"models": options.models, "out": str(config.out), "code": code_hash(*CODE)}
         before = read_json(path) if path.is_file() else {"settings": settings, "models": {}}
         compare(config.out, before["settings"], settings, may_change=["out", "device", "batch_size"])
         entries = before["models"]  # kept in case a model can no longer be measured

@@ -27,6 +27,7 @@ from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
 from support.fill_mask import examples
 from support.model.build import check
 from support.model.checkpoints import checkpoints
+from support.model.optim import set_rates
 from support.program.cli import (Parser, UserError, add_flags, clear_errors, fields_of, noted_signals, path_of, require,
                                  root_cause, say, short_name)
 from support.program.files import compare, lock_folder, read_json
@@ -208,8 +209,7 @@ def train_step(model: nn.Module, optimizers: list, batches: list[tuple], step: i
     norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
     factor = learning_rate_factor(step, recipe.warmup_steps, recipe.max_steps)
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = factor * optimizer.defaults["lr"]  # the defaults keep the peak
+        set_rates(optimizer, factor)
         optimizer.step()
         optimizer.zero_grad()
     return total, norm
@@ -311,6 +311,9 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
         add_flags(parser, part, preset)
     options = parser.parse_args(argv)
     init = getattr(options, "init", "")
+    if options.ablation and preset.keys() & {"mask_in_encoder", "encoder_fill", "decoder_reset", "decoder"}:
+        parser.error(f"--ablation {options.ablation}: rows of Table 2 change an MAE-LM, but --preset {options.preset} "
+                     "is such a row; name the preset of an MAE-LM")
     # toy, toy-mlm or, with --init NAME, NAME-more or NAME-mlm
     last = options.ablation or ("more" if init else "mae-lm")
     name = f"{short_name(init) if init else options.preset}-{last}"

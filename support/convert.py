@@ -24,16 +24,19 @@ def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
     their class name there, and the labels of a classifier (one for regression)."""
     config, weights = state["config"], state["model"]
     if "task" not in state:
-        if config.decoder == "bi" and config.encoder_fill == "mask":
+        if config.decoder == "bi" and config.encoder_fill != "random":
             return weights, "ForMaskedLM", []
         # Other decoders cannot fill in a [MASK] in a text, so only the encoder is exported.
         return {name: weight for name, weight in weights.items() if name.startswith("encoder.")}, "", []
-    head, suffix, labels = "qa_outputs", "ForQuestionAnswering", []
-    if state["task"] != "squad2":
-        head, suffix, labels = "classifier", "ForSequenceClassification", state["labels"] or ["number"]
-        for name in ("head.4.weight", "head.4.bias"):
-            weights[name] *= state["scale"]  # so that the last layer predicts a number in its original unit
-    return {re.sub("^head", head, name): weight for name, weight in weights.items()}, suffix, labels
+    if not state.get("head"):
+        raise UserError("its head names no class of support/hub/modeling_maelm.py; see support/model/heads.py")
+    name_there, suffix = state["head"]
+    labels = []
+    if suffix == "ForSequenceClassification":
+        labels = state["labels"] or ["number"]
+        for name in [name for name in weights if name.startswith("head.")][-2:]:  # of the last layer
+            weights[name] *= state["scale"]  # so that it predicts a number in its original unit
+    return {re.sub("^head", name_there, name): weight for name, weight in weights.items()}, suffix, labels
 
 
 def hub_config(config: Config, head: str, labels: list[str]) -> dict:
@@ -73,11 +76,11 @@ def export(source: Path, out: Path):
         raise UserError(f"{out}: not empty; name a new folder")
     transformers_library()
     import safetensors.torch  # comes with transformers
-    out.mkdir(parents=True, exist_ok=True)
     state = read_checkpoint(checkpoint_of(source))
     config, longest = state["config"], state["config"].seq_len
     weights, head, labels = weights_of(state)
-    for code in ("support/hub/modeling_maelm.py", "maelm.py"):
+    out.mkdir(parents=True, exist_ok=True)
+    for code in ("support/hub/modeling_maelm.py", "support/model/heads.py", "maelm.py"):
         shutil.copy(HERE / code, out)
     # The inputs of fine-tuning may be shorter than those of pre-training.
     save_tokenizer(state["tokenizer"], min(longest, state.get("longest", longest)), head, out)

@@ -2,8 +2,9 @@
 import itertools
 import re
 from dataclasses import replace
-from unittest.mock import Mock
+from unittest.mock import ANY, Mock
 
+import matplotlib.figure
 import numpy as np
 import pytest
 import torch
@@ -117,21 +118,36 @@ def test_masks_are_15_percent_of_real_tokens_for_any_batch_size():
 def test_the_command_writes_ranks_and_overwrites_no_others(text, finished, tmp_path, capsys, monkeypatch):
     names = [str(path) for path in (finished, *checkpoints(finished))]
     command = [*names, *f"--data {text} --val-share 1 --tau 0.5 --out {tmp_path}".split()]
-    rank.main(command)
-    before = contents(tmp_path)
+    with monkeypatch.context() as patch:
+        figures = []
+        patch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path, **options: (
+            figures.append(figure), path.write_text("a figure")))
+        rank.main(command)
+    before, printed = contents(tmp_path), capsys.readouterr().out
     rank.main(command)  # repeats the same measurement
-    assert contents(tmp_path) == before and before.keys() == {"rank.json", "rank.png"}
-    for other in ([*command, "--seed", "1"], command[1:]):
-        assert "was made with other settings" in fails(lambda: rank.main(other), capsys)
-        assert contents(tmp_path) == before
+    assert contents(tmp_path) == {**before, "rank.png": ANY} and before.keys() == {"rank.json", "rank.png"}
+    for other, setting in (([*command, "--seed", "1"], "seed=0"), (command[1:], "models="), (command, "code=")):
+        with monkeypatch.context() as patch:
+            patch.setattr(rank, "CODE", rank.CODE[1:] if other == command else rank.CODE)
+            assert re.search(f"was made with other settings: .*{setting}", fails(lambda: rank.main(other), capsys))
+        assert contents(tmp_path)["rank.json"] == before["rank.json"]
     monkeypatch.setattr(rank, "measure", Mock(side_effect=UserError("damaged")))
-    assert "damaged" in fails(lambda: rank.main(command), capsys) and contents(tmp_path) == before
+    assert "damaged" in fails(lambda: rank.main(command), capsys)
+    assert contents(tmp_path)["rank.json"] == before["rank.json"]
     models = read_json(tmp_path / "rank.json")["models"]
     assert list(models) == names
     folder, first, last = models.values()
     assert folder == last and folder["centered"] != first["centered"]  # a folder stands for its newest checkpoint
     ranks = folder["centered"]["mask_only"]
     assert len(ranks) == 3 and 1 <= ranks[2] <= folder["d"] == 32
+    rows = re.findall(r"^ +(\d) +(\d+) +(\d+) +(\d+) \| +(\d+) +(\d+) +(\d+)$", printed, re.MULTILINE)
+    tables = [[entry[centering][curve] for centering in rank.CENTERINGS for curve in rank.CURVES]
+              for entry in models.values()]
+    assert [[int(cell) for cell in row[1:]] for row in rows] == [[*row] for table in tables for row in zip(*table)]
+    left, right = figures[0].axes
+    lines = [[line.get_ydata().tolist() for line in axis.get_lines()] for axis in (left, right)]
+    assert lines[0][:2] == [folder["uncentered"][curve] for curve in ("with_mask", "without_mask")]
+    assert lines[1] == [entry["uncentered"]["mask_only"] for entry in models.values()]
     assert "not empty" in fails(lambda: rank.main([names[0], f"--out={finished}"]), capsys)
 
 

@@ -17,9 +17,9 @@ import torch
 import finetune
 import rank
 import train
+from maelm import ABLATIONS
 from support.model import checkpoints
 from support.program import worker
-from support.program.cli import UserError
 from support.program.files import lock_folder, write_json
 from support.text import corpus
 from support.training.log import read_log
@@ -59,7 +59,7 @@ def test_a_killed_run_continues_bit_identically(text, tmp_path):
     flags = ["--log-interval", 2]
     whole = short_run(text, tmp_path / "whole", *flags)
     command = [sys.executable, "-c", DIES, *arguments(text, tmp_path / "run", *flags)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    subprocess.run(command, cwd=ROOT, check=True)
     assert last_checkpoint(tmp_path / "run")["step"] == 3
     out = short_run(text, tmp_path / "run", *flags)
     assert same(out, whole) and losses(out) == losses(whole)
@@ -102,21 +102,11 @@ def test_a_full_disk_destroys_nothing(text, finished, tmp_path, monkeypatch, cap
     assert same(short_run(text, out), finished)
 
 
-# ---- Numbers that are not finite, and memory that runs out ----------------------------------------------------------
 def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path, monkeypatch, capsys):
     change_step(monkeypatch, 4, lambda loss: loss * math.nan)
     line = fails(lambda: short_run(text, tmp_path / "run", "--log-interval", 6), capsys)
     assert re.search("step 5: .* the first bad one, with loss nan and gradient norm .* --learning-rate", line)
     assert last_checkpoint(tmp_path / "run")["step"] == 3
-
-
-def test_lack_of_memory_names_the_flag(text, tmp_path, monkeypatch, capsys):
-    for error in (MemoryError(), torch.OutOfMemoryError("out of memory"), RuntimeError("CPU: can't allocate memory")):
-        monkeypatch.setattr(train, "train_step", Mock(side_effect=error))
-        assert "use a smaller --micro-batch-size" in fails(lambda: short_run(text, tmp_path / "run"), capsys)
-    monkeypatch.setattr(train, "train_step", Mock(side_effect=RuntimeError("an illegal memory access")))
-    with pytest.raises(RuntimeError, match="illegal memory access"):  # other errors keep their traceback
-        short_run(text, tmp_path / "run")
 
 
 def test_a_run_keeps_its_corpus_and_reads_no_text(tmp_path, finished, monkeypatch, capsys):
@@ -133,11 +123,8 @@ def test_a_run_keeps_its_corpus_and_reads_no_text(tmp_path, finished, monkeypatc
 
 
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_can_be_used(text, finished, copy, monkeypatch, capsys):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_can_be_used(text, finished, copy, capsys):
     newest = copy / "step_0000006.pt"
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "load", Mock(side_effect=RuntimeError("can't allocate memory")))
-        assert "out of memory" in fails(lambda: short_run(text, copy), capsys)
     newest.write_bytes(newest.read_bytes()[:-1000])
     assert "step_0000006.pt: damaged" in fails(lambda: short_run(text, copy), capsys)
     newest.unlink()
@@ -164,28 +151,13 @@ def test_the_checkpoint_is_the_run(text, finished, tmp_path, capsys):
     torch.save(state, out / "step_0000003.pt")
     for name in ("config.json", "tokenizer.json"):
         (out / name).unlink()
-    checkpoints.load_model(out)
     assert same(short_run(text, out), finished)
     assert contents(out)["tokenizer.json"] == contents(finished)["tokenizer.json"]
-    torch.save(state | {"settings": {"bert_trick": 1}}, out / "step_0000006.pt")
-    assert "bert_trick=1 there, None here" in fails(lambda: short_run(text, out), capsys)
-
-
-class Code:
-    """An object that prints when it is unpickled."""
-    def __reduce__(self):
-        return print, ("code was run",)
-
-
-@pytest.mark.parametrize("part, change, message", [
-    ("model", {"head.bias": Code()}, "damaged, or not written by this program"),
-    ("config", {"bert_trick": False}, "from another version of maelm .*bert_trick")])
-def test_a_checkpoint_of_something_else_is_refused_and_runs_no_code(part, change, message, copy, capsys):
-    state = last_checkpoint(copy)
-    torch.save(state | {part: state[part] | change}, copy / "step_0000006.pt")
-    with pytest.raises(UserError, match=f"step_0000006.pt: {message}"):
-        checkpoints.load_model(copy)
-    assert "code was run" not in capsys.readouterr().out
+    for change, message in ((dict(settings={"bert_trick": 1}), "bert_trick=1 there, None here"),
+                            (dict(config={"bert_trick": 1}), "from another version of maelm"),
+                            (dict(model=Mock), "damaged, or not written by this program")):  # would run code
+        torch.save(state | change, out / "step_0000006.pt")
+        assert message in fails(lambda: short_run(text, out), capsys)
 
 
 def test_only_old_checkpoints_are_removed(text, tmp_path, capsys):
@@ -200,48 +172,45 @@ def test_only_old_checkpoints_are_removed(text, tmp_path, capsys):
 
 # ---- One folder, one run --------------------------------------------------------------------------------------------
 def test_a_folder_in_use_or_of_something_else_is_refused(text, copy, tmp_path, capsys):
-    before = contents(copy)
     with lock_folder(copy):
         assert "another process is working there" in fails(lambda: short_run(text, copy), capsys)
-    assert contents(copy) == before
     write_json(tmp_path / "export" / "config.json", {"model_type": "maelm"})  # as in transformers
     assert "not empty, and not written by" in fails(lambda: short_run(text, tmp_path / "export"), capsys)
     assert not (tmp_path / "export" / ".lock").exists()
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--mask-rate 0.3 --batch-size 4 --seed 2", "mask_rate=0.15 there, 0.3 here; batch_size=8 there, 4 here; choose"),
-    ("--no-uncased", "uncased=True there, False here; choose another --out"),
+    ("--mask-rate 0.3 --batch-size 4", "mask_rate=0.15 there, 0.3 here; batch_size=8 there, 4 here; choose"),
+    ("--seed 1", "seed=0 there, 1 here; choose another --out"),  # a finished run used no other seed
     ("--init RUN", "init='' there, '")])
 def test_another_run_is_refused_and_the_differences_are_named(flags, message, text, copy, finished, capsys):
     before = contents(copy)
     line = fails(lambda: short_run(text, copy, *flags.replace("RUN", str(finished)).split()), capsys)
     assert re.search(f"{copy} was made with other settings: .*{message}", line)
+    short_run(text, copy)
+    assert re.search("finished at step 6; .* a larger --max-steps", capsys.readouterr().out)
     assert contents(copy) == before
 
 
 # ---- Command lines and machines -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("program, flags, message", [
-    (train, "--encoder-layer 3", "unknown flag --encoder-layer; the flags are "),
-    (train, "--\x1b[31m\x07é\u202e", r"unknown flag --\\x1b\[31m\\x07é\\u202e;"),  # a terminal would obey these
+    (train, "--\x1b[31m\x07é\u202e 3", r"unknown flag --\\x1b\[31m\\x07é\\u202e; the flags are "),  # not obeyed
     (train, "--ablation bert", "invalid choice: 'bert' .*mae-lm.*dec-1024"),
+    (train, "--preset mlm --ablation enc-mask", "--preset mlm is such a row; name the preset of an MAE-LM"),
     (train, "--batch-size 0", "batch_size=0: use 1 or more"),
-    (train, "--mask-rate 0.99", "mask_rate=0.99: use a share that masks 1 to 23 tokens"),
     (train, "--max-steps 30 --warmup-steps 100", "warmup_steps=100: use 0 to max_steps=30"),
-    (train, "--init no/\x1brun", r"no/\\x1brun: not a run folder"),
     (train, "--init RUN --encoder-layers 1", "encoder_layers=2 there, 1 here; with --init, these cannot change"),
     (train, "--init=", "--init: the value is empty"),
     (train, "--ablation random-replace --vocab-size 4000", "the text has only .* use --vocab-size 795"),
     (train, "--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
     (finetune, "--task custom", "--task custom: needs --data"),
     (finetune, "--epochs inf", "epochs=inf: use"),
-    (finetune, "--seeds 0", "seeds=0: use 1 or more"),
     (finetune, "--init RUN --task rte --data no/such", r"no/such: rte needs the Hub's files train\*.parquet"),
     (rank, ". no/such", "no/such: no such run folder"),
-    (rank, ". --tau 1.5", "tau="),
     (rank, "RUN --tokens 1000", "fewer than 10 d = 320")])
 def test_a_bad_command_gets_a_one_line_error(program, flags, message, text, finished, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(train.PRESETS, "mlm", train.PRESETS["toy"] | ABLATIONS["mlm"])
     out = tmp_path / "new"
     command = arguments(text, out) if program is train else ["--out", str(out)]
     command += flags.replace("RUN", str(finished)).split()
@@ -249,27 +218,10 @@ def test_a_bad_command_gets_a_one_line_error(program, flags, message, text, fini
     assert not [*out.glob("[!.]*")]
 
 
-def test_a_disk_without_locks_and_fsync_can_be_used(text, finished, tmp_path, monkeypatch, capsys):
+def test_a_disk_without_locks_and_fsync_can_be_used(text, finished, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EINVAL, "Invalid argument")))
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     assert same(short_run(text, tmp_path / "run"), finished)
-    assert "cannot be locked" in capsys.readouterr().err
-
-
-def test_a_closed_pipe_does_not_end_a_run(text, finished, tmp_path):
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "train.py", *arguments(text, tmp_path / "run")]
-    end = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=300)
-    assert (end.returncode, end.stderr) == (0, b"") and same(tmp_path / "run", finished)
-
-
-def test_a_model_that_cannot_be_compiled_gives_a_one_line_error(text, tmp_path, monkeypatch, capsys):
-    compiled = torch.nn.Module.compile
-    backend = Mock(side_effect=FileNotFoundError("no C++ compiler"))
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda model, dynamic: compiled(model, backend=backend))
-    line = fails(lambda: short_run(text, tmp_path / "run", "--compile", "on"), capsys)
-    assert re.search("cannot be compiled .*no C.. compiler.*; use --compile off", line)
 
 
 def test_auto_takes_the_best_device(monkeypatch):
@@ -312,7 +264,7 @@ def test_two_processes_equal_one_that_accumulates(text, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "program.py",
                *arguments(text, out, *flags, "--compile", "on", "--stop-at", 4, "--cache", tmp_path / "cache")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "prepared-by").read_text() in ("0", "1")  # one process prepares, the other waits
     # Graphs of evaluation, of its last sequence (first process only) and of a step: no graph breaks.

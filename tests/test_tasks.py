@@ -35,7 +35,7 @@ def write_glue(folder):
     for name, (records, dev) in tables.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         for split in ("train", *dev):
-            table = pyarrow.Table.from_pylist(records)
+            table = pyarrow.Table.from_pylist(records[:7] if "mismatched" in split else records)
             pyarrow.parquet.write_table(table, folder / name / f"{split}-00000-of-00001.parquet")
     return folder
 
@@ -111,28 +111,13 @@ def test_the_hubs_files_are_read_as_they_are(name, tmp_path):
     splits = examples.read_task(name, str(write_glue(tmp_path)), 0.01)
     assert list(splits) == (["train", "dev", "dev_mm"] if name == "mnli" else ["train", "dev"])
     labels, columns = GLUE[name].labels, GLUE[name].columns
-    for rows in splits.values():
-        for found, record in zip(rows, rows_of(name), strict=True):
+    for split, rows in splits.items():
+        assert len(rows) == (7 if split == "dev_mm" else 16)
+        for found, record in zip(rows, rows_of(name)):
             label = labels[record["label"]] if labels else str(round(record["label"], 1))
             texts = [record[column] for column in columns]
             assert found[:3] == (*texts, *[None] * (2 - len(texts)), label)
     assert examples.read_task(name, str(tmp_path / name), 0.01) == splits
-
-
-@pytest.mark.parametrize("name, change, message", [
-    ("rte", {"label": -1}, "train.parquet, row 1: has no label"),
-    ("rte", {"label": "entailment"}, "train.parquet, row 1: cannot be read"),
-    ("rte", {"sentence2": None}, "row 1: needs texts in sentence1, sentence2 and a label, for rte, but has"),
-    ("qnli", {}, "row 1: needs texts in question, sentence and a label, for qnli, but has")])
-def test_other_records_are_refused(name, change, message, tmp_path):
-    record = rows_of("rte")[0] | change
-    (tmp_path / name).mkdir()
-    for split in ("train", "validation"):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / name / f"{split}.parquet")
-    with pytest.raises(UserError, match=message):
-        examples.read_task(name, str(tmp_path), 0.01)
-    with pytest.raises(UserError, match="mnli needs the Hub's files train.*.parquet, in a folder mnli"):
-        examples.read_task("mnli", str(tmp_path / name), 0.01)
 
 
 def test_docs_repeat_no_text_of_dev_or_of_the_validation_split(monkeypatch):
@@ -163,6 +148,10 @@ def test_all_formats_keep_cells_as_they_are(tmp_path):
         (tmp_path / f"[a]{suffix.upper()}.gz").write_bytes(packed)
     for path in tmp_path.iterdir():
         assert [row[:3] for row in examples.custom_examples(path)] == [tuple(row.values()) for row in rows], path
+    (tmp_path / "Train.csv").write_text("sentence1,Sentence2 ,Label\na,b,1.0\n")
+    (tmp_path / "valid.jsonl").write_text('{"text": "a", "text2": "b", "label": 1.0}\n')  # as written, not 1
+    for row in examples.read_task("custom", str(tmp_path), 0.01).values():
+        assert row[0][:3] == ("a", "b", "1.0")
 
 
 def test_labels_with_fractions_are_numbers():
@@ -179,26 +168,14 @@ def test_labels_with_fractions_are_numbers():
 @pytest.mark.parametrize("file, content, message", [
     ("train.csv", "text,kind\na,b\n", "row 1: needs texts in `text` .* and a label in `label`, but has .*'kind': 'b'"),
     ("train.csv", "text,label\na,x\nb\n", "row 2: must have 2 cells, like the header, not 1"),
-    ("train.csv", "text,label\na,x,y\n", "row 1: must have 2 cells"),
-    ("train.tsv", 'text\tlabel\n"a\tx\nb\ty\n"c\tx\n', "train.tsv: cannot be read .*expected after"),
-    ("train.csv", "text,label,label\na,x,y\n", "two of the columns text, label, label"),
-    ("train.csv", "text,label\ncafé,x\n".encode("latin-1"), "not UTF-8 .*; convert it"),
-    ("train.jsonl", '{"text": ["a"], "label": "x"}', "line 1: needs texts in `text`"),
+    ("train.csv", "text;label\na;2,5\n", "train.csv: has ; between its columns"),
+    ("train.csv", 'text,label\na,"2,5"\nb,1\n', "label '2,5': write decimals with a point"),
     ("train.csv", "text,label\na,x\n", "all training examples have the label 'x'"),
     ("train.x", "", "must have one file train .* has none")])
 def test_bad_files_are_refused(file, content, message, tmp_path):
     for path in (file, file.replace("train", "dev")):
-        (tmp_path / path).write_bytes(content if isinstance(content, bytes) else content.encode())
+        (tmp_path / path).write_text(content)
     with pytest.raises(UserError, match=message):
         tasks.labels_of("custom", examples.read_task("custom", str(tmp_path), 0.01)["train"])
 
 
-@pytest.mark.parametrize("names", ["text,Text2 ,Label", "sentence1,sentence2,label"])
-def test_columns_and_files_may_have_other_names_and_json_numbers_are_labels_as_written(names, tmp_path):
-    labels = ["1.0", f"{10 ** 21}", "true"]
-    lines = [f'{{"text": "a", "text2": "b", "label": {label}, "more": 1}}\n' for label in labels]
-    (tmp_path / "Train.csv").write_text(f"{names}\na,b,1.0\n")
-    (tmp_path / "valid.jsonl").write_text("".join(lines))
-    splits = examples.read_task("custom", str(tmp_path), 0.01)
-    assert splits["train"][0][:3] == ("a", "b", "1.0")
-    assert [row[:3] for row in splits["dev"]] == [("a", "b", label) for label in labels]

@@ -1,5 +1,4 @@
 """Claims about pre-training: train.py, support/training, support/model/optim.py, support/fill_mask.py."""
-import re
 import shutil
 import sys
 import time
@@ -17,11 +16,12 @@ from maelm import MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head, corrupt
 from support import fill_mask
 from support.model import optim
 from support.model.checkpoints import load_model
-from support.text.corpus import evenly, rows_of_step, unigram_entropy
+from support.text.corpus import Rows, evenly, rows_of_step, unigram_entropy
 from support.program.cli import UserError
+from support.training import begin
 from support.training.log import flops, read_log
 from support.program.worker import Worker
-from tests.common import contents, last_checkpoint, losses, make_config, short_run
+from tests.common import contents, last_checkpoint, losses, make_config, same, short_run
 
 CPU = torch.device("cpu")
 TINY = tiny()
@@ -31,23 +31,13 @@ TINY = tiny()
 def test_a_run_folder_holds_what_the_readme_says(finished):
     files = {"config.json", "tokenizer.json", "log.jsonl", "loss.png", "step_0000003.pt", "step_0000006.pt"}
     assert contents(finished).keys() == files
-    log = read_log(finished)
-    assert log[0]["step"] == 0 and log[0]["unigram_entropy"] > 1
+    first, *log = read_log(finished)
+    assert first["step"] == 0 and first["unigram_entropy"] > 1
+    assert first["start"]["torch"] == torch.__version__ and first["start"]["micro_batch"] == 4
     assert [step for step, _ in losses(finished, "val_loss")] == [0, 3, 6]
-    assert all(0 <= accuracy <= 1 for _, accuracy in losses(finished, "val_accuracy"))
-    start, = [line["start"] for line in log if "start" in line]
-    assert start["torch"] == torch.__version__ and (start["processes"], start["micro_batch"]) == (1, 4)
     steps = [line for line in log if "loss" in line]
-    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert [line["tokens"] for line in steps] == [step * 8 * 24 for step in range(1, 7)]
     assert steps[-1].keys() == set("step loss grad_norm lr muon_lr tokens epoch tokens_per_second seconds".split())
-    assert steps[-1]["tokens"] == 6 * 8 * 24 and steps[-1]["grad_norm"] > 0
-
-
-def test_a_finished_run_is_never_overwritten(text, finished, capsys):
-    before = contents(finished)
-    short_run(text, finished)
-    assert re.search("finished at step 6; .* a larger --max-steps", capsys.readouterr().out)
-    assert contents(finished) == before
 
 
 @pytest.mark.parametrize("ablation", ["mae-lm", "mlm"])
@@ -152,12 +142,67 @@ def test_init_gives_shape_and_tokenizer_and_the_preset_the_rest(finished):
                                    init_std=0.03, decoder_relative=True)
 
 
-def test_saving_is_not_training(text, tmp_path, monkeypatch):
-    clock, saved, save = time.perf_counter, [], train.save_checkpoint
-    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 1000 * len(saved))  # each save takes 1,000 seconds
-    monkeypatch.setattr(train, "save_checkpoint", lambda run: (saved.append(1), save(run)))
-    out = short_run(text, tmp_path / "run", "--checkpoint-interval", 1)
-    assert len(saved) == 6 and read_log(out)[-1]["seconds"] < 1000
+def test_a_run_follows_its_settings(text, tmp_path, monkeypatch, capsys):
+    """Six steps of two micro-batches, with dropout, evaluations and a slow disk. Whoever reads the clock moves it on by
+    a minute."""
+    flags = """--log-interval 3 --precision bf16 --adam-beta1 0.8 --adam-beta2 0.9 --adam-epsilon 1e-5
+               --weight-decay 0.3 --muon-weight-decay 0.2 --learning-rate 1e-3 --muon-learning-rate 4e-3""".split()
+    minutes, forwards, groups, results = [0], [], [], []
+
+    def clock(passed=1):
+        minutes[0] += passed
+        return 60.0 * minutes[0]
+
+    def forward(model, tokens, corruption):
+        rates = {part.p for part in model.encoder.modules() if hasattr(part, "p")}
+        is_bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+        if not tokens.is_meta:  # which only count FLOPs
+            forwards.append((torch.is_grad_enabled(), model.training, is_bf16, rates, torch.initial_seed()))
+        return real_forward(model, tokens, corruption)
+
+    def step(model, optimizers, *others):
+        results.append(real_step(model, optimizers, *others))
+        groups.append([group.copy() for optimizer in optimizers for group in optimizer.param_groups])
+        return results[-1]
+
+    real_forward, real_step, save = MAELM.forward, train.train_step, train.save_checkpoint
+    monkeypatch.setattr(MAELM, "forward", forward)
+    monkeypatch.setattr(train, "train_step", step)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(train, "save_checkpoint", lambda run: (clock(1000), save(run)))
+    out = short_run(text, tmp_path / "run", *flags)
+    training = [forward for forward in forwards if forward[0]]
+    assert len(training) == 12 == len({seed for *_, seed in training})  # each micro-batch has dropout of its own
+    assert all(forward[1:4] == (forward[0], True, {0.1}) for forward in forwards)  # training mode, except evaluations
+    for found, factor in zip(groups, (0.5, 1, 1, 0.75, 0.5, 0.25), strict=True):
+        adamw = dict(lr=pytest.approx(1e-3 * factor), betas=(0.8, 0.9), eps=1e-5, weight_decay=0.3)
+        muon = dict(lr=pytest.approx(4e-3 * factor), weight_decay=0.2, momentum=0.95)
+        assert all(group | wanted == group for group, wanted in zip(found, (adamw, muon, muon), strict=True))
+    log = [line for line in read_log(out) if "loss" in line]
+    rows = len(Rows(text.parent / "cache" / last_checkpoint(out)["corpus"], "train", 24))
+    for line, part in zip(log, (results[:3], results[3:]), strict=True):
+        means = [float(torch.stack(values).mean()) for values in zip(*part)]
+        assert [line["loss"], line["grad_norm"]] == pytest.approx(means)
+        assert line["tokens_per_second"] == 3 * 8 * 24 / 60 and line["seconds"] == 20 * line["step"]
+        assert line["epoch"] == pytest.approx(line["step"] * 8 / rows, abs=1e-4)
+    assert "1.0 min left" in capsys.readouterr().out
+    other = short_run(text, tmp_path / "other", "--seed", 1, "--stop-at", 1)
+    assert losses(other, "val_loss")[0] != losses(short_run(text, tmp_path / "same", "--stop-at", 1), "val_loss")[0]
+
+
+def test_groups_of_parameters_keep_their_own_rates_and_decays(text, tmp_path, monkeypatch):
+    """Without decay for biases and gains, as in BERT."""
+    def two_groups(model, recipe, dtype):
+        parts = [[p for p in model.parameters() if (p.ndim == 1) == flat] for flat in (False, True)]
+        groups = [dict(params=parts[0], weight_decay=0.3), dict(params=parts[1], lr=2e-3, weight_decay=0.0)]
+        return [torch.optim.AdamW(groups, lr=1e-3)]
+
+    monkeypatch.setattr(begin, "make_optimizers", two_groups)
+    whole = short_run(text, tmp_path / "whole", "--max-steps", 7)
+    out = short_run(text, tmp_path / "run", "--max-steps", 7, "--stop-at", 4)
+    assert same(short_run(text, out, "--max-steps", 7), whole)
+    groups = last_checkpoint(whole)["optimizers"][0]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0] and groups[1]["lr"] == 2 * groups[0]["lr"]
 
 
 # ---- Optimizers -----------------------------------------------------------------------------------------------------
@@ -205,15 +250,13 @@ def test_help_shows_the_values_of_the_preset(capsys):
     assert "[2000000]" in printed and "--mask-in-encoder FLOAT delta in Figure 4: fraction of the masked" in printed
 
 
-def test_a_step_follows_schedule_and_clipping():
-    recipe = train.Recipe(max_steps=10, warmup_steps=4, clip_norm=1e-3)
-    for step, factor in ((0, 0.25), (3, 1.0), (7, 0.5)):
-        model = MAELM(TINY)
-        before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-        optimizer = torch.optim.SGD(model.parameters(), lr=2.0)  # each step is the rate times the clipped gradient
-        _, norm = train.train_step(model, [optimizer], batch(0, 1), step, recipe, Worker(0, 1, CPU, torch.float32))
-        moved = torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
-        assert norm > 1e-3 and float(moved.norm()) == pytest.approx(factor * 2.0 * 1e-3, rel=1e-3)
+def test_a_step_clips_the_whole_gradient():
+    recipe, model = train.Recipe(max_steps=10, warmup_steps=4, clip_norm=1e-3), MAELM(TINY)
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    _, norm = train.train_step(model, [optimizer], batch(0, 1), 7, recipe, Worker(0, 1, CPU, torch.float32))
+    moved = torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
+    assert norm > 1e-3 and float(moved.norm()) == pytest.approx(0.5 * 2.0 * 1e-3, rel=1e-3)  # half the peak rate
 
 
 def test_wandb_gets_every_number_of_the_log(text, tmp_path, monkeypatch):
@@ -225,13 +268,15 @@ def test_wandb_gets_every_number_of_the_log(text, tmp_path, monkeypatch):
 
 EVERY_PRESET = dict(  # from Table 4 and section 4.1
     batch_size=2048, warmup_steps=10_000, seq_len=512, adam_epsilon=1e-6, adam_beta1=0.9, adam_beta2=0.98, dropout=0.1,
-    weight_decay=0.01, decoder_layers=4, mask_rate=0.15)
-VARIED = "max_steps learning_rate clip_norm rel_pos_buckets rel_pos_max_distance vocab_size uncased".split()
+    weight_decay=0.01, decoder_layers=4, mask_rate=0.15, norm="post", decoder_relative=False, init_std=0.02,
+    optimizer="adamw", position_init="normal")
+VARIED = """max_steps learning_rate clip_norm encoder_heads rel_pos_buckets rel_pos_max_distance vocab_size
+            uncased""".split()
 
 
-@pytest.mark.parametrize("preset, values", [("base", (125_000, 5e-4, 2.0, 32, 128, 32768, True)),
-                                            ("base++", (2_000_000, 2e-4, 2.0, 64, 128, 64000, False)),
-                                            ("large++", (1_000_000, 1e-4, 1.0, 128, 256, 64000, False))])
+@pytest.mark.parametrize("preset, values", [("base", (125_000, 5e-4, 2.0, 12, 32, 128, 32768, True)),
+                                            ("base++", (2_000_000, 2e-4, 2.0, 12, 64, 128, 64000, False)),
+                                            ("large++", (1_000_000, 1e-4, 1.0, 16, 128, 256, 64000, False))])
 def test_presets_hold_table_4(preset, values):
     fields = train.make_settings(train.PRESETS[preset]).fields()
     assert fields == fields | EVERY_PRESET | dict(zip(VARIED, values, strict=True))
@@ -253,6 +298,6 @@ def test_flags_override_ablations_which_override_presets():
     (config, recipe, _), *_ = train.parse("--preset base++ --ablation enc-mask --rel-pos-buckets 8 --seed 3".split())
     assert config == Config(vocab_size=64000, rel_pos_buckets=8, mask_in_encoder=1.0)
     assert (recipe.learning_rate, recipe.seed, recipe.batch_size) == (2e-4, 3, 2048)
-    for preset in train.PRESETS:  # sizes of Table 2 are the same in all presets
+    for preset in ("toy", "laptop", "small", "base", "base++", "large++"):  # a row has the same sizes in all of them
         layers = [make_config(preset, name).decoder_layers for name in ("dec-2", "dec-6")]
         assert [*layers, make_config(preset, "dec-512").decoder_width] == [2, 6, 512]

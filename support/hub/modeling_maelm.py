@@ -1,11 +1,12 @@
 """MAE-LM (Meng et al., 2024) for the library `transformers`, in a folder that `python -m support.convert export` wrote.
-The folder also contains maelm.py, which does the computing; this file adds the interface and the heads.
+The folder also contains maelm.py and heads.py, which do the computing; this file adds the interface.
 """
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, modeling_outputs as outputs
 from transformers.utils import can_return_tuple, versions
 
+from .heads import ClassifierHead, SpanHead
 from .maelm import MASK, Config, Decoder, Encoder, Head, RelativeBias
 
 versions.require_version("transformers>=4.55")  # earlier versions leave new heads uninitialized
@@ -109,18 +110,15 @@ class MAELMForSequenceClassification(MAELMModel):
     """The encoder with finetune.py's head for labels and numbers."""
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
-        d, p = self.shape.encoder_dim, self.shape.dropout
-        self.classifier = nn.Sequential(
-            nn.Dropout(p), nn.Linear(d, d), nn.Tanh(), nn.Dropout(p), nn.Linear(d, config.num_labels))
+        self.classifier = ClassifierHead(self.shape.encoder_dim, config.num_labels, self.shape.dropout)
         self.post_init()
 
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, labels=None, **options) -> outputs.SequenceClassifierOutput:
         """As in MAELMModel; labels (B,) int64, or float32 for numbers -> logits (B, C)."""
         out = super().forward(input_ids, attention_mask, return_dict=True, **options)
-        first = read(input_ids, attention_mask, None)[0].int().argmax(1)  # (B,): the position of [CLS]
-        row = torch.arange(first.shape[0], device=first.device)
-        logits = self.classifier(out.last_hidden_state[row, first])
+        real, _ = read(input_ids, attention_mask, None)
+        logits = self.classifier(out.last_hidden_state, ~real)
         loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return outputs.SequenceClassifierOutput(loss, logits, out.hidden_states)
 
@@ -129,7 +127,7 @@ class MAELMForQuestionAnswering(MAELMModel):
     """The encoder with finetune.py's head for SQuAD, which finds the first and last token of an answer, or [CLS]."""
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
-        self.qa_outputs = nn.Linear(self.shape.encoder_dim, 2)
+        self.qa_outputs = SpanHead(self.shape.encoder_dim)
         self.post_init()
 
     @can_return_tuple
@@ -137,6 +135,7 @@ class MAELMForQuestionAnswering(MAELMModel):
                 end_positions=None, **options) -> outputs.QuestionAnsweringModelOutput:
         """As in MAELMModel; start_positions and end_positions (B,) int64 -> logits (B, n) of both."""
         out = super().forward(input_ids, attention_mask, return_dict=True, **options)
-        starts, ends = self.qa_outputs(out.last_hidden_state).unbind(2)
+        real, _ = read(input_ids, attention_mask, None)
+        starts, ends = self.qa_outputs(out.last_hidden_state, ~real).unbind(2)
         loss = self.loss_function(starts, ends, start_positions, end_positions)
         return outputs.QuestionAnsweringModelOutput(loss, starts, ends, out.hidden_states)

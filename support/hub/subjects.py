@@ -49,7 +49,7 @@ def subject_of_run(name: str, config, device: torch.device) -> Subject:
     def encode(tokens):
         return encoder.hidden_states(tokens.to(device), positions)
 
-    reads_mask = shape.mask_in_encoder > 0 and shape.encoder_fill == "mask"
+    reads_mask = shape.mask_in_encoder > 0 and shape.encoder_fill != "random"
     return Subject(name, encode, rows, text, MASK, list(range(NUM_SPECIAL)), reads_mask)
 
 

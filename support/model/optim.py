@@ -49,6 +49,12 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(parameters, list(update), alpha=-group["lr"] * scale)
 
 
+def set_rates(optimizer: torch.optim.Optimizer, factor: float):
+    """Set the learning rate of each group of parameters to a fraction of its peak, with which the group was made."""
+    for group in optimizer.param_groups:
+        group["lr"] = factor * group.setdefault("peak", group["lr"])
+
+
 def make_optimizers(model: MAELM, recipe, dtype: torch.dtype) -> list:
     """AdamW and, with recipe.optimizer "muon", Muon in `dtype` for the matrices of the layers."""
     matrices, pairs = set(), set()

@@ -125,7 +125,9 @@ def short_name(model: str) -> str:
 
 def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
     """Add a flag for every plain field of a dataclass. Its help joins the field's comment and its value in `values`."""
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(config), re.MULTILINE))
+    comments = {}
+    with suppress(OSError):  # under a profiler, which hides the source, -h lacks the comments
+        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(config), re.MULTILINE))
     group = parser.add_argument_group(config.__name__)
     for field in [field for field in fields(config) if field.type in (bool, int, float, str, Path)]:
         flag = "--" + field.name.replace("_", "-")

@@ -1,4 +1,5 @@
-"""Atomic writes, JSON, figures, and folders: who may write there, and whether their settings have changed."""
+"""Atomic writes, JSON, hashes, figures, and folders: who may write there, and whether their settings have changed."""
+import ast
 import errno
 import hashlib
 import json
@@ -11,6 +12,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from support.program.cli import UserError
+
+ROOT = Path(__file__).resolve().parents[2]  # the folder of maelm.py
 
 
 # ---- 1. Files -----------------------------------------------------------------------------------------------
@@ -69,6 +72,19 @@ def short_hash(content: str | bytes) -> str:
     if isinstance(content, str):
         content = content.encode(errors="surrogatepass")
     return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def code_hash(*patterns: str) -> str:
+    """A hash of our Python files with these names, such as support/text/*.py. Whatever is kept and reused records the
+    hash of the code that made it. Comments and docstrings do not count."""
+    code = []
+    for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
+        tree = ast.parse(path.read_bytes())
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+                del node.body[0]
+        code.append(ast.unparse(tree))
+    return short_hash("\n".join(code))
 
 
 @contextmanager

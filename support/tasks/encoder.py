@@ -1,4 +1,5 @@
 """The encoder of a task: where it comes from, how it gets a head to be fine-tuned, and how it is frozen for a probe."""
+import copy
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,11 +17,17 @@ from support.tasks.table1 import Encoded, Labels
 
 class Pretrained:
     """The encoder of a run; `random:` keeps only its shape and tokenizer. Raises UserError if it is missing."""
-    def __init__(self, name: str, dropout: float):
+    def __init__(self, name: str):
         encoder, state = load_encoder(path_of(name.removeprefix("random:")))
         self.tokenizer, self.settings = state["tokenizer"], state["settings"]
-        self.config = replace(state["config"], dropout=dropout)
+        self.config = state["config"]
         self.weights = None if name.startswith("random:") else encoder.state_dict()
+
+    def with_dropout(self, dropout: float) -> "Pretrained":
+        """The same encoder, with another dropout."""
+        other = copy.copy(self)
+        other.config = replace(self.config, dropout=dropout)
+        return other
 
     def weights_hash(self) -> str:
         """A hash of the weights or, if they are random, of the weights that seed 0 draws."""
@@ -28,7 +35,7 @@ class Pretrained:
         return short_hash(b"".join(weights))
 
     def new_encoder(self, seed: int) -> nn.Module:
-        """A copy of the encoder, with dropout. If its weights are random, the seed determines them."""
+        """A copy of the encoder. If its weights are random, the seed determines them."""
         torch.manual_seed(seed)
         encoder = make_model(self.config, self.settings.get("position_init", "normal")).encoder
         if self.weights is not None:
@@ -46,7 +53,7 @@ class Tuned(nn.Module):
         """tokens (B, m) int64, padding (B, m) bool -> the head's float32 logits and H^L (B, m, d)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         h = self.encoder(tokens, positions, padding)
-        return self.head(h).float(), h
+        return self.head(h, padding).float(), h
 
 
 def write_tuned(path: Path, model: Tuned, pretrained: Pretrained, task: str, labels: Labels, longest: int):
@@ -54,7 +61,7 @@ def write_tuned(path: Path, model: Tuned, pretrained: Pretrained, task: str, lab
     write_checkpoint(path, {
         "config": asdict(pretrained.config), "settings": pretrained.settings, "model": model.state_dict(),
         "tokenizer": pretrained.tokenizer.to_json(), "task": task, "labels": list(labels.names), "scale": labels.scale,
-        "longest": longest})
+        "longest": longest, "head": list(getattr(model.head, "exported", ()))})
 
 
 class Probe(nn.Module):

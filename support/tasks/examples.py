@@ -2,6 +2,7 @@
 import csv
 import hashlib
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -10,9 +11,8 @@ from support.program.files import short_hash
 from support.tasks.table1 import TASKS, Example, Question
 from support.text.corpus import in_validation, ngrams
 from support.text.documents import read_docs
-from support.text.readers import Record, hub_records, json_records, open_text, parquet_records, readable, split_name
+from support.text.readers import RECORDS, Record, hub_records, open_text, parquet_records, readable, split_name
 
-CUSTOM = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 
 
 # ---- 1. A whole task ----------------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ def read_task(name: str, data: str | None, val_share: float) -> dict[str, list]:
     else:
         parts = zip(("train", "dev", "dev_mm"), ("train", *TASKS[name].dev))
         records = {split: hub_files(name, data, part) if data else from_hub(name, part) for split, part in parts}
-        of_records = questions_of if name == "squad2" else examples_of
+        of_records = {"classification": examples_of, "spans": questions_of}[TASKS[name].kind]
         splits = {split: of_records(name, each) for split, each in records.items() if split != "dev_mm" or each}
     for split, examples in splits.items():
         if not examples:
@@ -61,16 +61,21 @@ def read_docs_task(val_share: float) -> dict[str, list[Example]]:
 
 
 # ---- 2. GLUE and SQuAD 2.0, with the Hub's columns ----------------------------------------------------------
+def data_set(name: str) -> str:
+    """The name of a task's data set on the Hub."""
+    return f"hf:{TASKS[name].hub or f'nyu-mll/glue:{name}'}"
+
+
 def from_hub(name: str, part: str) -> list[Record]:
     """The records of a split on the Hub, with their places."""
-    hub = "hf:rajpurkar/squad_v2" if name == "squad2" else f"hf:nyu-mll/glue:{name}"
+    hub = data_set(name)
     records, _ = hub_records(hub, part, streaming=False)
     return [(f"{hub}, record {number}", record) for number, record in enumerate(records, start=1)]
 
 
 def hub_files(name: str, data: str, part: str) -> list[Record]:
     """The records of a split in the Hub's Parquet files, in the task's own folder, which is `data` or inside it."""
-    root, own = path_of(data).resolve(), "squad_v2" if name == "squad2" else name
+    root, own = path_of(data).resolve(), re.split("[/:]", data_set(name))[-1]
     files = sorted((root if root.name == own else root / own).glob(f"{part}*.parquet"))
     if not files and part != "validation_mismatched":
         raise UserError(f"--data {data}: {name} needs the Hub's files {part}*.parquet, in a folder {own}")
@@ -121,6 +126,8 @@ def table_records(path: Path) -> list[Record]:
     csv.field_size_limit(1 << 30)  # characters in a cell
     with open_text(path) as file:  # strict: otherwise, an unpaired " would merge rows
         names, *rows = filter(None, csv.reader(file, delimiter=separator, strict=True))
+    if len(names) == 1 and ";" in names[0]:  # as some versions of Excel write
+        raise UserError(f"{path}: has ; between its columns; write it with commas, and decimals with a point")
     if len({name.strip().lower() for name in names}) < len(names):
         raise UserError(f"{path}: two of the columns {', '.join(names)} have the same name; rename one")
     for number, row in enumerate(rows, start=1):
@@ -129,16 +136,14 @@ def table_records(path: Path) -> list[Record]:
     return [(f"{path}, row {number}", dict(zip(names, row))) for number, row in enumerate(rows, start=1)]
 
 
+CUSTOM = {".csv": table_records, ".tsv": table_records} | RECORDS  # by format
+
+
 def custom_examples(path: Path) -> list[Example]:
     """The examples of a table with the columns text[,text2],label or sentence1,sentence2,label. Raises UserError if a
     text or a label is missing."""
-    suffix = split_name(path)[1]
-    if suffix in (".csv", ".tsv"):
-        records = table_records(path)
-    else:
-        records = parquet_records(path) if suffix == ".parquet" else json_records(path)
     examples = []
-    for place, record in records:
+    for place, record in CUSTOM[split_name(path)[1]](path):
         record = {column.strip().lower(): cell for column, cell in record.items()}
         texts = [record.get(name, record.get(other)) for name, other in (("text", "sentence1"), ("text2", "sentence2"))]
         label = record.get("label")

@@ -1,6 +1,7 @@
 """Batches for fine-tuning, and the kind of task that classifies one or two texts: its inputs, head, loss and scores."""
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 from maelm import PAD, Config
+from support.model.heads import ClassifierHead
 from support.program.cli import UserError
 from support.program.files import json_lines
 from support.tasks.metrics import METRICS
@@ -45,18 +47,6 @@ def batches(encoded: Encoded, seed: int, batch_size: int) -> Iterator[np.ndarray
             yield from [cut[i] for i in random.permutation(len(cut))]
 
 
-class ClassifierHead(nn.Sequential):
-    """H^L at [CLS] -> logits (B, C), as in RoBERTa: dropout, dense, tanh, dropout, linear."""
-    def __init__(self, d: int, classes: int, dropout: float):
-        super().__init__(
-            nn.Dropout(dropout), nn.Linear(d, d), nn.Tanh(),
-            nn.Dropout(dropout), nn.Linear(d, classes))
-
-    def forward(self, h):
-        """h (B, m, d) -> (B, C)."""
-        return super().forward(h[:, 0])
-
-
 class Classification:
     """A Kind with inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`. The target is a label or a number."""
     def __init__(self, tokenizer: Tokenizer, config: Config, tune, labels: Labels):
@@ -81,7 +71,9 @@ class Classification:
             truncated += bool(encoding.overflowing)
         inputs = "pairs of texts" if self.pairs else "texts"
         labels = ", ".join(self.labels.names) or "numbers as labels"
-        remark = f"{len(ids):,} {inputs} ({labels:.200}); {truncated:,} are cut off at the limit of {self.n} tokens"
+        [(label, count)] = Counter(example.label for example in examples).most_common(1)
+        remark = (f"{len(ids):,} {inputs} ({labels:.200}), of which {count / len(ids):.1%} are {label:.40}; "
+                  f"{truncated:,} are cut off at the limit of {self.n} tokens")
         return Encoded(ids, torch.tensor(targets), examples, [], remark)
 
     def head(self) -> nn.Module:

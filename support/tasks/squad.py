@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from maelm import CLS, SEP, Config
+from support.model.heads import SpanHead
 from support.tasks.metrics import squad_metrics
 from support.tasks.table1 import Encoded, Labels, Question
 from support.text.tokenizer import Tokenizer
@@ -72,8 +73,7 @@ class Spans:
         return Encoded(ids, torch.tensor(targets), questions, windows, remark)
 
     def head(self) -> nn.Module:
-        """A new head: H^L -> logits of the first and the last token of the answer, (B, m, 2)."""
-        return nn.Linear(self.config.encoder_dim, 2)
+        return SpanHead(self.config.encoder_dim)
 
     def in_passage(self, logits, targets, padding):
         """Logits (B, m, 2) with -inf outside [CLS] and the window; targets (B, 3) int64, padding (B, m) bool."""

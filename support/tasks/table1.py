@@ -19,6 +19,8 @@ class Task(NamedTuple):
     columns: tuple[str, ...] = ("sentence1", "sentence2")  # of one or two texts
     dev: tuple[str, ...] = ("validation",)  # the dev split and, for MNLI, the mismatched one
     in_glue: bool = True
+    kind: str = "classification"  # or spans; see KINDS in finetune.py
+    hub: str = ""  # data set on the Hub, NAME[:CONFIG]; default: nyu-mll/glue:TASK
 
 
 YES_NO = ("0", "1")
@@ -33,7 +35,7 @@ TASKS = {
     "rte": Task("small", labels=ENTAILMENT),
     "mrpc": Task("small", ("accuracy", "f1"), YES_NO),
     "stsb": Task("small", ("spearman",)),
-    "squad2": Task("squad", ("f1",), in_glue=False),
+    "squad2": Task("squad", ("f1",), in_glue=False, kind="spans", hub="rajpurkar/squad_v2"),
     "docs": Task("docs", columns=("text",), in_glue=False, labels=(
         "torch", "sympy", "python", "pandas", "matplotlib", "numpy", "networkx", "huggingface_hub")),
     "custom": Task("small", ("accuracy", "f1"), columns=("text", "text2"), in_glue=False),
@@ -120,9 +122,12 @@ def labels_of(name: str, train: list) -> Labels:
     """The labels of task `name`: those of the release, if any. Otherwise, they are numbers if a training label has
     decimals, or else the distinct training labels in alphabetical order. Raises UserError if all labels are equal."""
     task = TASKS[name]
-    if task.labels or name == "squad2":
+    if task.labels or task.kind != "classification":
         return Labels(task.metrics, task.labels)
     names = sorted({example.label for example in train})
+    commas = [label for label in names if NUMBER.fullmatch(label.replace(",", ".")) and "," in label]
+    if commas:
+        raise UserError(f"label {commas[0]!r}: write decimals with a point")
     if len(names) == 1:
         raise UserError(f"all training examples have the label {names[0]!r}: use two labels or more")
     numbers = [float(label) for label in names if NUMBER.fullmatch(label)]
@@ -151,7 +156,7 @@ class Kind(Protocol):
         """The inputs and targets of a split. Raises UserError if an example does not fit the task."""
 
     def head(self) -> nn.Module:
-        """A new head: H^L (B, m, d) -> logits."""
+        """A new head: H^L (B, m, d) and padding (B, m) bool -> logits; see support/model/heads.py."""
 
     def loss(self, logits: Tensor, targets: Tensor, padding: Tensor) -> Tensor:
         """The mean loss of a batch, a scalar."""

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from maelm import CLS, NUM_SPECIAL, SEP
 from support.program.cli import UserError, path_of, root_cause, say
-from support.program.files import lock_folder, read_json, short_hash, sync, write_json, write_text
+from support.program.files import code_hash, lock_folder, read_json, short_hash, sync, write_json, write_text
 from support.text import documents as rules
 from support.text.documents import Source, documents, sources, text_hash
 from support.text.tokenizer import Tokenizer
@@ -143,10 +143,8 @@ def prepare(settings: dict, selected: list[Source], tokenizer: Tokenizer | None,
 
 def corpus_name(settings: dict, text: str, tokenizer: Tokenizer | None) -> str:
     """The name of a corpus folder: a hash of everything that shapes the corpus. `text` is the hash of its text."""
-    constants = NGRAM, SAMPLE, ENOUGH, rules.GROUPED, rules.LONGEST, rules.END_OF_TEXT
-    # A new tokenizer follows from the text, so its rules before it learns are enough.
-    start = tokenizer or Tokenizer.of_merges([], settings["uncased"])
-    how = text, settings["vocab_size"], settings["val_share"], constants, tokenizer is None, start.to_json()
+    given = tokenizer.to_json() if tokenizer else settings["uncased"]  # a new tokenizer follows from the text
+    how = text, settings["vocab_size"], settings["val_share"], given, code_hash("support/text/*.py")
     return short_hash(repr(how))
 
 
@@ -160,8 +158,8 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None, name: st
     selected = sources(data)
     folder = cache / corpus_name(settings, text_hash(selected, settings["column"], settings["cache"]), tokenizer)
     if name not in ("", folder.name):
-        raise UserError(f"--data {data}: the text has changed, and the tokens of this run, {cache / name}, are gone; "
-                        "restore one of them, or use another --data and --out")
+        raise UserError(f"--data {data}: the text has changed, or the code that reads it, and the tokens of this run, "
+                        f"{cache / name}, are gone; restore one of them, or use another --data and --out")
     complete = folder / "meta.json"
     if not complete.is_file():  # otherwise nothing is written: the disk may be read-only
         try:

@@ -21,8 +21,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from support.program.cli import UserError, path_of
-from support.program.files import short_hash, write_json
-from support.text.readers import Record, hub_records, json_records, lines_of, parquet_records, split_long, split_name
+from support.program.files import code_hash, short_hash, write_json
+from support.text.readers import RECORDS, Record, hub_records, lines_of, split_long, split_name
 
 CACHE = "~/.cache/maelm"  # default folder for files that can be made again
 PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib", "pyarrow",
@@ -32,7 +32,8 @@ DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # func
 GROUPED = 10_000  # characters after which a document without a blank line ends
 LONGEST = 1 << 22  # characters after which a line or document is split; no book is that long
 END_OF_TEXT = "<|endoftext|>"  # also ends a document, if it is alone on its line
-FORMATS = (".txt", ".jsonl", ".json", ".parquet")
+TEXT = (".txt",)  # formats of plain text
+FORMATS = (*TEXT, *RECORDS)
 
 
 # ---- 1. The documentation on this machine ------------------------------------------------------------------
@@ -53,10 +54,10 @@ def docs_files() -> list[tuple[str, Path]]:
 @functools.cache
 def read_docs(cache: str = CACHE) -> list[tuple[str, str]]:
     """(library, text) of every distinct documentation string on this machine, kept in the folder `cache` by everything
-    that decides them: the versions of Python and PACKAGES, and this file."""
+    that decides them: the versions of Python and PACKAGES, and the code of this file."""
     installed = {each.name.lower().replace("-", "_"): each.version for each in metadata.distributions()}
     versions = [platform.python_version(), *[installed.get(name) for name in PACKAGES]]
-    kept = path_of(cache) / f"docs-{short_hash(repr((versions, Path(__file__).read_bytes())))}.json"
+    kept = path_of(cache) / f"docs-{short_hash(repr((versions, code_hash('support/text/documents.py'))))}.json"
     with suppress(OSError, ValueError):  # missing or damaged: it is made again
         return [(library, text) for library, text in json.loads(kept.read_bytes())]
     first = {}  # the library in which a text was seen first
@@ -181,9 +182,9 @@ def texts_of(source: Source, column: str, cache: str) -> Iterator[str]:
         texts = column_of(((source, record) for record in records), column)
         return grouped(line + "\n" for line in texts) if is_text else texts
     suffix = split_name(source)[1]
-    if suffix == ".txt":
+    if suffix in TEXT:
         return grouped(lines_of(source, longest=LONGEST))
-    return column_of(parquet_records(source, column) if suffix == ".parquet" else json_records(source), column)
+    return column_of(RECORDS[suffix](source, column), column)
 
 
 def documents(selected: list[Source], column: str = "text", cache: str = CACHE) -> Iterator[str]:

@@ -72,8 +72,8 @@ def split_long(texts: Iterable[str], longest: int) -> Iterator[str]:
             yield text[start:start + longest]
 
 
-def json_records(path: Path) -> Iterator[Record]:
-    """The objects in a file that has one JSON object per line."""
+def json_records(path: Path, column: str | None = None) -> Iterator[Record]:
+    """The objects in a file that has one JSON object per line, with all their fields."""
     for number, line in enumerate(lines_of(path), start=1):
         if not line.strip():
             continue
@@ -94,6 +94,9 @@ def parquet_records(path: Path, column: str | None = None) -> Iterator[Record]:
         columns = [column] if column in file.schema_arrow.names else None
         for batch in file.iter_batches(batch_size=1000, columns=columns):
             yield from ((f"{path}, row {next(number)}", record) for record in batch.to_pylist())
+
+
+RECORDS = {".jsonl": json_records, ".json": json_records, ".parquet": parquet_records}  # readers by format
 
 
 def hub_records(name: str, split: str = "train", streaming: bool = True) -> tuple[Iterable[dict], bool]:

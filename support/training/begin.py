@@ -15,8 +15,9 @@ from support.program.worker import Worker
 from support.text.corpus import SPLITS, Rows, prepared_corpus
 from support.text.tokenizer import Tokenizer
 
-ENCODER = ("vocab_size", "seq_len", "encoder_layers", "encoder_dim", "encoder_heads", "norm", "rel_pos_buckets",
-           "rel_pos_max_distance")  # fields of Config on which the encoder's weights depend
+# The fields of Config that do not shape the encoder. All others stay as they are in a run with --init.
+NOT_OF_ENCODER = {"decoder_layers", "dropout", "mask_rate", "init_std", "decoder_relative", "mask_in_encoder",
+                  "encoder_fill", "decoder_reset", "aligned_positions", "decoder_dim", "decoder"}
 
 
 # ---- 1. The run that --init names ---------------------------------------------------------------------------
@@ -35,7 +36,8 @@ def load_start(init: str, out: Path) -> tuple[Start, Config]:
     if state is None or state["settings"].get("init") != init:
         state = read_checkpoint(checkpoint_of(path_of(init)), "step")
     config = asdict(state["config"])
-    fixed = {name: config[name] for name in ENCODER} | {"uncased": state["tokenizer"].uncased}
+    fixed = {name: value for name, value in config.items() if name not in NOT_OF_ENCODER}
+    fixed["uncased"] = state["tokenizer"].uncased
     return Start(fixed, state["tokenizer"], state["model"]), state["config"]
 
 
@@ -64,7 +66,8 @@ def begin(settings, out: Path, start: Start, worker: Worker, may_change: set[str
     if saved is not None:
         defaults = asdict(type(settings.recipe)()) | asdict(type(settings.options)())  # for fields that it lacks
         before = asdict(saved["config"]) | defaults | saved["settings"]
-        changed = compare(out, before, settings.fields(), may_change)
+        finished = saved["step"] >= settings.last_step
+        changed = compare(out, before, settings.fields(), () if finished else may_change)
         if changed.get("keep_checkpoints", [1])[0] == 0:
             raise UserError(f"{out}: keep_checkpoints=0 there; repeat the command with --keep-checkpoints 0, because "
                             "otherwise its older checkpoints would be deleted")
@@ -80,9 +83,9 @@ def begin(settings, out: Path, start: Start, worker: Worker, may_change: set[str
 
     config, recipe, options = settings
     tokenizer = Tokenizer.load(cache / name)
-    if config.encoder_fill == "random" and len(tokenizer) < config.vocab_size:
+    if config.encoder_fill != "mask" and len(tokenizer) < config.vocab_size:
         raise UserError(f"vocab_size={config.vocab_size}: the text has only {len(tokenizer)} different tokens, and "
-                        f"encoder_fill=random would draw others; use --vocab-size {len(tokenizer)}")
+                        f"encoder_fill={config.encoder_fill} would draw others; use --vocab-size {len(tokenizer)}")
     rows = {split: Rows(cache / name, split, config.seq_len) for split in SPLITS}
     torch.manual_seed(recipe.seed)
     model = make_model(config, recipe.position_init).to(worker.device)
@@ -99,9 +102,9 @@ def restore(run: Run, saved: dict):
     """Load the weights, the optimizers' states, the step and the seconds of a checkpoint."""
     run.model.load_state_dict(saved["model"])
     for optimizer, state in zip(run.optimizers, saved["optimizers"], strict=True):
+        groups = optimizer.param_groups
         optimizer.load_state_dict(state)
-        for group in optimizer.param_groups:  # groups also contain the recipe, which may have changed
-            group |= {name: optimizer.defaults[name] for name in group.keys() & optimizer.defaults.keys()}
+        optimizer.param_groups = groups  # not the saved ones, because their rates and decays may have changed
     run.step, run.seconds = saved["step"], saved["seconds"]
 
 
