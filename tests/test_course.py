@@ -13,8 +13,9 @@ import pytest
 from nbclient import NotebookClient
 
 import rank
+from course import assign
 from course.assign import main, without
-from course.grade import BLANKS, FILES, HERE, PARTS, TASKS, TESTS, TOGETHER, claims_of, source
+from course.grade import BLANKS, FILES, HERE, PARTS, TASKS, TESTS, TOGETHER, Result, claims_of, is_written, source
 from support.program.files import read_json, write_json
 from tests.common import fails, write_corpus
 
@@ -79,11 +80,10 @@ def test_every_assert_of_a_task_has_a_message():
 
 # ---- The grades -----------------------------------------------------------------------------------------------------
 def test_an_error_in_a_task_costs_points_of_that_task_only(tmp_path, capsys):
-    texts = solved("learning_rate_factor", "tau_rank", "attention", "matthews", "corrupt")
+    texts = solved("learning_rate_factor", "tau_rank", "attention", "matthews")
     texts["support/tasks/metrics.py"] += "def broken(:\n"
     texts["train.py"] = "import missing\n" + texts["train.py"]
-    wrong = texts["maelm.py"].replace("tokens.scatter(1, masked, replacement)", "tokens")
-    texts["maelm.py"] = wrong.replace("d_h ** -0.5", "d_h ** -0.5 + unknown")
+    texts["maelm.py"] = texts["maelm.py"].replace("d_h ** -0.5", "d_h ** -0.5 + unknown")
     texts["rank.py"] += "\nprint('<testcase name=\"test_x\"/>' * 100)\n"
     expected = [
         "learning_rate_factor 0/3 cannot be imported: ModuleNotFoundError: No module named 'missing'",
@@ -91,7 +91,6 @@ def test_an_error_in_a_task_costs_points_of_that_task_only(tmp_path, capsys):
         "effective_rank 0/5 not attempted",
         "matthews 0/4 cannot be imported: SyntaxError: invalid syntax",
         "attention 0/4 no points without test_attention_and_its_gradients_are_the_formulas; failed: test_attention",
-        "corrupt 0/10 no points without test_every_sequence_has_exactly_m_masks; failed: test_every",
     ]
     only = [line.partition(" ")[0] for line in expected]
     folder, results = tmp_path / "student", tmp_path / "results.json"
@@ -101,9 +100,9 @@ def test_an_error_in_a_task_costs_points_of_that_task_only(tmp_path, capsys):
     found = grades(capsys, folder, "--only", *only, "--verbose", "--json", results)
     assert all(any(line.startswith(start) for line in found) for start in expected), found
     assert any(re.match(r" +maelm.py:\d+ in attention: logits = .* unknown", line) for line in found)
-    assert found[-1].strip() == "total 4/30"
+    assert found[-1].strip() == "total 4/20"
     tests = json.loads(results.read_text())["tests"]
-    assert [test["score"] for test in tests] == [0, 4, 0, 0, 0, 0]
+    assert [test["score"] for test in tests] == [0, 4, 0, 0, 0]
 
 
 @pytest.mark.parametrize("code, status", [
@@ -116,11 +115,17 @@ def test_an_error_in_a_task_costs_points_of_that_task_only(tmp_path, capsys):
     ("while True: pass", "ran out of time: more than 8 s of computing")])
 def test_wrong_or_dishonest_code_gives_no_points(code, status, tmp_path, capsys):
     (tmp_path / "maelm (1).py").write_text(f"{OURS['maelm.py']}\n\n{code}\n")
-    line, _ = grades(capsys, tmp_path, "--only", "attention", "--time-limit", 8)
+    limit = 8 if "while True" in code else 99  # seconds of computing, so other programs do not matter
+    line, _ = grades(capsys, tmp_path, "--only", "attention", "--time-limit", limit)
     assert line.startswith(f"attention 0/4 {status}")
 
 
-def test_every_entry_of_a_class_has_a_line(tmp_path, capsys):
+def test_every_entry_of_a_class_has_a_line(tmp_path, capsys, monkeypatch):
+    def graded(task, texts, *others):  # without running the claims
+        return Result(task, 4 * is_written(texts.get("maelm.py", ""), task), 4, "")
+
+    monkeypatch.setattr(assign, "grade", graded)
+    monkeypatch.setattr(assign, "effects_of_ours", lambda *tasks: {})
     text = solved("tau_rank")["maelm.py"]
     text += "\n\nif True:  # as pytest wants it\n    def attention(q, k, v, bias=None, p=0.0):\n"
     text += "        return F.scaled_dot_product_attention(q, k, v, bias, p)\n"
@@ -174,7 +179,7 @@ def test_lecture_draws_what_rank_measures(tmp_path):
     settings, = [cell for cell in notebook.cells if cell.id == "settings"]
     settings.source += f"\nTEXT, SHARE, STEPS = {str(text)!r}, 1.0, 20"
     notebook.cells.append(nbformat.v4.new_code_cell("import json\nprint(json.dumps(found))"))
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": NOTEBOOK.parent}}).execute()
+    NotebookClient(notebook, timeout=None, resources={"metadata": {"path": NOTEBOOK.parent}}).execute()
     found = json.loads(notebook.cells[-1].outputs[0].text)
     assert pictures(notebook) == committed == 17
 

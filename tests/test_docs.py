@@ -53,8 +53,9 @@ def test_python_of_the_readme_prints_what_its_comments_say(capsys):
 
 
 def test_the_models_show_figure_1(tmp_path):
-    rank.main([MAE, MLM, "--data", "docs", "--tokens", "20000", "--out", str(tmp_path)])
-    found = read_json(tmp_path / "rank.json")["models"]
+    (tmp_path / "pages.txt").write_text("\n\n".join(page.read_text(encoding="utf-8") for page in PAGES))
+    rank.main([MAE, MLM, *f"--data pages.txt --val-share 1 --tokens 20000 --out {tmp_path}/rank".split()])
+    found = read_json(tmp_path / "rank/rank.json")["models"]
     low, high = (found[name]["uncentered"]["mask_only"] for name in (MAE, MLM))
     assert sorted(high) == high and high[0] < 10 and high[-1] > 2 * low[-1]
     assert found[MLM]["uncentered"]["with_mask"][-1] > found[MLM]["uncentered"]["without_mask"][-1]
