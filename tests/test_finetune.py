@@ -106,7 +106,8 @@ def test_a_run_follows_tables_5_and_6(finished, tmp_path, monkeypatch):
             losses.append(model.head[1].weight.sum().item())
         return predict(model, encoded, chosen, device)
 
-    predict = finetune.predict
+    predict, add, counts = finetune.predict, rank.Moments.add, []
+    monkeypatch.setattr(rank.Moments, "add", lambda moments, h: counts.append(len(h)) or add(moments, h))
     monkeypatch.setattr(torch.optim, "AdamW", Spy)
     monkeypatch.setattr(finetune, "predict", spying)
     for split, count in (("train", 16), ("dev", 40)):
@@ -127,6 +128,7 @@ def test_a_run_follows_tables_5_and_6(finished, tmp_path, monkeypatch):
     dev = kind.encode(examples.read_task("custom", str(tmp_path), 0.1)["dev"])
     h = [encoder(torch.from_numpy(ids)[None], torch.arange(len(ids))[None])[0] for ids in dev.ids]
     assert result["effective_rank"]["before"]["uncentered"] == rank.effective_rank(torch.cat(h).detach())
+    assert sum(counts) == 3 * sum(map(len, dev.ids))  # before fine-tuning, and after it with each seed
     assert len({len(ids) for ids in dev.ids}) > 2 and dev.targets[:5].tolist() == [0, 0.25, 0.5, 0.75, 1]  # halves
 
 
