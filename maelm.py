@@ -101,7 +101,7 @@ def apply_masks(tokens, masked, config, generator):
         replacement.random_(NUM_SPECIAL, config.vocab_size, generator=generator)
     corrupted = tokens.scatter(1, masked, replacement)
 
-    visible = masked[:, :round(config.mask_in_encoder * m)]  # the encoder sees the first few; in MAE-LM, none
+    visible = masked[:, :round(config.mask_in_encoder * m)]  # a random part: masks are in random order
     is_removed = is_masked.scatter(1, visible, False)
     kept = (~is_removed).nonzero()[:, 1].view(B, -1)  # ascending; r per sequence
     return Corruption(corrupted, masked, kept)
@@ -125,7 +125,8 @@ class Attention(nn.Module):
     """MHSA of section 2.1: head_h = Attn(X W_h^Q, X W_h^K, X W_h^V), Concat(head_1 ... head_N) W^O."""
     def __init__(self, dim, heads, dropout):
         super().__init__()
-        self.heads, self.p = heads, dropout
+        self.heads = heads
+        self.p = dropout
         self.query = nn.Linear(dim, dim)  # for all heads: W^Q = [W_1^Q ... W_N^Q]
         self.key_value = nn.Linear(dim, 2 * dim)  # separate from query, for cross-attention
         self.output = nn.Linear(dim, dim)
@@ -152,19 +153,17 @@ class Block(nn.Module):
 
     def forward(self, x, bias=None, at=None):
         """x (B, t, d) -> (B, t, d) or, in the last layer, only the outputs at the indices `at`: (B, m, d)."""
-        if self.post_norm:  # as in the paper
-            y = self.dropout(self.self_attention(x, bias))
-            x = self.attention_norm(x + y).to(y.dtype)  # autocast's LayerNorm returns float32
-        else:
-            x = x + self.dropout(self.self_attention(self.attention_norm(x), bias))
-
+        x = self.sublayer(x, self.self_attention, self.attention_norm, bias)
         if at is not None:  # for speed: the loss needs only masked positions, and the FFN mixes no positions
             x = x.take_along_dim(at[:, :, None], dim=1)
+        return self.sublayer(x, self.ffn, self.ffn_norm)
 
+    def sublayer(self, x, layer, norm, *arguments):
+        """A layer with its dropout, skip connection and LayerNorm: last, as in the paper, or first."""
         if self.post_norm:
-            y = self.dropout(self.ffn(x))
-            return self.ffn_norm(x + y).to(y.dtype)
-        return x + self.dropout(self.ffn(self.ffn_norm(x)))
+            y = self.dropout(layer(x, *arguments))
+            return norm(x + y).to(y.dtype)  # autocast's LayerNorm returns float32
+        return x + self.dropout(layer(norm(x), *arguments))
 
 
 class RelativeBias(nn.Module):
@@ -181,7 +180,7 @@ class RelativeBias(nn.Module):
         values = self.table(self.bucket)  # one per distance and head: (2n - 1, heads)
         distance = positions[:, None, :] - positions[:, :, None]  # key minus query: (B, t, t)
         index = distance + len(values) // 2  # distance 0 is in the middle of values
-        return lookup(values, index)  # values[index], as (B, heads, t, t)
+        return lookup(values, index)  # section 7: values[index], as (B, heads, t, t)
 
 
 class Stack(nn.Module):
@@ -209,7 +208,7 @@ class Stack(nn.Module):
             hidden = torch.zeros(padding.shape, device=padding.device).masked_fill(padding, -torch.inf)
             hidden = hidden[:, None, None, :]  # (B, 1, 1, t)
             bias = hidden if bias is None else bias + hidden
-        return align_for_cuda(bias)
+        return align_for_cuda(bias)  # section 7
 
 
 # ---- 4. Encoder: section 3 ---------------------------------------------------------------------------------
@@ -308,15 +307,14 @@ class MAELM(nn.Module):
     def encode(self, corruption, at=None):
         """H^L (B, r, d) at the kept positions; in a standard MLM (r = n), (B, m, d) at the positions `at`."""
         seen = corruption.corrupted.gather(1, corruption.kept)  # (B, r)
-        n, r = corruption.corrupted.shape[1], seen.shape[1]
+        n = corruption.corrupted.shape[1]
+        r = seen.shape[1]
         if at is not None and r < n:
             raise ValueError("without a decoder, the encoder must see all masks: use mask_in_encoder=1")
-        if not self.config.aligned_positions:  # Table 2: misaligned
+        positions = corruption.kept  # in MAE-LM
+        # Table 2: misaligned. Or nothing is removed, so that 0 to n - 1, and their bias, serve all sequences.
+        if not self.config.aligned_positions or r == n:
             positions = torch.arange(r, device=seen.device)[None]
-        elif r == n:  # nothing is removed: all sequences keep 0 to n - 1, so one bias serves them all
-            positions = torch.arange(n, device=seen.device)[None]
-        else:  # MAE-LM
-            positions = corruption.kept
         return self.encoder(seen, positions, at=at)
 
     def decode(self, h, corruption):
@@ -372,7 +370,8 @@ def relative_bucket(distance, num_buckets, max_distance):
 
 
 def lookup(values, index):
-    """values[index].permute(0, 3, 1, 2), with a faster gradient; values (2n - 1, heads), index (B, t, t)."""
+    """values[index].permute(0, 3, 1, 2) for values (2n - 1, heads), index (B, t, t), by gather, whose gradient
+    does not sort the index first."""
     B, t, _ = index.shape
     flat = index.view(B, 1, t * t).expand(-1, values.shape[1], -1)  # (B, heads, t * t)
     return values.t().expand(B, -1, -1).gather(2, flat).unflatten(2, (t, t))

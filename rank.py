@@ -4,49 +4,34 @@
     python rank.py hf:roberta-base --data PATH --tokens 5000000
 
 The effective rank of H (N, d) is the smallest number of singular values whose squares make up a fraction tau of the
-total. It is measured at layers 0 (embeddings) to L, in three ways (Figure 1; Table 3 uses the second way at L):
+total. It is measured at layers 0 (embeddings) to L, in three ways (Figure 1; Table 3 uses the second way at L), and
+with --controls in two more, which the paper does not have:
 
     with_mask     all tokens of the text with 15% [MASK], as an MLM reads it: H^l in section 2.2
     without_mask  all tokens of the unmasked text, as a downstream task reads it: H~^l in section 2.2
     mask_only     only the vectors at [MASK] in the masked text: H_M^l, Figure 1(b)
+    with_random   all tokens of the text with random tokens in place of [MASK]
+    token_only    only the vectors at one ordinary token in place of every [MASK]
 
 The paper's formula uses the singular values of H itself ("uncentered"), but the text speaks of variance ("centered":
 the mean vector is subtracted first). support/hub/subjects.py loads the models and their texts.
 """
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
 
 import torch
 from tqdm import tqdm
 
 from maelm import draw_masks
+from support.hub.figure1 import CURVES, draw, table
 from support.hub.subjects import Subject, subject_of_hub, subject_of_run
-from support.program.cli import (Parser, UserError, add_flags, clear_errors, fields_of, path_of, printable, require,
-                                 say, short_name)
-from support.program.files import code_hash, compare, figure, lock_folder, read_json, write_json
+from support.program.cli import Parser, add_flags, fields_of, path_of, require, short_name
+from support.program.errors import UserError, clear_errors, say
+from support.program.files import code_hash, compare, lock_folder, read_json, write_json
 from support.program.worker import make_worker
 
-
-
-class Curve(NamedTuple):
-    """A curve of Figure 1."""
-    text: str  # name of the text that the encoder reads; see texts_for
-    masked_only: bool  # whether only the vectors at masked positions count
-    panel: int  # of the figure
-    style: str  # of the line in the figure
-    label: str  # in the figure
-    column: str  # heading in the table
-
-
-CURVES = {
-    "with_mask": Curve("masked", False, 0, "o-", "input with [MASK]", "with"),
-    "without_mask": Curve("unmasked", False, 0, "s--", "input without [MASK]", "without"),
-    "mask_only": Curve("masked", True, 1, "^-", "[MASK] vectors", "[MASK]"),
-}
 CENTERINGS = {"uncentered": False, "centered": True}
 # The code that measures. rank.json never mixes measurements of different code.
-CODE = ("maelm.py", "rank.py", "support/hub/subjects.py", "support/model/*.py", "support/text/*.py")
+CODE = ("maelm.py", "rank.py", "support/hub/*.py", "support/model/*.py", "support/text/*.py")
 MASK_RATE = 0.15  # section 2.2
 ENOUGH = 10  # vectors per dimension, by a rule of thumb: too few would cap the rank
 
@@ -76,7 +61,9 @@ def effective_rank(h, tau: float = 0.9) -> int:
 class Moments:
     """The count, sum and Gram matrix of the rows of H (N, d) in float64; `measure` needs no more, so H is not kept."""
     def __init__(self):
-        self.count, self.total, self.gram = 0, 0.0, 0.0  # later: an int, (d,) and (d, d)
+        self.count = 0
+        self.total = 0.0  # later (d,)
+        self.gram = 0.0  # later (d, d)
 
     def add(self, h):
         """Include the rows of h (..., d)."""
@@ -115,7 +102,8 @@ class RankConfig:
     batch_size: int = 32  # sequences per batch
     seed: int = 0  # seed of the masks
     device: str = "auto"  # auto | cpu | cuda | mps
-    out: Path = Path()  # folder for rank.json and rank.png; default: out/rank-MODEL-MODEL...
+    controls: bool = False  # also measure the text with random tokens, or one token, in place of [MASK]
+    out: str = ""  # folder for rank.json and rank.png; default: out/rank-MODEL-MODEL...
 
     def __post_init__(self):
         require(
@@ -134,9 +122,16 @@ def masks_for(subject: Subject, tokens, seed: int):
     return torch.zeros_like(maskable).scatter(1, positions, True)
 
 
-def texts_for(subject: Subject, tokens, masked) -> dict:
-    """The texts (B, n) int64 that the encoder reads, by name, given tokens (B, n) int64 and masked (B, n) bool."""
-    return {"masked": tokens.masked_fill(masked, subject.mask), "unmasked": tokens}
+def texts_for(subject: Subject, rows, masks, config: RankConfig) -> dict:
+    """The texts (N, n) int64 that the encoder reads, by name: sequences with something else at the masked positions.
+    Random tokens are drawn from the text itself, and the ordinary token is its most frequent one."""
+    texts = {"masked": rows.masked_fill(masks, subject.mask), "unmasked": rows}
+    if config.controls:
+        real = rows[~torch.isin(rows, torch.tensor(subject.specials))]
+        draw = torch.randint(len(real), rows.shape, generator=torch.Generator().manual_seed(config.seed))
+        texts["random"] = torch.where(masks, real[draw], rows)
+        texts["one token"] = rows.masked_fill(masks, real.mode().values)
+    return texts
 
 
 @torch.no_grad()
@@ -145,66 +140,41 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     rows = subject.sample(config.tokens)  # (N, n) int64
     count, n = rows.shape
     states = subject.encode(rows[:1])  # H^0 ... H^L, (1, n, d) each, to get L and d
-    vectors, least = count * round(MASK_RATE * n), ENOUGH * states[-1].shape[-1]
+    vectors = count * round(MASK_RATE * n)
+    least = ENOUGH * states[-1].shape[-1]
     if vectors < least:
         raise UserError(f"{subject.name}: {vectors:,} [MASK] are fewer than {ENOUGH} d = {least:,}, which a "
                         "rank needs; raise --tokens, or give more text: --data, --val-share 1")
-    moments = {curve: [Moments() for _ in states] for curve in CURVES}
     masks = masks_for(subject, rows, config.seed)  # of all sequences, so that the batch size does not matter
+    texts = texts_for(subject, rows, masks, config)
+    curves = {name: curve for name, curve in CURVES.items() if curve.text in texts}
+    moments = {name: [Moments() for _ in states] for name in curves}
     for start in tqdm(range(0, count, config.batch_size), subject.name, leave=False, disable=None):
         batch = slice(start, start + config.batch_size)
-        tokens, masked = rows[batch], masks[batch]  # (B, n)
-        for text, read in texts_for(subject, tokens, masked).items():
-            states = subject.encode(read)
-            for curve in [name for name in CURVES if CURVES[name].text == text]:
+        masked = masks[batch]  # (B, n)
+        for text in texts:
+            states = subject.encode(texts[text][batch])
+            for name in [name for name in curves if curves[name].text == text]:
                 for layer, h in enumerate(states):
-                    moments[curve][layer].add(h[masked.to(h.device)] if CURVES[curve].masked_only else h)
+                    moments[name][layer].add(h[masked.to(h.device)] if curves[name].masked_only else h)
     return moments
 
 
 def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float) -> dict:
-    """Turn the result of `measure` into an entry of rank.json: a list of L + 1 ranks for each centering and curve."""
+    """Turn the result of `measure` into an entry of rank.json, with the ranks of layers 0 to L:
+
+    {"text": "docs", "trained_on_mask": true, "d": 128, "n": {"with_mask": 64000, ...},
+     "uncentered": {"with_mask": [61, 73, 78, 72], "without_mask": [...], "mask_only": [...]}, "centered": {...}}"""
     entry = {"text": subject.text, "trained_on_mask": subject.reads_mask, "d": len(moments["with_mask"][-1].total),
              "n": {curve: layers[-1].count for curve, layers in moments.items()}}
     for centering, centered in CENTERINGS.items():
-        entry[centering] = {curve: [tau_rank(layer.spectrum(centered), tau) for layer in layers]
-                            for curve, layers in moments.items()}
+        entry[centering] = {}
+        for curve, layers in moments.items():
+            entry[centering][curve] = [tau_rank(layer.spectrum(centered), tau) for layer in layers]
     return entry
 
 
-# ---- 3. Table and figure ------------------------------------------------------------------------------------
-def table(name: str, entry: dict, tau: float) -> str:
-    """An entry of rank.json as text: the ranks by layer, centering and curve."""
-    n = entry["n"]
-    width = 9 * len(CURVES)
-    columns = "".join(f"{curve.column:>9}" for curve in CURVES.values())
-    lines = [f"{name}: rank_{tau} of {n['without_mask']:,} tokens ({n['mask_only']:,} [MASK]), d = {entry['d']}, text "
-             f"{entry['text']}",
-             f"     {'uncentered (formula)':>{width}} |{'centered (variance)':>{width}}",
-             f"layer{columns} |{columns}"]
-    for layer in range(len(entry["uncentered"]["with_mask"])):
-        halves = ["".join(f"{entry[centering][curve][layer]:>9}" for curve in CURVES) for centering in CENTERINGS]
-        lines.append(f"{layer:>5}{' |'.join(halves)}")
-    if not entry["trained_on_mask"]:
-        lines.append("its encoder never read [MASK] in training, so it does not know this token")
-    return "\n".join(lines)
-
-
-def draw(entries: dict[str, dict], config: RankConfig):
-    """Write rank.png as Figure 1: (a) rank with and without [MASK] in the input, (b) rank of [MASK], by layer."""
-    with figure(config.out / "rank.png", panels=2) as (_, axes):
-        for number, (name, entry) in enumerate(entries.items()):
-            for key, curve in CURVES.items():
-                label = f"{printable(name)}, {curve.label}"
-                axes[curve.panel].plot(entry["uncentered"][key], curve.style, color=f"C{number}", label=label)
-        for axis, title in zip(axes, ("(a) all tokens", "(b) [MASK] tokens")):
-            axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {config.tau}", title=title)
-            axis.set_ylim(bottom=0)
-            axis.xaxis.get_major_locator().set_params(integer=True)
-            axis.legend(fontsize="small")
-
-
-# ---- 4. Command line ----------------------------------------------------------------------------------------
+# ---- 3. Command line ----------------------------------------------------------------------------------------
 def main(argv=None):
     parser = Parser("rank.py", __doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a run folder, a checkpoint, or hf:NAME_OR_FOLDER")
@@ -217,13 +187,12 @@ def main(argv=None):
     for name in options.models:
         if not name.startswith("hf:") and not path_of(name).exists():  # checked before the first measurement
             parser.error(f"{name}: no such run folder or checkpoint; make one with train.py, or name hf:MODEL")
-    if config.out == Path():
-        config = replace(config, out=Path("out", "-".join(["rank", *map(short_name, options.models)])))
-    with clear_errors("rank.py"), lock_folder(config.out, sign="rank.json"):
-        path = config.out / "rank.json"
-        settings = asdict(config) | {"models": options.models, "out": str(config.out), "code": code_hash(*CODE)}
+    out = path_of(config.out or f"out/{'-'.join(['rank', *map(short_name, options.models)])}")
+    with clear_errors("rank.py"), lock_folder(out, sign="rank.json"):
+        path = out / "rank.json"
+        settings = asdict(config) | {"models": options.models, "code": code_hash(*CODE)}
         before = read_json(path) if path.is_file() else {"settings": settings, "models": {}}
-        compare(config.out, before["settings"], settings, may_change=["out", "device", "batch_size"])
+        compare(out, before["settings"], settings, may_change=["out", "device", "batch_size"])
         entries = before["models"]  # kept in case a model can no longer be measured
         device = make_worker("fp32", config.device).device
         for name in options.models:
@@ -232,8 +201,8 @@ def main(argv=None):
             entries[name] = model_ranks(subject, measure(subject, config), config.tau)
             write_json(path, {"tau": config.tau, "settings": settings, "models": entries})  # another model may fail
             say(table(name, entries[name], config.tau))
-        draw(entries, config)
-        say(f"{config.out}: rank.json, rank.png")
+        draw(entries, config.tau, out / "rank.png")
+        say(f"{out}: rank.json, rank.png")
 
 
 if __name__ == "__main__":

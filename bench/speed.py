@@ -16,7 +16,8 @@ from torch.utils.benchmark import Timer
 from maelm import ABLATIONS, NUM_SPECIAL, corrupt
 from support.model.build import make_model
 from support.model.optim import make_optimizers
-from support.program.cli import Parser, clear_errors, path_of, say
+from support.program.cli import Parser, path_of
+from support.program.errors import clear_errors, say
 from support.program.files import write_json
 from support.program.worker import compile_model, make_worker
 from support.training.log import commit, flops
@@ -43,10 +44,10 @@ def main(argv=None):
             torch.manual_seed(0)
             model = make_model(config, recipe.position_init).to(worker.device)
             if options.compile:
-                compile_model(model)
+                compile_model(model, "on", worker.device)
             generator = torch.Generator().manual_seed(0)
             tokens = torch.randint(NUM_SPECIAL, config.vocab_size, (rows, config.seq_len), generator=generator)
-            batch = worker.put(tokens, corrupt(tokens, config, generator))
+            batch = worker.put((tokens, corrupt(tokens, config, generator)))
             batches = micro_batches(*batch, worker.micro_batch(rows, run_options.micro_batch_size), worker)
             step = partial(train_step, model, make_optimizers(model, recipe, worker.dtype), batches, 0, recipe, worker)
             timers[name] = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())

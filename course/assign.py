@@ -15,7 +15,8 @@ from pathlib import Path
 
 from course.grade import (BLANKS, FILES, HERE, PROJECT, PYTEST_INI, SOLUTIONS, TASKS, TESTS, TOGETHER, effects_of_ours,
                           grade, grade_run, parts_in, read_all, write_all)
-from support.program.cli import Parser, UserError, clear_errors, printable
+from support.program.cli import Parser
+from support.program.errors import UserError, clear_errors, printable
 
 HEADER = '"""Functions that you write for a larger program."""\nimport math\n\nimport numpy as np\nimport torch'
 CROSS_ATTENTION = "CrossMAELM = None  # a part of Table 2 that is not homework, but conftest.py imports it\n"

@@ -12,7 +12,8 @@ import torch
 from maelm import PAD, Config
 from support.hub.subjects import transformers_library
 from support.model.checkpoints import checkpoint_of, read_checkpoint
-from support.program.cli import Parser, UserError, clear_errors, path_of, say
+from support.program.cli import Parser, path_of
+from support.program.errors import UserError, clear_errors, say
 from support.program.files import write_json
 from support.text.tokenizer import Tokenizer
 

@@ -14,8 +14,9 @@ import pytest
 
 import train
 from maelm import CLS
-from support.program.cli import UserError
+from support.program.errors import UserError
 from support.text import corpus, documents, tokenizer as tokenizers
+from support.text.rows import Rows, indices_of_step
 from support.program import files
 from support.program.files import json_lines
 from tests.common import contents, fails, little_documents, sentence, write_corpus
@@ -128,7 +129,8 @@ def test_documentation_is_read_without_importing_and_kept(tmp_path, monkeypatch)
 def test_docs_leave_out_near_duplicates_of_validation(tmp_path, monkeypatch):
     texts = [" ".join(20 * [f"word{i}"]) for i in range(400)]
     copies = [f"Copied: {text.upper()} and more" for text in texts if corpus.in_validation(text, 0.1)]
-    monkeypatch.setattr(documents, "read_docs", lambda cache: [("python", text) for text in texts + copies])
+    for module in (corpus, documents):
+        monkeypatch.setattr(module, "read_docs", lambda cache: [("python", text) for text in texts + copies])
     assert len([text for text in copies if not corpus.in_validation(text, 0.1)]) > 20
     terms = [text.replace("word", "term") for text in texts]
     mine = [*terms, *[f"again: {text}" for text in terms]]  # other sources may repeat themselves
@@ -150,7 +152,7 @@ def test_sequences_of_any_length_are_cls_and_documents_joined_by_sep(text, folde
         tokens = np.fromfile(folder / f"{split}.bin", np.uint16)
         assert tokenizers.Tokenizer.load(folder).decode(tokens) == whole
         for n in (2, 24, 61):
-            rows = corpus.Rows(folder, split, n)
+            rows = Rows(folder, split, n)
             rows = rows[np.arange(len(rows))]
             assert (rows[:, 0] == CLS).all() and len(rows) == len(tokens) // (n - 1)
             assert np.array_equal(rows[:, 1:].flatten(), tokens[:len(rows) * (n - 1)])
@@ -169,7 +171,7 @@ def test_a_corpus_is_found_by_everything_that_shapes_it(tmp_path, monkeypatch):
     others = dict(uncased=False), dict(vocab_size=300), dict(val_share=0.2)
     names = {first, given, *[prepared(tmp_path / "moved.txt", tmp_path, **other) for other in others]}
     names.add(prepared(write_corpus(text, 401), tmp_path))
-    monkeypatch.setattr(corpus, "code_hash", lambda files: files.replace("*", "other"))
+    monkeypatch.setattr(corpus, "CODE", corpus.CODE[1:])
     names.add(prepared(text, tmp_path))
     assert len(names) == 7
 
@@ -243,7 +245,7 @@ def test_a_preparation_that_ends_early_is_never_used(function, results, seen, te
 
 @pytest.mark.parametrize("total, batch", [(1, 3), (10, 4), (97, 10), (1000, 64)])
 def test_every_epoch_is_a_new_permutation(total, batch):
-    steps = [corpus.rows_of_step(5, step, batch, total) for step in range(3 * total // batch + 1)]
+    steps = [indices_of_step(5, step, batch, total) for step in range(3 * total // batch + 1)]
     epochs = np.concatenate(steps)[:3 * total].reshape(3, total)
     assert (np.sort(epochs) == np.arange(total)).all()
     assert total < 90 or len(np.unique([np.arange(total), *epochs], axis=0)) == 4

@@ -1,4 +1,4 @@
-"""Claims about finetune.py, tasks/heads.py and tasks/squad.py: inputs, runs, sweeps, predictions."""
+"""Claims about finetune.py, tasks/classification.py and tasks/squad.py: inputs, runs, sweeps, predictions."""
 import functools
 import itertools
 import json
@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import sklearn.linear_model
+import sklearn.preprocessing
 import tokenizers
 import torch
 
@@ -18,10 +20,11 @@ from maelm import CLS, SEP
 from support import convert
 from support.model.checkpoints import load_encoder
 from support.program.files import read_json, write_json
-from support.tasks import examples, results, table1 as tasks
-from support.tasks.heads import Classification
+from support.tasks import examples, probe, results, setup, types as tasks
+from support.tasks.batches import batches, collate
+from support.tasks.classification import Classification
 from support.tasks.squad import Spans
-from support.tasks.table1 import Encoded, Example, Labels, Question
+from support.tasks.types import Encoded, Example, Labels, Question
 from support.text.tokenizer import Tokenizer
 from support.program.worker import Worker
 from tests.common import fails, little_documents, sentence
@@ -57,7 +60,7 @@ def test_windows_cover_the_context_and_hold_the_answers(uncased):
         covered.update((number, offset + i) for i in range(len(window)))
     assert len(covered) == len(encoded.examples) * len(context)
     # A model that is certain of the targets finds every answer, and predicts [CLS] if there is none.
-    tokens, padding, targets = finetune.collate(encoded, range(len(encoded.ids)), "cpu")
+    tokens, padding, targets = collate(encoded, range(len(encoded.ids)), "cpu")
     logits = 10.0 * torch.nn.functional.one_hot(targets[:, :2], tokens.shape[1]).mT
     logits[:, 1:4] = 20  # positions in the question are never answers
     metrics, files = kind.score(kind.decode(logits, targets, padding).numpy(), encoded)
@@ -91,7 +94,7 @@ DECAY = [(20 - step) / 14 for step in range(6, 20)]
 
 def test_a_run_follows_tables_5_and_6(finished, tmp_path, monkeypatch):
     """Every step of two seeds, with dropout and ten evaluations: 16 examples, of which a batch has 4."""
-    steps, seen, losses = [], [], []
+    steps, seen, heads = [], [], []
 
     class Spy(torch.optim.AdamW):
         def step(self):
@@ -99,17 +102,17 @@ def test_a_run_follows_tables_5_and_6(finished, tmp_path, monkeypatch):
             steps.append([group[name] for name in ("lr", "betas", "eps", "weight_decay")])
             super().step()
 
-    def spying(model, encoded, chosen, device):
+    def spying(model, tokens, padding):
         if torch.is_grad_enabled():
             rates = {part.p for part in model.modules() if hasattr(part, "p")}
-            seen.append((model.training, rates, torch.initial_seed(), tuple(chosen)))
-            losses.append(model.head[1].weight.sum().item())
-        return predict(model, encoded, chosen, device)
+            seen.append((model.training, rates, torch.initial_seed(), tokens.tolist()))
+            heads.append(model.head[1].weight.sum().item())
+        return forward(model, tokens, padding)
 
-    predict, add, counts = finetune.predict, rank.Moments.add, []
+    forward, add, counts = finetune.Tuned.forward, rank.Moments.add, []
     monkeypatch.setattr(rank.Moments, "add", lambda moments, h: counts.append(len(h)) or add(moments, h))
     monkeypatch.setattr(torch.optim, "AdamW", Spy)
-    monkeypatch.setattr(finetune, "predict", spying)
+    monkeypatch.setattr(finetune.Tuned, "forward", spying)
     for split, count in (("train", 16), ("dev", 40)):
         lines = [f"{sentence(i)[:3 * i + 9]}\t{i % 5 / 2}" for i in range(count)]
         (tmp_path / f"{split}.tsv").write_text("\n".join(["text\tlabel", *lines]))
@@ -119,7 +122,7 @@ def test_a_run_follows_tables_5_and_6(finished, tmp_path, monkeypatch):
     assert all(training and rates == {0.2} for training, rates, _, _ in seen)
     assert len({seed for _, _, seed, _ in seen}) == 40  # of dropout
     orders = [[step[3] for step in seen[start:start + 20]] for start in (0, 20)]
-    assert orders[0] != orders[1] and losses[0] != losses[20]  # each seed has its own order and head
+    assert orders[0] != orders[1] and heads[0] != heads[20]  # each seed has its own order and head
     assert result["tune"]["learning_rate"] == pytest.approx(PEAK)
     assert result["values"] == [read_json(path)["value"] for path in sorted(tmp_path.glob("out/runs/*.json"))]
     # Table 3: the real tokens of the dev split, without padding.
@@ -146,23 +149,22 @@ def test_inputs_are_those_of_the_exported_tokenizer(finished, tmp_path):
 def test_each_epoch_is_a_permutation():
     encoded = Encoded([np.zeros(n) for n in range(330)], None, [], [], "")
     for size in (10, 16, 400):
-        drawn = list(itertools.islice(finetune.batches(encoded, 1, size), 2 * -(-330 // size)))  # two epochs
+        drawn = list(itertools.islice(batches(encoded, 1, size), 2 * -(-330 // size)))  # two epochs
         half = len(drawn) // 2
         for epoch in (drawn[:half], drawn[half:]):
             assert sorted(np.concatenate(epoch)) == [*range(330)]  # no input twice, in an epoch or in a batch
         assert half == 1 or [*drawn[0]] != [*drawn[half]]
-    drawn = list(itertools.islice(finetune.batches(encoded, 1, 10), 33))
+    drawn = list(itertools.islice(batches(encoded, 1, 10), 33))
     assert np.mean([np.ptp(batch) for batch in drawn]) < 66  # lengths in a batch are similar
 
 
 @pytest.mark.parametrize("frozen, flags", [
-    ("", "--epochs=4 --learning-rate=3e-3"),
-    ("mean", "--frozen=mean --epochs=20"),
-    ("cls", "--frozen=cls --epochs=20")])
+    ("", "--epochs=4 --learning-rate=3e-3 --seeds=1 --precision=fp32"), ("mean", "--frozen"), ("cls", "--frozen=cls")])
 def test_fine_tuning_and_linear_probes_learn(frozen, flags, finished, tmp_path, monkeypatch):
     documents = [(tasks.TASKS["docs"].labels[i % 4], sentence(i)) for i in range(1600)]  # labeled by subject
     monkeypatch.setattr(examples, "read_docs", lambda: documents)
-    result = tune(finished, "docs", tmp_path, "--seeds=1", *flags.split())
+    finetune.main(f"--init {finished} --out {tmp_path}/out --task docs {flags}".split())
+    result = read_json(tmp_path / "out/result.json")
     assert result["frozen"] == frozen and result["median"] > (90 if frozen else 80)
     assert (result["effective_rank"]["after"] == [None]) == bool(frozen)
     assert (tmp_path / "out" / "encoder.pt").exists() != bool(frozen)
@@ -173,10 +175,33 @@ def test_a_linear_probe_gets_vectors_of_the_encoder(finished):
     kind = Classification(state["tokenizer"], state["config"], finetune.TuneConfig(), Labels((), ("x",)))
     encoded = kind.encode([Example(sentence(i), None, "x") for i in range(5)])
     for pooling in ("mean", "cls"):
-        vectors = finetune.with_vectors(encoded, encoder, pooling, 2).vectors
+        vectors = probe.vectors_of(encoder, encoded, pooling, 2, torch.device("cpu")).float()
         for ids, vector in zip(encoded.ids, vectors, strict=True):
             h = encoder(torch.from_numpy(ids)[None], torch.arange(len(ids))[None])[0]
             torch.testing.assert_close(vector, h[0] if pooling == "cls" else h.mean(0))
+
+
+@pytest.mark.parametrize("strength", [0.1, 30.0])
+def test_a_probe_is_the_optimum_that_scikit_learn_finds(strength):
+    random = np.random.default_rng(0)
+    x = random.standard_normal((300, 10)) * 3.0 ** np.arange(-4, 6) + 5  # of different sizes, not standardized
+    scaled = sklearn.preprocessing.StandardScaler().fit_transform(x)
+    logits = scaled @ random.standard_normal((10, 3))
+    labels = (logits + random.gumbel(size=logits.shape)).argmax(1)
+    model = sklearn.linear_model.LogisticRegression(C=1 / strength, tol=1e-8, max_iter=10_000).fit(scaled, labels)
+    found = probe.fit(torch.from_numpy(x), torch.from_numpy(labels), 3, strength)(torch.from_numpy(x)).softmax(1)
+    np.testing.assert_allclose(found, model.predict_proba(scaled), atol=1e-4)
+    numbers = logits[:, 0].astype(np.float32)
+    model = sklearn.linear_model.Ridge(alpha=strength).fit(scaled, numbers)
+    found = probe.fit(torch.from_numpy(x), torch.from_numpy(numbers), 1, strength)(torch.from_numpy(x))[:, 0]
+    np.testing.assert_allclose(found, model.predict(scaled), atol=1e-4)
+
+
+def test_the_strength_of_a_probe_is_chosen_on_held_out_folds():
+    torch.manual_seed(0)
+    x, noise = torch.randn(100, 40).double(), torch.randint(2, (100,))
+    assert probe.choose_strength(x, noise.double(), 1) == max(probe.STRENGTHS)  # there is nothing to learn
+    assert probe.choose_strength(x, (x[:, 0] > 0).long(), 2) < 100
 
 
 def test_the_best_checkpoint_counts(finished, tmp_path, monkeypatch):
@@ -206,7 +231,7 @@ def test_a_result_can_be_read_and_continued(finished, tmp_path, capsys, monkeypa
     assert result["metrics"]["accuracy"] != result["metrics"]["accuracy_mm"]  # the mismatched labels are shifted
     again = functools.partial(tune, finished, "mnli", tmp_path, "--learning-rate", "1e-3")
     with monkeypatch.context() as patch:
-        patch.setattr(finetune, "code_hash", lambda *files: "changed")
+        patch.setattr(setup, "code_hash", lambda *files: "changed")
         patch.setattr(tests.test_tasks, "sentence", lambda i: f"another text {i}")
         line = fails(again, capsys)
         assert re.search("code='.*' there, 'changed' here; examples='.*' there, '.*' here; choose another --out", line)
@@ -284,7 +309,8 @@ def test_an_interrupted_sweep_continues(finished, tmp_path, monkeypatch):
 def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
     seeds = fake_runs(monkeypatch, lambda setup, tune, seed: 50.0)
     second = Worker(1, 2, torch.device("cpu"), torch.float32)
-    setup = finetune.Setup("squad2", None, SimpleNamespace(labels=Labels(("f1",))), {}, None, second, tmp_path)
+    spans = SimpleNamespace(labels=Labels(("f1",)))
+    shared = setup.Setup("squad2", None, spans, {}, None, "", second, tmp_path)
     runs = [(finetune.TuneConfig(), seed) for seed in range(4)]
 
     def sleep(seconds):  # meanwhile the first process writes its files
@@ -292,7 +318,7 @@ def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
             write_json(results.path_of_run(tmp_path, *run), DIVERGED | dict(setting={}, seed=run[1], seconds=1))
 
     monkeypatch.setattr(results.time, "sleep", sleep)
-    lines = finetune.finish_runs(setup, runs)
+    lines = finetune.finish_runs(shared, runs)
     assert seeds == [1, 3] and [line["seed"] for line in lines] == [0, 1, 2, 3]
 
 

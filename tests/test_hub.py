@@ -18,7 +18,7 @@ from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
 from support import convert, fill_mask
 from support.model.checkpoints import load_model, write_checkpoint
 from support.model.heads import ClassifierHead, SpanHead
-from support.program.cli import UserError
+from support.program.errors import UserError
 from support.text.documents import documents, sources
 from support.text.tokenizer import SPECIALS, Tokenizer
 from tests.common import arguments, contents, fails, little_documents, sentence, write_corpus
@@ -144,7 +144,7 @@ def test_a_fine_tuned_model_gives_the_same_logits(task, labels, scale, hub, tmp_
     convert.main(["export", str(tmp_path / "run"), str(tmp_path / "hub")])
     tokens, real = texts()
     inputs = dict(input_ids=tokens, attention_mask=real.long())
-    wanted, _ = tuned(tokens, ~real)
+    wanted = tuned(tokens, ~real)
     if task == "squad2":
         found = hub.AutoModelForQuestionAnswering.from_pretrained(tmp_path / "hub", **TRUST)(**inputs)
         return assert_close(torch.stack([found.start_logits, found.end_logits], dim=2)[real], wanted[real])

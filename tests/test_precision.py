@@ -20,7 +20,7 @@ def gradients(config, worker, padded, compiler):
     if compiler:
         model.compile(dynamic=False, backend=compiler)
     tokens = random_tokens(4, config.seq_len, config.vocab_size)
-    tokens, corruption = worker.put(tokens, corrupt(tokens, config, generator(1)))
+    tokens, corruption = worker.put((tokens, corrupt(tokens, config, generator(1))))
     with worker.autocast():
         if padded:
             positions = torch.arange(config.seq_len, device=worker.device)[None]

@@ -15,7 +15,7 @@ from conftest import generator
 from support.hub import subjects
 from support.model.checkpoints import checkpoints, load_encoder
 from support.text.corpus import in_validation
-from support.program.cli import UserError
+from support.program.errors import UserError
 from support.program.files import read_json
 from tests.common import contents, fails, little_documents, sentence
 from tests.test_homework import TAUS
@@ -87,19 +87,22 @@ def measure(seed, tau=0.9, size=7):
         return made_up(tokens)
 
     subject = subjects.Subject("made up", encode, rows.numpy(), "rows", maelm.MASK, [0, 1, 2, 3], True)
-    config = rank.RankConfig(batch_size=size, tau=tau, seed=seed)
+    config = rank.RankConfig(batch_size=size, tau=tau, seed=seed, controls=True)
     found = rank.model_ranks(subject, rank.measure(subject, config), tau)
     _, *batches = read  # the first is one sequence, read to count the layers
-    assert torch.equal(torch.cat(batches[1::2]), rows)
-    return rows, torch.cat(batches[::2]), found
+    masked, unmasked, *controls = [torch.cat(batches[start::4]) for start in range(4)]
+    assert torch.equal(unmasked, rows)
+    return rows, masked, controls, found
 
 
 def test_curves_hold_the_states_they_name():
     for number, tau in enumerate(TAUS):
-        rows, masked, found = measure(0, tau)
+        rows, masked, (random, one), found = measure(0, tau)
         at = masked == maelm.MASK
         everywhere = torch.ones_like(at)
-        curves = {"with_mask": (masked, everywhere), "without_mask": (rows, everywhere), "mask_only": (masked, at)}
+        curves = {"with_mask": (masked, everywhere), "without_mask": (rows, everywhere), "mask_only": (masked, at),
+                  "with_random": (random, everywhere), "token_only": (one, at)}
+        assert found["centered"].keys() == curves.keys()
         for curve, (tokens, chosen) in curves.items():
             assert found["n"][curve] == chosen.sum()
             for centering, centered in rank.CENTERINGS.items():
@@ -108,11 +111,14 @@ def test_curves_hold_the_states_they_name():
 
 
 def test_masks_are_15_percent_of_real_tokens_for_any_batch_size():
-    rows, masked, found = measure(0)
+    rows, masked, controls, found = measure(0)
     at = masked == maelm.MASK
     assert (at.sum(1) == 3).all() and rows[at].min() >= maelm.NUM_SPECIAL
     assert torch.equal(masked[~at], rows[~at]) and not torch.equal(masked, measure(1)[1])
-    assert torch.equal(masked, measure(0, size=40)[1]) and found == measure(0, size=40)[2]
+    assert torch.equal(masked, measure(0, size=40)[1]) and found == measure(0, size=40)[3]
+    random, one = controls
+    assert torch.equal(random[~at], rows[~at]) and random[at].min() >= 4 and len(random[at].unique()) > 80
+    assert one[at].unique().tolist() == [int(rows[rows >= 4].mode().values)] and torch.equal(one[~at], rows[~at])
 
 
 def test_the_command_writes_ranks_and_overwrites_no_others(text, finished, tmp_path, capsys, monkeypatch):
@@ -141,7 +147,7 @@ def test_the_command_writes_ranks_and_overwrites_no_others(text, finished, tmp_p
     ranks = folder["centered"]["mask_only"]
     assert len(ranks) == 3 and 1 <= ranks[2] <= folder["d"] == 32
     rows = re.findall(r"^ +(\d) +(\d+) +(\d+) +(\d+) \| +(\d+) +(\d+) +(\d+)$", printed, re.MULTILINE)
-    tables = [[entry[centering][curve] for centering in rank.CENTERINGS for curve in rank.CURVES]
+    tables = [[entry[centering][curve] for centering in rank.CENTERINGS for curve in entry["centered"]]
               for entry in models.values()]
     assert [[int(cell) for cell in row[1:]] for row in rows] == [[*row] for table in tables for row in zip(*table)]
     left, right = figures[0].axes

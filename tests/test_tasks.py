@@ -10,8 +10,8 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 
-from support.program.cli import UserError
-from support.tasks import examples, metrics, table1 as tasks
+from support.program.errors import UserError
+from support.tasks import examples, metrics, types as tasks
 from support.text.corpus import in_validation
 from tests.common import SUBJECTS, sentence
 

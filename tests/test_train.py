@@ -16,8 +16,8 @@ from maelm import MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head, corrupt
 from support import fill_mask
 from support.model import optim
 from support.model.checkpoints import load_model
-from support.text.corpus import Rows, evenly, rows_of_step, unigram_entropy
-from support.program.cli import UserError
+from support.text.rows import Rows, evenly, indices_of_step, unigram_entropy
+from support.program.errors import UserError
 from support.training import begin
 from support.training.log import flops, read_log
 from support.program.worker import Worker
@@ -68,7 +68,7 @@ def joined(batches):
 
 def test_sequences_and_masks_depend_on_seed_start_and_step_alone():
     whole = joined(batch(0, 1))
-    assert torch.equal(whole[0], random_tokens(200)[rows_of_step(0, 7, 24, 200)])
+    assert torch.equal(whole[0], random_tokens(200)[indices_of_step(0, 7, 24, 200)])
     assert len(whole[2].unique(dim=0)) > 20  # each sequence has masks of its own
     for world, size, largest in ((1, 24, 24), (1, 5, 4), (2, 4, 4), (3, 100, 8), (6, 3, 2), (24, 1, 1)):
         parts = [batch(rank, world, size) for rank in range(world)]

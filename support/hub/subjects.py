@@ -11,8 +11,10 @@ from tqdm import tqdm
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP
 from support.model.checkpoints import load_encoder
-from support.program.cli import UserError, path_of, root_cause
-from support.text.corpus import VAL_SHARE, Rows, evenly, in_validation, prepared_corpus, sample
+from support.program.cli import path_of
+from support.program.errors import UserError, root_cause
+from support.text.corpus import VAL_SHARE, in_validation, prepared_corpus, sample
+from support.text.rows import Rows, evenly
 from support.text.documents import documents, sources
 
 

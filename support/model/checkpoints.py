@@ -12,7 +12,7 @@ import torch
 
 from maelm import MAELM, Config, Encoder
 from support.model.build import make_model
-from support.program.cli import UserError
+from support.program.errors import UserError
 from support.program.files import atomic
 from support.text.tokenizer import Tokenizer
 

@@ -29,13 +29,6 @@ class CrossBlock(Block):
         x = self.sublayer(x, self.cross_attention, self.cross_norm, None, memory)
         return self.sublayer(x, self.ffn, self.ffn_norm)
 
-    def sublayer(self, x, layer, norm, *arguments):
-        """A layer with its skip connection and LayerNorm; see Block."""
-        if self.post_norm:
-            y = layer(x, *arguments)
-            return norm(x + y).to(y.dtype)
-        return x + layer(norm(x), *arguments)
-
 
 class CrossDecoder(Decoder):
     """A Decoder whose layers also attend to H^L."""

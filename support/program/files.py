@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from support.program.cli import UserError
+from support.program.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder of maelm.py
 

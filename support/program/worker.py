@@ -3,6 +3,7 @@ import ctypes
 import os
 import re
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
-from maelm import Corruption
-from support.program.cli import UserError
+from support.program.errors import UserError
+from support.program.files import lock_folder
 
 
 class Worker(NamedTuple):
@@ -38,10 +40,21 @@ class Worker(NamedTuple):
         """A new context in which matrix products are computed in `dtype`."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
-    def put(self, tokens, corruption: Corruption) -> tuple[torch.Tensor, Corruption]:
-        """Move a batch to this process's device."""
-        tokens, *fields = [x.to(self.device, non_blocking=True) for x in (tokens, *corruption)]
-        return tokens, Corruption(*fields)
+    def put(self, batch: tuple) -> tuple:
+        """Move the tensors of a batch to this process's device. The batch may contain other tuples of tensors."""
+        return tree_map(lambda x: x.to(self.device, non_blocking=True), batch)
+
+    def pin(self, batch: tuple) -> tuple:
+        """Move a batch to memory from which a copy does not wait for a GPU, if this process has one."""
+        return tree_map(torch.Tensor.pin_memory, batch) if self.device.type == "cuda" else batch
+
+    def accumulate(self, network: nn.Module, more_follow: bool) -> AbstractContextManager:
+        """A context for the backward pass of a micro-batch. Gradients are averaged over processes in the last one."""
+        return network.no_sync() if self.world_size > 1 and more_follow else nullcontext()
+
+    def lock(self, folder: Path, sign: str) -> AbstractContextManager:
+        """A context in which the first process has locked a folder for all; see lock_folder."""
+        return lock_folder(folder, sign) if self.is_main else nullcontext()
 
     def all_reduce(self, *values: float) -> list[float]:
         """The sums of numbers over all processes."""
@@ -120,7 +133,11 @@ def make_worker(precision: str, device: str = "auto", small: bool = False) -> Wo
     return Worker(rank, world_size, chosen, torch.bfloat16 if bf16 else torch.float32)
 
 
-def compile_model(model: nn.Module):
-    """Compile a model at its first call, in place so that its parameters keep their names."""
+def compile_model(model: nn.Module, when: str, device: torch.device):
+    """Compile a model at its first call, in place so that its parameters keep their names. when: auto | on | off; auto
+    is on for CUDA, except small models, which compiling slows down."""
+    fast = device.type == "cuda" and model.config.encoder_dim >= 256
+    if when == "off" or (when == "auto" and not fast):
+        return
     torch._dynamo.config.optimize_ddp = False  # it would split the model
     model.compile(dynamic=False)

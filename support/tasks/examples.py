@@ -6,9 +6,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from support.program.cli import UserError, path_of
+from support.program.cli import path_of
+from support.program.errors import UserError
 from support.program.files import short_hash
-from support.tasks.table1 import TASKS, Example, Question
+from support.tasks.types import TASKS, Example, Question
 from support.text.corpus import in_validation, ngrams
 from support.text.documents import read_docs
 from support.text.readers import RECORDS, Record, hub_records, open_text, parquet_records, readable, split_name

@@ -8,11 +8,13 @@ import math
 import statistics
 import time
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 
-from support.program.cli import say
-from support.program.files import read_json, write_json
-from support.tasks.table1 import SWEPT
+from support.program.errors import say
+from support.program.files import compare, read_json, write_json, write_text
+from support.program.worker import Worker
+from support.tasks.types import SWEPT
 
 
 def path_of_run(out: Path, tune, seed: int) -> Path:
@@ -26,6 +28,50 @@ def wait_for(path: Path) -> dict:
     while not path.is_file():
         time.sleep(0.2)
     return read_json(path)
+
+
+def claim(out: Path, worker: Worker, record: dict):
+    """Write a record of the settings, data and code of runs to `out`. Raises UserError if another one is there; the
+    number of seeds may grow, and the encoder may have moved."""
+    path = out / "config.json"
+    if path.is_file() or not worker.is_main:
+        compare(out, wait_for(path), record, may_change=["init"])
+    if worker.is_main:
+        write_json(path, record)
+
+
+def write_run(out: Path, tune, seed: int, result: dict, seconds: float) -> dict:
+    """Write the file of a run, and return its content."""
+    setting = {name: getattr(tune, name) for name in SWEPT}
+    result = result | {"setting": setting, "seed": seed, "seconds": round(seconds, 2)}
+    write_json(path_of_run(out, tune, seed), result)
+    return result
+
+
+def line_of_run(run: dict, metric: str, left: float) -> str:
+    """A run as a line of text; `left` is the time that all other runs will take, in seconds."""
+    listed = "" if "l2" in run else "  ".join(f"{name} {value:g}" for name, value in run["setting"].items())
+    listed = listed or f"l2 {run['l2']:g}"
+    return (f"{listed}  seed {run['seed']}  {metric} {format_number(run['value'])}  {run['seconds']:.0f} s  "
+            f"{timedelta(seconds=round(left))} left")
+
+
+def write_predictions(out: Path, files: dict[str, str]):
+    """Write the prediction files of a run, given by name."""
+    for name, text in files.items():
+        write_text(out / name, text)
+
+
+def scores(outputs: dict, setup) -> tuple[dict | None, dict[str, str]]:
+    """Outputs (N, K) for each dev split -> metrics, None if the model has diverged, and the texts of prediction files
+    by name. MNLI has a second dev split, of other genres."""
+    if any(each.isnan().any() for each in outputs.values()):
+        return None, {}
+    metrics, files = setup.kind.score(outputs["dev"].numpy(), setup.splits["dev"])
+    if "dev_mm" in outputs:
+        mismatched, _ = setup.kind.score(outputs["dev_mm"].numpy(), setup.splits["dev_mm"])
+        metrics["accuracy_mm"] = mismatched["accuracy"]
+    return metrics, files
 
 
 def height(value: float | None) -> float:

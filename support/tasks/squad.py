@@ -11,7 +11,7 @@ from torch import nn
 from maelm import CLS, SEP, Config
 from support.model.heads import SpanHead
 from support.tasks.metrics import squad_metrics
-from support.tasks.table1 import Encoded, Labels, Question
+from support.tasks.types import Encoded, Labels, Question
 from support.text.tokenizer import Tokenizer
 
 

@@ -10,18 +10,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
-from maelm import CLS, NUM_SPECIAL, SEP
-from support.program.cli import UserError, path_of, root_cause, say
-from support.program.files import code_hash, lock_folder, read_json, short_hash, sync, write_json, write_text
-from support.text import documents as rules
-from support.text.documents import Source, documents, sources, text_hash
+from maelm import SEP
+from support.program.cli import path_of
+from support.program.errors import UserError, root_cause, say
+from support.program.files import code_hash, lock_folder, short_hash, sync, write_json, write_text
+from support.text.documents import Source, documents, read_docs, sources, text_hash
 from support.text.tokenizer import Tokenizer
 
 SPLITS = ("train", "val")
@@ -29,7 +28,8 @@ VAL_SHARE = 0.01  # fraction of the documents held out for validation
 NGRAM = 13  # documents that share this many consecutive words are near-duplicates
 SAMPLE = 200 * 10 ** 6  # largest number of bytes that the tokenizer learns from
 BATCH = 1 << 22  # characters that are tokenized at a time
-ENOUGH = 4096  # smallest number of validation tokens, or a tenth of a small corpus
+CODE = [f"support/text/{name}.py" for name in ("corpus", "documents", "readers", "tokenizer")]  # shapes the corpus
+LEAST_VAL = 4096  # smallest number of validation tokens, or a tenth of a small corpus
 
 
 # ---- 1. The validation split, and near-duplicates -----------------------------------------------------------
@@ -101,7 +101,7 @@ def settle_validation(folder: Path, dtype: np.dtype, val_share: float) -> dict[s
     train_file, val_file = [folder / f"{split}.bin" for split in SPLITS]
     train, val = [file.stat().st_size // dtype.itemsize for file in (train_file, val_file)]
     total = train + val
-    wanted = max(round(val_share * total), min(ENOUGH, total // 10))
+    wanted = max(round(val_share * total), min(LEAST_VAL, total // 10))
     if not wanted / 2 <= val <= 2 * wanted:  # append val to train, then cut the last `wanted` tokens off
         with open(train_file, "ab") as file:
             file.write(val_file.read_bytes())
@@ -129,7 +129,7 @@ def prepare(settings: dict, selected: list[Source], tokenizer: Tokenizer | None,
 
     docs, known = set(), set()
     if "docs" in selected:  # the documentation repeats many texts
-        docs.update(text for _, text in rules.read_docs(settings["cache"]))
+        docs.update(text for _, text in read_docs(settings["cache"]))
         known.update(*[ngrams(each) for each in read() if in_validation(each, val_share)])
     dtype = np.dtype("uint16" if settings["vocab_size"] <= 1 << 16 else "uint32")
     encoded = in_threads(lambda each: encode(each, tokenizer, val_share, docs, known), read())
@@ -144,7 +144,7 @@ def prepare(settings: dict, selected: list[Source], tokenizer: Tokenizer | None,
 def corpus_name(settings: dict, text: str, tokenizer: Tokenizer | None) -> str:
     """The name of a corpus folder: a hash of everything that shapes the corpus. `text` is the hash of its text."""
     given = tokenizer.to_json() if tokenizer else settings["uncased"]  # a new tokenizer follows from the text
-    how = text, settings["vocab_size"], settings["val_share"], given, code_hash("support/text/*.py")
+    how = text, settings["vocab_size"], settings["val_share"], given, code_hash(*CODE)
     return short_hash(repr(how))
 
 
@@ -170,54 +170,3 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None, name: st
             raise UserError(f"{folder}: not prepared ({root_cause(error)}); is the memory or disk full? Choose another "
                             "folder with --cache, or another one for downloads with HF_HOME") from error
     return folder
-
-
-# ---- 4. From a prepared corpus to the sequences of a step --------------------------------------------------
-class Rows:
-    """All sequences of a split ("train", "val"): `[CLS]` and the next seq_len - 1 tokens of a prepared corpus. Tokens
-    stay on disk until they are read. Raises UserError if the corpus is too small for one sequence."""
-    def __init__(self, folder: Path, split: str, seq_len: int):
-        meta = read_json(folder / "meta.json")
-        tokens = meta["tokens"][split]
-        count = tokens // (seq_len - 1)
-        if count == 0:
-            raise UserError(f"--data {meta['data']}: its {split} split has {tokens} tokens, too few for a sequence "
-                            f"of seq_len={seq_len}; use more text, a smaller --seq-len, or another --val-share")
-        self.pieces = np.memmap(folder / f"{split}.bin", meta["dtype"], "r", shape=(count, seq_len - 1))
-
-    def __len__(self) -> int:
-        return len(self.pieces)
-
-    def __getitem__(self, indices):
-        """Sequences (B, seq_len) int64 at indices (B,)."""
-        return np.insert(self.pieces[indices].astype(np.int64), 0, CLS, axis=1)
-
-
-def evenly(rows: Rows | np.ndarray, most: int):
-    """At most this many sequences (N, seq_len) int64, spaced evenly over the whole text."""
-    indices = np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64)
-    return torch.from_numpy(rows[indices])
-
-
-def unigram_entropy(tokens) -> float:
-    """The entropy of real tokens in nats, which is the loss of a model that knows only how frequent each token is."""
-    real = tokens[tokens >= NUM_SPECIAL]
-    return float(torch.special.entr(real.bincount().double() / len(real)).sum())
-
-
-def seed_of(*numbers: int) -> int:
-    """Combine whole numbers, such as (seed, step), into one seed in [0, 2^63)."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-@lru_cache(maxsize=2)  # a step can belong to two epochs
-def permutation(seed: int, epoch: int, total: int):
-    """The order of the sequences in an epoch, (total,) int64."""
-    return np.random.default_rng((seed, epoch)).permutation(total)
-
-
-def rows_of_step(seed: int, step: int, batch_size: int, total: int):
-    """The indices of a step's sequences, (batch_size,) int64. Every epoch permutes all `total` sequences anew."""
-    epochs, places = np.divmod(step * batch_size + np.arange(batch_size), total)
-    rows = [permutation(seed, epoch, total)[place] for epoch, place in zip(epochs.tolist(), places)]
-    return np.array(rows)

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from support.program.cli import UserError, path_of
+from support.program.cli import path_of
+from support.program.errors import UserError
 from support.program.files import code_hash, short_hash, write_json
 from support.text.readers import RECORDS, Record, hub_records, lines_of, split_long, split_name
 

@@ -14,7 +14,7 @@ from fsspec.compression import register_compression
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import infer_compression
 
-from support.program.cli import UserError, root_cause
+from support.program.errors import UserError, root_cause
 
 Record = tuple[str, dict]  # the place of a record, such as "a.jsonl, line 7", and its values by field
 

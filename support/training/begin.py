@@ -5,15 +5,18 @@ from typing import NamedTuple
 
 import torch
 
-from maelm import MAELM, Config
+from maelm import MAELM
 from support.model.build import make_model
 from support.model.checkpoints import checkpoint_of, checkpoints, read_checkpoint, write_checkpoint
 from support.model.optim import make_optimizers
-from support.program.cli import UserError, path_of
+from support.program.cli import path_of
+from support.program.errors import UserError
 from support.program.files import compare
 from support.program.worker import Worker
-from support.text.corpus import SPLITS, Rows, prepared_corpus
+from support.text.corpus import SPLITS, prepared_corpus
+from support.text.rows import Rows
 from support.text.tokenizer import Tokenizer
+from support.training.settings import MAY_CHANGE, RunOptions, Settings
 
 # The fields of Config that do not shape the encoder. All others stay as they are in a run with --init.
 NOT_OF_ENCODER = {"decoder_layers", "dropout", "mask_rate", "init_std", "decoder_relative", "mask_in_encoder",
@@ -24,13 +27,19 @@ NOT_OF_ENCODER = {"decoder_layers", "dropout", "mask_rate", "init_std", "decoder
 class Start(NamedTuple):
     """The weights and the tokenizer with which a run begins; by default, both are new."""
     fixed: dict = {}  # settings on which the encoder's weights and its tokens depend
+    shape: dict = {}  # these, and all other fields of the Config of the run that --init names
     tokenizer: Tokenizer | None = None
     weights: dict | None = None  # by name
 
+    def check(self, init: str, settings: Settings):
+        """Raises UserError if a flag changes a fixed setting."""
+        now = {name: settings.fields()[name] for name in self.fixed}
+        compare(Path(init), self.fixed, now, advice="with --init, these cannot change")
 
-def load_start(init: str, out: Path) -> tuple[Start, Config]:
-    """Read the run folder or checkpoint of --init, and its Config. A run in `out` that began there already has the
-    weights, so its start may be gone. Raises UserError if there is no checkpoint."""
+
+def load_start(init: str, out: Path) -> Start:
+    """Read the run folder or checkpoint of --init. A run in `out` that began there already has the weights, so its
+    start may be gone. Raises UserError if there is no checkpoint."""
     begun = checkpoints(out)
     state = read_checkpoint(begun[-1]) if begun else None
     if state is None or state["settings"].get("init") != init:
@@ -38,7 +47,7 @@ def load_start(init: str, out: Path) -> tuple[Start, Config]:
     config = asdict(state["config"])
     fixed = {name: value for name, value in config.items() if name not in NOT_OF_ENCODER}
     fixed["uncased"] = state["tokenizer"].uncased
-    return Start(fixed, state["tokenizer"], state["model"]), state["config"]
+    return Start(fixed, fixed | config, state["tokenizer"], state["model"])
 
 
 # ---- 2. A run -----------------------------------------------------------------------------------------------
@@ -46,7 +55,7 @@ def load_start(init: str, out: Path) -> tuple[Start, Config]:
 class Run:
     """The state of a run after `step` steps."""
     out: Path
-    settings: NamedTuple  # train.Settings
+    settings: Settings
     worker: Worker
     tokenizer: Tokenizer
     corpus: str  # the name of its folder in the cache
@@ -58,39 +67,51 @@ class Run:
     seconds: float = 0.0  # of training, excluding evaluations and checkpoints
 
 
-def begin(settings, out: Path, start: Start, worker: Worker, may_change: set[str]) -> Run:
-    """Begin a run with these train.Settings, or continue the run in `out` if only those that `may_change` differ."""
-    begun = checkpoints(out)
-    saved = read_checkpoint(begun[-1], "corpus", "step") if begun else None
-    changed, tokenizer, name = {}, start.tokenizer, ""
-    if saved is not None:
-        defaults = asdict(type(settings.recipe)()) | asdict(type(settings.options)())  # for fields that it lacks
-        before = asdict(saved["config"]) | defaults | saved["settings"]
-        finished = saved["step"] >= settings.last_step
-        changed = compare(out, before, settings.fields(), () if finished else may_change)
-        if changed.get("keep_checkpoints", [1])[0] == 0:
-            raise UserError(f"{out}: keep_checkpoints=0 there; repeat the command with --keep-checkpoints 0, because "
-                            "otherwise its older checkpoints would be deleted")
-        tokenizer, name = saved["tokenizer"] if settings.options.init else None, saved["corpus"]
-    corpus = prepared_corpus(settings.fields(), tokenizer, name)
+def changes(out: Path, saved: dict, settings: Settings) -> dict[str, list]:
+    """The settings that differ from those of a checkpoint in `out`. Raises UserError if one of them must stay."""
+    defaults = asdict(type(settings.recipe)()) | asdict(RunOptions())  # for fields that the checkpoint lacks
+    before = asdict(saved["config"]) | defaults | saved["settings"]
+    if saved["step"] >= settings.last_step:
+        return compare(out, before, settings.fields())  # a finished run would not use any other setting
+    changed = compare(out, before, settings.fields(), MAY_CHANGE)
+    if changed.get("keep_checkpoints", [1])[0] == 0:
+        raise UserError(f"{out}: keep_checkpoints=0 there; repeat the command with --keep-checkpoints 0, because "
+                        "otherwise its older checkpoints would be deleted")
+    return changed
+
+
+def begin(settings: Settings, out: Path, start: Start, worker: Worker) -> Run:
+    """Begin a run, or continue the run in `out` if only settings that may change differ."""
+    saved = None
+    changed = {}
+    corpus = ""  # as the run recorded it
+    tokenizer = start.tokenizer
+    if checkpoints(out):
+        saved = read_checkpoint(checkpoints(out)[-1], "corpus", "step")
+        changed = changes(out, saved, settings)
+        corpus = saved["corpus"]
+        tokenizer = saved["tokenizer"] if settings.options.init else None
+    folder = prepared_corpus(settings.fields(), tokenizer, corpus)
 
     # Processes meet here, because preparing a corpus may take longer than torch.distributed waits.
     worker.init_process_group()
-    cache, step = corpus.parent, saved["step"] if saved is not None else None
-    settings, name, chosen = worker.of_main((settings, corpus.name, step))
+    settings = worker.of_main(settings)
+    folder = folder.parent / worker.of_main(folder.name)
+    step = saved["step"] if saved else None
+    chosen = worker.of_main(step)
     if chosen != step:  # as on a machine that does not share the folder of the first one
         saved = None if chosen is None else read_checkpoint(out / f"step_{chosen:07d}.pt")
 
-    config, recipe, options = settings
-    tokenizer = Tokenizer.load(cache / name)
+    config, recipe, _ = settings
+    tokenizer = Tokenizer.load(folder)
     if config.encoder_fill != "mask" and len(tokenizer) < config.vocab_size:
         raise UserError(f"vocab_size={config.vocab_size}: the text has only {len(tokenizer)} different tokens, and "
                         f"encoder_fill={config.encoder_fill} would draw others; use --vocab-size {len(tokenizer)}")
-    rows = {split: Rows(cache / name, split, config.seq_len) for split in SPLITS}
+    rows = {split: Rows(folder, split, config.seq_len) for split in SPLITS}
     torch.manual_seed(recipe.seed)
     model = make_model(config, recipe.position_init).to(worker.device)
     optimizers = make_optimizers(model, recipe, worker.dtype)
-    run = Run(out, settings, worker, tokenizer, name, rows, model, optimizers, changed)
+    run = Run(out, settings, worker, tokenizer, folder.name, rows, model, optimizers, changed)
     if saved is not None:
         restore(run, saved)
     elif start.weights is not None:
@@ -105,7 +126,8 @@ def restore(run: Run, saved: dict):
         groups = optimizer.param_groups
         optimizer.load_state_dict(state)
         optimizer.param_groups = groups  # not the saved ones, because their rates and decays may have changed
-    run.step, run.seconds = saved["step"], saved["seconds"]
+    run.step = saved["step"]
+    run.seconds = saved["seconds"]
 
 
 def copy_fitting_weights(weights: dict, model: MAELM):

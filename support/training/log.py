@@ -14,7 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from maelm import Config, Corruption
 from support.model.build import make_model
-from support.program.cli import UserError, printable, say
+from support.model.checkpoints import checkpoints
+from support.model.guesses import held_out_guesses
+from support.program.errors import UserError, printable, say
 from support.program.files import figure, json_lines, write_json, write_text
 from support.training.begin import Run
 
@@ -51,9 +53,10 @@ class Progress:
     """Reports a run to the terminal, log.jsonl and Weights & Biases. Only the first process reports."""
     def __init__(self, run: Run):
         """Removes the lines of log.jsonl after run.step, because these steps will be repeated."""
-        self.run, self.wandb = run, None
+        self.run = run
+        self.wandb = None
         self.recent = []  # loss and gradient norm of each step since the last log line, scalars on any device
-        self.since = time.perf_counter()  # start of the training time that is not yet counted
+        self.resume()
         if run.worker.is_main:
             kept = [line for line in read_log(run.out) if line["step"] <= run.step and run.step > 0]
             write_text(run.out / "log.jsonl", json_lines(kept))  # first, because it marks the folder as ours
@@ -65,6 +68,14 @@ class Progress:
                 project = run.settings.options.wandb
                 self.wandb = wandb.init(project=project, name=str(run.out), config=run.settings.fields())
 
+    def resume(self):
+        """Start the clock: from here on, time is training time. log_steps stops it."""
+        self.since = time.perf_counter()
+
+    def add(self, loss, norm):
+        """Note the result of a step for the next line."""
+        self.recent.append((loss, norm))
+
     def write(self, text: str, **line):
         """Append a line to log.jsonl and print a text."""
         if self.run.worker.is_main:
@@ -74,12 +85,19 @@ class Progress:
                 self.wandb.log(line)
             say(text)
 
-    def finish(self):
-        """Send the last lines to Weights & Biases."""
+    def finish(self, signal: int):
+        """Say how the run ended: a signal, or 0 and the model's guesses. Send the last lines to Weights & Biases."""
+        run = self.run
         if self.wandb is not None:
             self.wandb.finish()
+        if run.worker.is_main:
+            if signal:
+                say(f"stopped by signal {signal}; repeat the command to continue")
+            else:
+                say(held_out_guesses(run.model.cpu(), run.tokenizer, run.rows["val"]))
+            say(f"{run.out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(run.out)[-1].name}")
 
-    def start(self, entropy: float):
+    def describe(self, entropy: float):
         """Print the sizes of model and text, and log the machine. `entropy`: of the validation tokens, in nats."""
         (config, recipe, options), run, worker = self.run.settings, self.run, self.run.worker
         parameters = sum(parameter.numel() for parameter in run.model.parameters())

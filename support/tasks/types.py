@@ -1,13 +1,15 @@
 """The fine-tuning tasks of Table 1 and their grids (Tables 5 and 6). `docs` classifies documentation strings by library
 and needs no download; `custom` reads your own files."""
 import itertools
+import math
 import re
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor, nn
 
-from support.program.cli import UserError
+from support.program.cli import require
+from support.program.errors import UserError
 
 
 # ---- 1. Tasks -----------------------------------------------------------------------------------------------
@@ -49,16 +51,13 @@ DEFAULTS = {
     "large": dict(),
     "squad": dict(batch_size=16),
     "docs": dict(epochs=5.0, batch_size=16, learning_rate=8e-4),  # see docs/results.md
-    "frozen": dict(epochs=30.0, batch_size=32, learning_rate=3e-3, dropout=0.0),  # a linear probe, for any task
 }
 SWEPT = ("epochs", "learning_rate", "batch_size", "warmup_share")
 SWEEPS = {  # group -> values to try; Tables 5 and 6
     "small": dict(epochs=(2.0, 3.0, 5.0, 10.0), batch_size=(16, 32), warmup_share=(0.06, 0.10)),
     "large": dict(epochs=(2.0, 3.0, 5.0), batch_size=(32,), warmup_share=(0.06,)),
     "squad": dict(epochs=(2.0, 3.0), batch_size=(16, 32), warmup_share=(0.06, 0.10)),
-    "frozen": dict(epochs=(10.0, 30.0, 100.0), batch_size=(32,), warmup_share=(0.06,)),
 }
-FROZEN_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 RATES = {  # (task in the large group, large encoder) -> learning rates to try
     (False, False): (2e-5, 3e-5, 4e-5, 5e-5),
     (False, True): (7e-6, 1e-5, 2e-5, 3e-5),
@@ -67,15 +66,43 @@ RATES = {  # (task in the large group, large encoder) -> learning rates to try
 }
 
 
-def group_of(task: str, frozen: str) -> str:
-    """The group of a task in DEFAULTS and SWEEPS."""
-    return "frozen" if frozen else TASKS[task].group
+PROBED = {"batch_size", "seq_len", "l2"}  # the settings that --frozen uses
+
+
+def check_tune(t):
+    """Raises ValueError for the first field of a finetune.TuneConfig whose value is not allowed."""
+    require(
+        t,
+        ("epochs", 0 < t.epochs <= 10_000, "a number above 0, at most 10,000"),
+        ("batch_size", 1 <= t.batch_size <= 10_000, "1 to 10,000"),
+        ("seq_len", t.seq_len >= 8, "8 or more"),
+        ("precision", t.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16"),
+        *[(name, 0 <= getattr(t, name) < math.inf, "0 or more") for name in ("learning_rate", "weight_decay", "l2")],
+        *[(name, 0 <= getattr(t, name) < 1, "0 or more, below 1") for name in ("warmup_share", "dropout")],
+        *[(name, getattr(t, name) >= 1, "1 or more") for name in ("max_query", "doc_stride", "max_answer")])
+
+
+def check_frozen(options, given: dict):
+    """Raises ValueError for a flag, or one of the `given` fields of TuneConfig, that has no effect."""
+    if not options.frozen:
+        if "l2" in given:
+            raise ValueError("--l2: needs --frozen")
+        return
+    unused = sorted(given.keys() - PROBED)
+    if options.sweep:
+        unused.append("sweep")
+    if options.seeds is not None and not options.init.startswith("random:"):
+        unused.append("seeds")  # nothing is random
+    if unused:
+        raise ValueError(f"--{unused[0].replace('_', '-')}: has no effect with --frozen")
+    if options.task in TASKS and TASKS[options.task].kind != "classification":
+        raise ValueError(f"--frozen: {options.task} needs an encoder that is fine-tuned")
 
 
 def grid(group: str, dim: int, given: dict) -> list[dict[str, float]]:
-    """The settings of Table 5 or 6 for an encoder of width `dim`, or of a linear probe; a given value replaces them."""
+    """The settings of Table 5 or 6 for an encoder of width `dim`; a given value replaces them."""
     smaller = max(1, 768 / dim) ** 2  # an encoder smaller than base needs higher rates, as in TuneConfig
-    rates = FROZEN_RATES if group == "frozen" else [rate * smaller for rate in RATES[group == "large", dim >= 1024]]
+    rates = [rate * smaller for rate in RATES[group == "large", dim >= 1024]]
     tried = SWEEPS.get(group, SWEEPS["small"]) | {"learning_rate": rates}
     tried |= {name: (given[name],) for name in SWEPT if name in given}
     return [dict(zip(tried, values)) for values in itertools.product(*tried.values())]
@@ -145,7 +172,6 @@ class Encoded(NamedTuple):
     examples: list  # Example or Question
     windows: list[tuple[int, int]]  # SQuAD: index of each input's question, and shift from context to input
     remark: str
-    vectors: Tensor | None = None  # (N, d) float32 of the frozen encoder, for a linear probe
 
 
 class Kind(Protocol):

@@ -1,8 +1,6 @@
-"""Batches for fine-tuning, and the kind of task that classifies one or two texts: its inputs, head, loss and scores."""
-import itertools
+"""The kind of task that classifies one or two texts: its inputs, head, loss and scores."""
 import math
 from collections import Counter
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -10,41 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from maelm import PAD, Config
+from maelm import Config
 from support.model.heads import ClassifierHead
-from support.program.cli import UserError
+from support.program.errors import UserError
 from support.program.files import json_lines
 from support.tasks.metrics import METRICS
-from support.tasks.table1 import Encoded, Example, Labels
+from support.tasks.types import Encoded, Example, Labels
 from support.text.tokenizer import Tokenizer
-
-
-def collate(encoded: Encoded, chosen, device: torch.device):
-    """Chosen inputs (B,) of a split -> tokens (B, m) int64, padding (B, m) bool, targets. The longest has m tokens."""
-    ids = [torch.from_numpy(encoded.ids[i]) for i in chosen]
-    tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD).to(device)
-    return tokens, tokens == PAD, encoded.targets[chosen].to(device)
-
-
-def by_length(encoded: Encoded, batch_size: int) -> list[np.ndarray]:
-    """The indices of all inputs, in batches of similar length."""
-    order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
-    return [order[start:start + batch_size] for start in range(0, len(order), batch_size)]
-
-
-def batches(encoded: Encoded, seed: int, batch_size: int) -> Iterator[np.ndarray]:
-    """Yield the indices of each step's inputs, (batch_size,) int64 or, at the end of an epoch, fewer. Every epoch is a
-    new permutation of all inputs. Those of sixteen batches are sorted by length, which saves padding."""
-    lengths = np.array([len(ids) for ids in encoded.ids])
-    for epoch in itertools.count():
-        random = np.random.default_rng((seed, epoch))
-        order = random.permutation(len(lengths))
-        for start in range(0, len(order), 16 * batch_size):
-            group = order[start:start + 16 * batch_size]
-            group = group[np.argsort(lengths[group], kind="stable")]
-            cut = [group[i:i + batch_size] for i in range(0, len(group), batch_size)]
-            # Shuffle the batches, so that inputs do not grow longer from step to step.
-            yield from [cut[i] for i in random.permutation(len(cut))]
 
 
 class Classification:

@@ -1,0 +1,61 @@
+"""A model's guesses at [MASK], for a given text or for words of held-out text."""
+import re
+from dataclasses import replace
+
+import torch
+
+from maelm import MAELM, MASK, apply_masks
+from support.program.errors import UserError, printable
+from support.text.rows import Rows, evenly
+from support.text.tokenizer import Tokenizer
+
+SHOWN = 6  # examples at the end of a run
+Guess = list[tuple[str, float]]  # the three best tokens at a position, with their probabilities
+
+
+@torch.no_grad()
+def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, at) -> list[Guess]:
+    """The best guesses for tokens (1, n) int64 at the positions `at` (1, k) int64. As in an exported model, the encoder
+    sees all of them or none."""
+    config = replace(model.config, mask_in_encoder=float(model.config.mask_in_encoder > 0.5))
+    if config.encoder_fill != "random":  # a [MASK] in a text stays a [MASK]
+        config = replace(config, encoder_fill="mask")
+    logits = model.logits(apply_masks(tokens, at, config, torch.Generator().manual_seed(0)))  # (1, k, V)
+    best = logits[0].float().softmax(-1).topk(3)
+    guesses = []
+    for ids, probabilities in zip(best.indices.tolist(), best.values.tolist()):
+        texts = [printable(tokenizer.decode([i])) for i in ids]
+        guesses.append([(text.strip() or repr(text), p) for text, p in zip(texts, probabilities)])
+    return guesses
+
+
+def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[Guess]:
+    """Guess each [MASK] in a text. Raises UserError if the text has no [MASK] or too many tokens."""
+    tokens = torch.tensor([tokenizer.with_masks().encode(text).ids])
+    if MASK not in tokens:
+        raise UserError(f"{text!r:.40}: has no [MASK]")
+    if tokens.shape[1] > model.config.seq_len:
+        raise UserError(f"{text!r:.40}: has {tokens.shape[1] - 2} tokens; at most {model.config.seq_len - 2} fit")
+    return best_tokens(model, tokenizer, tokens, (tokens[0] == MASK).nonzero().mT)  # (1, k)
+
+
+def format_guess(guess: Guess) -> str:
+    """A guess as text, such as `the 0.61  a 0.20  its 0.03`."""
+    return "  ".join(f"{word} {p:.2f}" for word, p in guess)
+
+
+def held_out_guesses(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
+    """The model's guesses at a whole word in the middle of each of SHOWN validation sequences."""
+    model.eval()
+    lines = ["held-out text: the word in [brackets] was masked; below it are the model's three best guesses"]
+    for row in evenly(rows, 20 * SHOWN):  # some sequences have no such word
+        texts = [printable(tokenizer.decode([i]).replace("\n", " ")) for i in row]
+        for at in range(len(row) // 2, len(row) - 1):
+            if re.fullmatch(" [^\\W\\d_]+" * 2, texts[at] + texts[at + 1]):  # two words of one token each
+                guess, = best_tokens(model, tokenizer, row[None], torch.tensor([[at]]))
+                before, after = "".join(texts[at - 7:at]), "".join(texts[at + 1:at + 8])
+                lines += [f"  ...{before} [{texts[at].strip()}]{after} ...", f"      {format_guess(guess)}"]
+                break
+        if len(lines) > 2 * SHOWN:
+            break
+    return "\n".join(lines)
