@@ -6,7 +6,7 @@
     python -m bench.copies zero FOLDER RUN OUT [other] # RUN without its copying head, or without the other head
 
 A second text is the first one, or another text of the same library; five of its twelve words are then replaced. A head
-is removed by setting its queries and keys to zero. Their gradients are then zero as well, so fine-tuning cannot restore it.
+is removed by setting its queries and keys to zero. Their gradients are then zero also: fine-tuning cannot restore it.
 """
 import json
 import random
@@ -54,8 +54,8 @@ def write_pairs(folder):
 
 @torch.no_grad()
 def attention_to_copy(run, texts):
-    """The mean attention from a token of the second A in [CLS] A [SEP] A [SEP] to the same token in the first A, for each
-    head: (layers, heads). A fifth of the second A is replaced, and not counted."""
+    """The mean attention from a token of the second A in [CLS] A [SEP] A [SEP] to the same token in the first A, for
+    each head: (layers, heads). A fifth of the second A is replaced, and not counted."""
     encoder, state = load_encoder(Path(run))
     rows = [state["tokenizer"].encode(text) for text in texts]
     a = torch.tensor([row[:TOKENS].tolist() for row in rows if len(row) >= TOKENS])

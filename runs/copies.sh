@@ -6,8 +6,8 @@ export glue=$1 out=${2-out/copies} OMP_NUM_THREADS=1
 mkdir -p "$out"
 [ -e "$out/data/dev.jsonl" ] || python -m bench.copies pairs "$out/data"
 
-pairs() { python finetune.py --init "$1" --task custom --data "$out/data" --epochs 8 --learning-rate 3e-4 --seeds 2 --out "$2-pairs"; }
-stsb() { python finetune.py --init "$1" --task stsb --data "$glue" --epochs 3 --learning-rate 4e-4 --seeds 2 --out "$2-stsb"; }
+pairs() { python finetune.py --init "$1" --task custom --data "$out/data" --epochs 8 --learning-rate 3e-4 --seeds 1 --out "$2-pairs"; }
+stsb() { python finetune.py --init "$1" --task stsb --data "$glue" --epochs 3 --learning-rate 4e-4 --seeds 1 --out "$2-stsb"; }
 docs() { python finetune.py --init "$1" --task docs --seeds 3 --out "$2-docs"; }
 
 model() {  # NAME SEED FLAGS...
