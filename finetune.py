@@ -246,7 +246,7 @@ def main(argv=None):
         table = []
         for task in tasks:
             out = options.out / task if options.task == "glue" else options.out
-            with worker.lock(out, sign="config.json"):
+            with worker.lock(out, "config.json"):
                 tune = TuneConfig(**DEFAULTS[TASKS[task].group] | fields_of(TuneConfig, vars(options)))
                 setup = make_setup(task, pretrained, examples[task], tune, out, options, worker)
                 table.append(run_task(setup, options))

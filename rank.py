@@ -188,7 +188,7 @@ def main(argv=None):
         if not name.startswith("hf:") and not path_of(name).exists():  # checked before the first measurement
             parser.error(f"{name}: no such run folder or checkpoint; make one with train.py, or name hf:MODEL")
     out = path_of(config.out or f"out/{'-'.join(['rank', *map(short_name, options.models)])}")
-    with clear_errors("rank.py"), lock_folder(out, sign="rank.json"):
+    with clear_errors("rank.py"), lock_folder(out, "rank.json"):
         path = out / "rank.json"
         settings = asdict(config) | {"models": options.models, "code": code_hash(*CODE)}
         before = read_json(path) if path.is_file() else {"settings": settings, "models": {}}

@@ -28,7 +28,7 @@ from support.program.cli import Parser, add_flags, fields_of, path_of
 from support.program.errors import clear_errors, noted_signals, say
 from support.program.files import read_json
 from support.program.seeds import seed_of
-from support.program.worker import Worker, compile_model, make_worker
+from support.program.worker import Worker, compile_model, join_processes, make_worker
 from support.text.corpus import VAL_SHARE, prepared_corpus
 from support.text.rows import Rows, evenly, indices_of_step, unigram_entropy
 from support.training.begin import Run, Start, begin, load_start, save_checkpoint
@@ -271,6 +271,7 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
 
 def main(argv=None):
     with clear_errors("train.py", "--micro-batch-size or a smaller model"):
+        join_processes()
         settings, start, flags = parse(argv)
         config, recipe, options = settings
         worker = make_worker(recipe.precision, options.device, small=config.encoder_dim < 256)
@@ -279,7 +280,7 @@ def main(argv=None):
             folder = prepared_corpus(settings.fields(), start.tokenizer)
             say(f"{folder}: {read_json(folder / 'meta.json')}")
             return
-        with worker.lock(flags.out, sign="log.jsonl"):
+        with worker.lock(flags.out, "log.jsonl", "step_*.pt"):
             code = pretrain(begin(settings, flags.out, start, worker))
             worker.destroy_process_group(code)  # under torchrun, the process ends here
     if code:

@@ -6,6 +6,7 @@ encoder.pt of finetune.py holds config, settings, tokenizer, model, and the task
 """
 import io
 import pickle
+import zipfile
 from pathlib import Path
 
 import torch
@@ -35,8 +36,12 @@ def read_checkpoint(path: Path, *wanted: str) -> dict:
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()  # compares checksums, which torch.load does not
+        if damaged:
+            raise zipfile.BadZipFile(damaged)
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+    except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError) as error:
         if "can't allocate memory" in str(error):
             raise
         raise UserError(f"{path}: damaged, or not written by this program; if you delete it, the checkpoint before it "

@@ -34,8 +34,8 @@ def say(*lines: str):
 
 
 def is_first() -> bool:
-    """Whether this is the only process, or the first of those that torchrun started."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this is the first process on this machine; torchrun sets the variable."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def give_up(program: str, message: str, code: int = 2, silent: bool = False):
@@ -56,13 +56,15 @@ def clear_errors(program: str, memory_flags: str = "--batch-size") -> Iterator[N
         yield
     except KeyboardInterrupt:
         give_up(program, "interrupted; repeat the command to continue", code=130)
-    except UserError as error:  # the first process decides, so it has the same error
+    except UserError as error:  # all processes on this machine have the same error
         give_up(program, str(error), silent=not is_first())
     except OSError as error:
         give_up(program, str(error))
     except (MemoryError, RuntimeError) as error:
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             give_up(program, f"the model cannot be compiled ({root_cause(error)}); use --compile off")
+        if re.search("(closed|reset) by peer|pair closure", str(error)):
+            give_up(program, "another process has ended; see its message", silent=not is_first())
         if isinstance(error, RuntimeError) and not re.search("can't allocate memory|out of memory", str(error)):
             raise
         give_up(program, f"out of memory: use a smaller {memory_flags}")

@@ -100,10 +100,10 @@ def figure(path: Path, panels: int = 1) -> Iterator[tuple]:
 
 # ---- 2. Folders ---------------------------------------------------------------------------------------------
 @contextmanager
-def lock_folder(folder: Path, sign: str = "", wait: bool = False) -> Iterator[None]:
+def lock_folder(folder: Path, *signs: str, wait: bool = False) -> Iterator[None]:
     """Make a folder and lock it. Raises UserError if another process uses the folder and `wait` is False, or if the
-    folder has files but, with a `sign`, none of this name."""
-    if sign and not (folder / sign).is_file() and any(folder.glob("[!.]*")):
+    folder has files but none of the `signs`, which are patterns of names."""
+    if signs and any(folder.glob("[!.]*")) and not any(any(folder.glob(sign)) for sign in signs):
         raise UserError(f"{folder}: not empty, and not written by this program; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     # The system frees the lock when the process ends.
@@ -113,6 +113,9 @@ def lock_folder(folder: Path, sign: str = "", wait: bool = False) -> Iterator[No
     except Timeout:
         raise UserError(f"{folder}: another process is working there; wait for it, or choose another --out") from None
     except OSError as error:  # some NFS mounts, for example, do not support locks
+        if wait and os.environ.get("RANK", "0") != "0":  # the first process prepares for all on its disk
+            raise UserError(f"{folder}: cannot be locked ({error.strerror}), so processes could read it while one of "
+                            "them writes; on each machine, first run this command with --prepare") from None
         print(f"{folder}: cannot be locked ({error.strerror}); do not start a second process there", file=sys.stderr)
     try:
         for stale in folder.glob(".*.[0-9]*.tmp"):  # left by a process that was killed while writing

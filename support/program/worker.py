@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,16 +53,15 @@ class Worker(NamedTuple):
         """A context for the backward pass of a micro-batch. Gradients are averaged over processes in the last one."""
         return network.no_sync() if self.world_size > 1 and more_follow else nullcontext()
 
-    def lock(self, folder: Path, sign: str) -> AbstractContextManager:
+    def lock(self, folder: Path, *signs: str) -> AbstractContextManager:
         """A context in which the first process has locked a folder for all; see lock_folder."""
-        return lock_folder(folder, sign) if self.is_main else nullcontext()
+        return lock_folder(folder, *signs) if self.is_main else nullcontext()
 
     def all_reduce(self, *values: float) -> list[float]:
         """The sums of numbers over all processes."""
-        if self.world_size == 1:  # some devices, such as Apple GPUs, have no float64
-            return [float(value) for value in values]
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
+        total = torch.tensor(values, dtype=torch.float64)  # on the CPU, so that no GPU waits
+        if self.world_size > 1:
+            dist.all_reduce(total)
         return total.tolist()
 
     def of_main(self, value: object) -> object:
@@ -75,20 +75,23 @@ class Worker(NamedTuple):
         """A model that averages its gradients over all processes in the backward pass."""
         if self.world_size == 1:
             return model
-        network = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        group = dist.new_group(backend="nccl") if self.device.type == "cuda" else None
+        network = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
         network.broadcast_buffers = False  # buffers never change (PyTorch versions disagree on the argument's name)
         return network
-
-    def init_process_group(self):
-        """Join the other processes that torchrun started."""
-        if self.world_size > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
 
     def destroy_process_group(self, code: int = 0):
         """End this process at once if it has joined others; gloo's threads may abort an ordinary exit."""
         if dist.is_initialized():
             dist.destroy_process_group()
             os._exit(code)
+
+
+def join_processes():
+    """Join the other processes that torchrun started. This comes first: if one of them fails later, its connections
+    close, and all others end. They may wait for a day, because preparing a corpus can take hours."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group("gloo", timeout=timedelta(days=1))
 
 
 def keep_freed_memory():
@@ -109,7 +112,12 @@ def best_device(name: str, small: bool) -> torch.device:
         name = [kind for kind in available if available[kind]][0]
     if not available.get(name):
         raise UserError(f"--device {name}: this machine, or this PyTorch, has none; use --device auto")
-    return torch.device(name, int(os.environ.get("LOCAL_RANK", 0)) if name == "cuda" else None)
+    if name != "cuda":
+        return torch.device(name)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if processes > torch.cuda.device_count():
+        raise UserError(f"--nproc_per_node {processes}: this machine has only {torch.cuda.device_count()} GPUs")
+    return torch.device(name, int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def has_bf16(device: torch.device) -> bool:

@@ -148,12 +148,13 @@ def corpus_name(settings: dict, text: str, tokenizer: Tokenizer | None) -> str:
     return short_hash(repr(how))
 
 
-def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None, name: str = "") -> Path:
+def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None, name: str = "", moved: bool = False) -> Path:
     """The folder of the corpus that `settings` (the fields data, column, uncased, val_share, vocab_size and cache)
     select. If it does not exist, one process prepares it, with the given tokenizer or a new one. If it exists under the
-    `name` that a run has recorded, the text is not read."""
-    cache, data = path_of(settings["cache"]), settings["data"]
-    if name and (cache / name / "meta.json").is_file():
+    `name` that a run has recorded, the text is not read, unless it may be another text because it has `moved`."""
+    cache = path_of(settings["cache"])
+    data = settings["data"]
+    if name and not moved and (cache / name / "meta.json").is_file():
         return cache / name
     selected = sources(data)
     folder = cache / corpus_name(settings, text_hash(selected, settings["column"], settings["cache"]), tokenizer)

@@ -20,6 +20,10 @@ class Rows:
         if count == 0:
             raise UserError(f"--data {meta['data']}: its {split} split has {tokens} tokens, too few for a sequence "
                             f"of seq_len={seq_len}; use more text, a smaller --seq-len, or another --val-share")
+        size = (folder / f"{split}.bin").stat().st_size  # in bytes
+        if size != tokens * np.dtype(meta["dtype"]).itemsize:
+            raise UserError(f"{folder / split}.bin: damaged ({size:,} bytes, {tokens:,} tokens); delete this folder, "
+                            "and it is prepared again")
         self.pieces = np.memmap(folder / f"{split}.bin", meta["dtype"], "r", shape=(count, seq_len - 1))
 
     def __len__(self) -> int:

@@ -73,7 +73,7 @@ def changes(out: Path, saved: dict, settings: Settings) -> dict[str, list]:
     before = asdict(saved["config"]) | defaults | saved["settings"]
     if saved["step"] >= settings.last_step:
         return compare(out, before, settings.fields())  # a finished run would not use any other setting
-    changed = compare(out, before, settings.fields(), MAY_CHANGE)
+    changed = compare(out, before, settings.fields(), {*MAY_CHANGE, "data"})  # the text may have moved
     if changed.get("keep_checkpoints", [1])[0] == 0:
         raise UserError(f"{out}: keep_checkpoints=0 there; repeat the command with --keep-checkpoints 0, because "
                         "otherwise its older checkpoints would be deleted")
@@ -91,12 +91,11 @@ def begin(settings: Settings, out: Path, start: Start, worker: Worker) -> Run:
         changed = changes(out, saved, settings)
         corpus = saved["corpus"]
         tokenizer = saved["tokenizer"] if settings.options.init else None
-    folder = prepared_corpus(settings.fields(), tokenizer, corpus)
-
-    # Processes meet here, because preparing a corpus may take longer than torch.distributed waits.
-    worker.init_process_group()
+    if worker.is_main:
+        corpus = prepared_corpus(settings.fields(), tokenizer, corpus, moved="data" in changed).name
+    corpus = worker.of_main(corpus)
+    folder = prepared_corpus(settings.fields(), tokenizer, corpus)  # reads no text, except on another machine
     settings = worker.of_main(settings)
-    folder = folder.parent / worker.of_main(folder.name)
     step = saved["step"] if saved else None
     chosen = worker.of_main(step)
     if chosen != step:  # as on a machine that does not share the folder of the first one
