@@ -3,20 +3,20 @@
 # TEXT is the value of train.py's --data; GLUE is a folder with the Hub's files of stsb and mrpc.
 set -u
 text=${1:?TEXT} glue=${2:?GLUE} out=${3:-out/gpu}
-train="python train.py --preset small --data $text"
-speed="python -m bench.speed --device cuda --preset base"
+train=(python train.py --preset small --data "$text")
+speed=(python -m bench.speed --device cuda --preset base)
 mkdir -p "$out"
 
 once() {  # NAME COMMAND...: run it, unless it has already succeeded
-    [ -e "$out/$1.done" ] && return
+    [ ! -e "$out/$1.done" ] || return 0
     echo "$(date +%H:%M) $1"
-    if "${@:2}" >> "$out/$1.log" 2>&1; then touch "$out/$1.done"; else echo "$1 failed: see $out/$1.log"; fi
+    if "${@:2}" >> "$out/$1.log" 2>&1; then touch "$out/$1.done"; else echo "$1 failed: see $out/$1.log"; return 1; fi
 }
 
 tune() {  # RUN: fine-tuning and a linear probe, on STS-B and MRPC
     for task in stsb mrpc; do
-        of_task=(python finetune.py --init "$out/$1" --task $task --data "$glue" --seeds 3)
-        once "$task-$1" "${of_task[@]}" --learning-rate 1.2e-4 --out "$out/$1-$task"
+        of_task=(python finetune.py --init "$out/$1" --task $task --data "$glue")
+        once "$task-$1" "${of_task[@]}" --seeds 3 --learning-rate 1.2e-4 --out "$out/$1-$task"
         once "$task-$1-probe" "${of_task[@]}" --frozen --out "$out/$1-$task-probe"
     done
 }
@@ -25,16 +25,16 @@ tune() {  # RUN: fine-tuning and a linear probe, on STS-B and MRPC
 once tests env CUDA_VISIBLE_DEVICES=0 pytest -q -m cuda -n 0
 # 2. Why does small's MAE-LM score 19 on STS-B, and the MLM 79?
 short="--max-steps 5000"
-once mae-lm $train $short --out "$out/mae-lm" && tune mae-lm
-once mlm $train $short --ablation mlm --out "$out/mlm" && tune mlm
-once absolute $train $short --no-decoder-relative --out "$out/absolute" && tune absolute
-once shallow $train $short --decoder-layers 1 --out "$out/shallow" && tune shallow
-once masks-40 $train $short --mask-rate 0.4 --out "$out/masks-40" && tune masks-40
+once mae-lm "${train[@]}" $short --out "$out/mae-lm" && tune mae-lm
+once mlm "${train[@]}" $short --ablation mlm --out "$out/mlm" && tune mlm
+once absolute "${train[@]}" $short --no-decoder-relative --out "$out/absolute" && tune absolute
+once shallow "${train[@]}" $short --decoder-layers 1 --out "$out/shallow" && tune shallow
+once masks-40 "${train[@]}" $short --mask-rate 0.4 --out "$out/masks-40" && tune masks-40
 # 3. Does the order of the paper appear with length?
-once long-mae-lm $train --out "$out/long-mae-lm" && tune long-mae-lm
-once long-mlm $train --ablation mlm --out "$out/long-mlm" && tune long-mlm
+once long-mae-lm "${train[@]}" --out "$out/long-mae-lm" && tune long-mae-lm
+once long-mlm "${train[@]}" --ablation mlm --out "$out/long-mlm" && tune long-mlm
 # 4. Where does the time of base go? no-relative shows how much the relative bias costs.
-once speed-eager $speed --rows 64 --out "$out/eager.json"
-once speed-compiled $speed --rows 64 --compile --models mae-lm mlm no-relative --out "$out/compiled.json"
+once speed-eager "${speed[@]}" --rows 64 --out "$out/eager.json"
+once speed-compiled "${speed[@]}" --rows 64 --compile --models mae-lm mlm no-relative --out "$out/compiled.json"
 # 5. Does base learn?
 once base python train.py --preset base --data "$text" --stop-at 600 --out "$out/base"

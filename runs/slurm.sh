@@ -1,6 +1,6 @@
 #!/bin/bash
 #SBATCH --job-name maelm
-#SBATCH --nodes 8
+#SBATCH --nodes 2
 #SBATCH --ntasks-per-node 8
 #SBATCH --gpus-per-node 8
 #SBATCH --cpus-per-task 8
@@ -9,7 +9,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode append
 
-# Trains base on 64 GPUs, one process per GPU. From the root of the repository, on a disk that all nodes share:
+# Trains base on 16 GPUs, one process per GPU; docs/large.md says why more are not faster. From the root of the repository, on a disk that all nodes share:
 #     python -m venv .venv && .venv/bin/pip install -r requirements.txt
 #     .venv/bin/python train.py --preset base --data TEXT --cache cache --prepare
 #     sbatch runs/slurm.sh --data TEXT [--FLAG VALUE ...]        takes all flags of train.py
@@ -18,7 +18,6 @@
 # 300 seconds before the time limit, Slurm sends SIGUSR1 to this script, and srun passes it on to all processes. They
 # finish their step, rank 0 saves a checkpoint, and the job goes back to the queue, where the same command continues the
 # run. After any other error, the job ends. Slurm itself requeues a job that is preempted or whose node fails.
-# Processes wait ten minutes for nodes that start late.
 #
 # This was tried on one machine, with stand-ins for srun and scontrol. Only a real cluster shows whether Slurm sends the
 # signal in time, srun passes it on, and the job may be requeued: try a job with --time 00:10:00.

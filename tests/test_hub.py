@@ -127,6 +127,8 @@ def test_an_exported_tokenizer_gives_our_ids(uncased, hub, tmp_path):
         assert theirs(text)["input_ids"] == [CLS, *ours.encode(text), SEP], text
     assert theirs("a", "b")["input_ids"] == [CLS, *ours.encode("a"), SEP, *ours.encode("b"), SEP]
     assert theirs("the [MASK] sat")["input_ids"] == [CLS, *ours.encode("the"), MASK, *ours.encode(" sat"), SEP]
+    starts = [start for start, end in theirs(" the  cat", return_offsets_mapping=True)["offset_mapping"] if start < end]
+    assert not any(" the  cat"[start].isspace() for start in starts)
     batch = theirs(["the cat " * N, "a"], truncation=True, padding=True)
     assert batch.keys() == {"input_ids", "attention_mask"}
     assert batch["input_ids"][1] == [CLS, *ours.encode("a"), SEP] + [PAD] * (N - 3)

@@ -125,10 +125,28 @@ def test_a_run_keeps_its_corpus_and_reads_no_text(tmp_path, finished, monkeypatc
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_can_be_used(text, finished, copy, capsys):
     newest = copy / "step_0000006.pt"
-    newest.write_bytes(newest.read_bytes()[:-1000])
-    assert "step_0000006.pt: damaged" in fails(lambda: short_run(text, copy), capsys)
+    whole = newest.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    for damaged in (whole[:-1000], flipped):
+        newest.write_bytes(damaged)
+        assert "step_0000006.pt: damaged" in fails(lambda: short_run(text, copy), capsys)
     newest.unlink()
     assert same(short_run(text, copy), finished)
+
+
+def test_checkpoints_alone_continue_where_the_text_has_moved(text, finished, tmp_path, capsys):
+    out = tmp_path / "run"
+    out.mkdir()
+    shutil.copy(finished / "step_0000003.pt", out)
+    moved = shutil.copy(text, tmp_path / "moved.txt")
+    assert same(short_run(moved, out), finished)
+    (out / "step_0000006.pt").unlink()
+    file, = tmp_path.glob("cache/*/train.bin")
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "train.bin: damaged" in fails(lambda: short_run(moved, out), capsys)
+    write_corpus(moved, 399)
+    assert "the text has changed" in fails(lambda: short_run(moved, out), capsys)
 
 
 def test_settings_that_decide_neither_model_nor_data_may_change(text, finished, tmp_path, capsys):
@@ -266,10 +284,11 @@ def test_two_processes_equal_one_that_accumulates(text, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "slow, because" not in done.stdout
     assert (tmp_path / "prepared-by").read_text() in ("0", "1")  # one process prepares, the other waits
     # Graphs of evaluation, of its last sequence (first process only) and of a step: no graph breaks.
     assert sorted((tmp_path / "graphs-of").read_text()) == ["0", "0", "0", "1", "1"]
-    assert done.stdout.count("2 x cpu in float32, from step 0") == 1  # only one process prints
+    assert done.stdout.count("2 x cpu in float32, 2 sequences at a time, from step 0") == 1  # only one process prints
     assert [path.name for path in checkpoints.checkpoints(out)] == ["step_0000003.pt", "step_0000004.pt"]
 
     short_run(text, out, *flags)  # one process continues

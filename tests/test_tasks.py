@@ -141,13 +141,14 @@ def test_all_formats_keep_cells_as_they_are(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     lines = [json.dumps(row | {"more": i} if i else row) for i, row in enumerate(rows)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    for suffix, dialect in ((".csv", "excel"), (".tsv", "excel-tab")):
-        with open(tmp_path / f"a{suffix}", "w", encoding="utf-8-sig", newline="") as file:
-            csv.writer(file, dialect).writerows([["text", "text2", "label"], *[row.values() for row in rows]])
-        packed = gzip.compress((tmp_path / f"a{suffix}").read_bytes())
-        (tmp_path / f"[a]{suffix.upper()}.gz").write_bytes(packed)
+    with open(tmp_path / "a.csv", "w", encoding="utf-8-sig", newline="") as file:
+        csv.writer(file).writerows([["text", "text2", "label"], *[row.values() for row in rows]])
+    (tmp_path / "[a].CSV.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
     for path in tmp_path.iterdir():
         assert [row[:3] for row in examples.custom_examples(path)] == [tuple(row.values()) for row in rows], path
+    (tmp_path / "a.tsv").write_text('text\tlabel\n"a\tx\nb\ty\n"c" d"\tnull\n')  # without quotes, as GLUE's own files
+    found = [row[:3:2] for row in examples.custom_examples(tmp_path / "a.tsv")]
+    assert found == [('"a', "x"), ("b", "y"), ('"c" d"', "null")]
     (tmp_path / "Train.csv").write_text("sentence1,Sentence2 ,Label\na,b,1.0\n")
     (tmp_path / "valid.jsonl").write_text('{"text": "a", "text2": "b", "label": 1.0}\n')  # as written, not 1
     for row in examples.read_task("custom", str(tmp_path), 0.01).values():
@@ -171,6 +172,9 @@ def test_labels_with_fractions_are_numbers():
     ("train.csv", "text;label\na;2,5\n", "train.csv: has ; between its columns"),
     ("train.csv", 'text,label\na,"2,5"\nb,1\n', "label '2,5': write decimals with a point"),
     ("train.csv", "text,label\na,x\n", "all training examples have the label 'x'"),
+    ("train.csv", "", "train.csv: is empty"),
+    ("train.jsonl", '{"text": "a", "label": null}', "train.jsonl, line 1: its label is missing"),
+    ("train.jsonl", '{"text": "a", "label": NaN}', "train.jsonl, line 1: its label is missing"),
     ("train.x", "", "must have one file train .* has none")])
 def test_bad_files_are_refused(file, content, message, tmp_path):
     for path in (file, file.replace("train", "dev")):

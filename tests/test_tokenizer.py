@@ -33,6 +33,13 @@ def test_odd_texts_come_back_from_their_tokens(tokenizer):
         assert tokenizer.decode(ids) == "".join(letters)
 
 
+def test_a_word_is_one_piece_in_every_script():
+    for text in ("हिन्दी में लिखा हुआ वाक्य", "שָׁלוֹם עוֹלָם", "தமிழ் மொழி", "re\u0301sume\u0301 a\u0300 cote\u0301",
+                 "สวัสดี ครับ", "مَرْحَبًا بِك"):
+        tokenizer = Tokenizer.train(50 * [text], 1000, True)  # whole pieces become tokens
+        assert len(tokenizer.encode(text)) == len(text.split()), text
+
+
 def test_tiktoken_gives_the_ids_of_tokenizers(tokenizer):
     letters = [chr(i) for i in range(sys.maxunicode + 1) if not 0xD800 <= i < 0xE000]  # all but surrogates
     texts = ["".join(letters[i:i + 1000]) for i in range(0, len(letters), 1000)]

@@ -55,7 +55,7 @@ def draw(entries: dict[str, dict], tau: float, path: Path):
         for number, (name, entry) in enumerate(entries.items()):
             for key, ranks in entry["uncentered"].items():
                 curve = CURVES[key]
-                label = f"{printable(name)}, {curve.label}"
+                label = f"{curve.label}: {printable(name)}"  # matplotlib hides labels that begin with _
                 axes[curve.panel].plot(ranks, curve.style, color=f"C{number}", label=label)
         for axis, title in zip(axes, ("(a) all tokens", "(b) [MASK] tokens")):
             axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {tau}", title=title)

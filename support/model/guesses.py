@@ -1,5 +1,5 @@
 """A model's guesses at [MASK], for a given text or for words of held-out text."""
-import re
+import unicodedata
 from dataclasses import replace
 
 import torch
@@ -44,17 +44,26 @@ def format_guess(guess: Guess) -> str:
     return "  ".join(f"{word} {p:.2f}" for word, p in guess)
 
 
+def is_word(text: str) -> bool:
+    """Whether a text consists of letters and their marks."""
+    return text != "" and all(unicodedata.category(letter)[0] in "LM" for letter in text)
+
+
 def held_out_guesses(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
-    """The model's guesses at a whole word in the middle of each of SHOWN validation sequences."""
+    """The model's guesses at a word in the middle of each of SHOWN validation sequences: a token of letters, between
+    two spaces if there are any."""
     model.eval()
     lines = ["held-out text: the word in [brackets] was masked; below it are the model's three best guesses"]
     for row in evenly(rows, 20 * SHOWN):  # some sequences have no such word
-        texts = [printable(tokenizer.decode([i]).replace("\n", " ")) for i in row]
+        pieces = [tokenizer.decode([i]).replace("\n", " ") for i in row]
+        has_spaces = any(piece.startswith(" ") for piece in pieces)
         for at in range(len(row) // 2, len(row) - 1):
-            if re.fullmatch(" [^\\W\\d_]+" * 2, texts[at] + texts[at + 1]):  # two words of one token each
+            alone = pieces[at].startswith(" ") and pieces[at + 1].startswith(" ")
+            if is_word(pieces[at].strip()) and (alone or not has_spaces):
                 guess, = best_tokens(model, tokenizer, row[None], torch.tensor([[at]]))
-                before, after = "".join(texts[at - 7:at]), "".join(texts[at + 1:at + 8])
-                lines += [f"  ...{before} [{texts[at].strip()}]{after} ...", f"      {format_guess(guess)}"]
+                before = printable("".join(pieces[at - 7:at]))
+                after = printable("".join(pieces[at + 1:at + 8]))
+                lines += [f"  ...{before} [{printable(pieces[at].strip())}]{after} ...", f"      {format_guess(guess)}"]
                 break
         if len(lines) > 2 * SHOWN:
             break

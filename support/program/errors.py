@@ -13,8 +13,9 @@ class UserError(Exception):
 
 
 def printable(text: str) -> str:
-    """Escape control characters as Python does, because a terminal would obey them."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    """Escape control characters as Python does, because a terminal would obey them. Joiners belong to words."""
+    joiners = "\u200c\u200d"
+    return "".join(c if c.isprintable() or c in joiners else repr(c)[1:-1] for c in text)
 
 
 def root_cause(error: BaseException) -> str:

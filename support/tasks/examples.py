@@ -123,10 +123,14 @@ def custom_file(data: str, split: str) -> Path:
 
 def table_records(path: Path) -> list[Record]:
     """The rows of a .csv or .tsv file, with all cells as text. Raises UserError if it is not a table."""
-    separator = "\t" if split_name(path)[1] == ".tsv" else ","
+    # A .tsv has no quotes, as in GLUE's own files. In a .csv, strict: otherwise, an unpaired " would merge rows.
+    how = dict(delimiter="\t", quoting=csv.QUOTE_NONE) if split_name(path)[1] == ".tsv" else dict(strict=True)
     csv.field_size_limit(1 << 30)  # characters in a cell
-    with open_text(path) as file:  # strict: otherwise, an unpaired " would merge rows
-        names, *rows = filter(None, csv.reader(file, delimiter=separator, strict=True))
+    with open_text(path) as file:
+        rows = [row for row in csv.reader(file, **how) if row]
+    if not rows:
+        raise UserError(f"{path}: is empty; it needs a header and a row per example")
+    names, *rows = rows
     if len(names) == 1 and ";" in names[0]:  # as some versions of Excel write
         raise UserError(f"{path}: has ; between its columns; write it with commas, and decimals with a point")
     if len({name.strip().lower() for name in names}) < len(names):
@@ -149,8 +153,10 @@ def custom_examples(path: Path) -> list[Example]:
         texts = [record.get(name, record.get(other)) for name, other in (("text", "sentence1"), ("text2", "sentence2"))]
         label = record.get("label")
         label = label.strip() if isinstance(label, str) else json.dumps(label)  # 1 and 1.0 stay different
-        if not isinstance(texts[0], str) or not isinstance(texts[1], str | None) or label in ("", "null", "NaN"):
+        if not isinstance(texts[0], str) or not isinstance(texts[1], str | None) or "label" not in record:
             raise UserError(f"{place}: needs texts in `text` and, for pairs, `text2`, and a label in `label`, but has "
                             f"{record!r:.200}")
+        if label == "" or record["label"] is None or record["label"] != record["label"]:  # NaN differs from itself
+            raise UserError(f"{place}: its label is missing; add one, or remove the row")
         examples.append(Example(*texts, label, place))
     return examples

@@ -11,7 +11,8 @@ from maelm import CLS, NUM_SPECIAL, SEP
 from support.text.readers import split_long
 
 SPECIALS = ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]  # ids 0 to 3, as in maelm.py
-PIECES = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"  # no merge crosses the boundary of a piece
+# No merge crosses the boundary of a piece. Letters include marks, such as the vowels of Hindi and combining accents.
+PIECES = r" ?[\p{L}\p{M}]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]+|\s+"
 
 
 def byte_letters() -> list[str]:
@@ -77,8 +78,10 @@ class Tokenizer:
     def framed(self) -> tokenizers.Tokenizer:
         """A copy of the model that adds [CLS] and [SEP] to one or two texts, for fine-tuning and exports."""
         model = Tokenizer.of_json(self.to_json()).model
-        model.post_processor = tokenizers.processors.TemplateProcessing(
+        frame = tokenizers.processors.TemplateProcessing(
             "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)])
+        offsets = tokenizers.processors.ByteLevel(add_prefix_space=False)  # without the space before a word
+        model.post_processor = tokenizers.processors.Sequence([offsets, frame])
         return model
 
     def with_masks(self) -> tokenizers.Tokenizer:

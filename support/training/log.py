@@ -16,7 +16,7 @@ from maelm import Config, Corruption
 from support.model.build import make_model
 from support.model.checkpoints import checkpoints
 from support.model.guesses import held_out_guesses
-from support.program.errors import UserError, printable, say
+from support.program.errors import UserError, printable, root_cause, say
 from support.program.files import figure, json_lines, write_json, write_text
 from support.training.begin import Run
 
@@ -63,10 +63,14 @@ class Progress:
             # Copies for people; checkpoints hold the same settings and tokenizer.
             write_json(run.out / "config.json", run.settings.fields() | {"corpus": run.corpus})
             write_text(run.out / "tokenizer.json", run.tokenizer.to_json())
-            if run.settings.options.wandb:
-                import wandb  # pip install wandb
-                project = run.settings.options.wandb
-                self.wandb = wandb.init(project=project, name=str(run.out), config=run.settings.fields())
+            project = run.settings.options.wandb
+            if project:
+                try:
+                    import wandb
+                    self.wandb = wandb.init(project=project, name=str(run.out), config=run.settings.fields())
+                except Exception as error:  # it is not installed, has no key, or cannot reach its server
+                    raise UserError(f"--wandb {project}: {root_cause(error)}; pip install wandb, and log in with "
+                                    "`wandb login`") from error
 
     def resume(self):
         """Start the clock: from here on, time is training time. log_steps stops it."""
@@ -103,18 +107,25 @@ class Progress:
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         available = len(run.rows["train"]) * config.seq_len / 1e6
         wanted = recipe.batch_size * run.settings.last_step * config.seq_len / 1e6
+        micro_batch = worker.micro_batch(recipe.batch_size, options.micro_batch_size)
+        possible = min(recipe.batch_size // worker.world_size, options.micro_batch_size)
+        advice = []
+        if 2 * micro_batch <= possible:
+            advice = [f"slow, because batch_size={recipe.batch_size} has few divisors: use a multiple of "
+                      f"{possible * worker.world_size}"]
         lines = [
             f"{run.out}: {parameters:,} parameters, encoder {config.encoder_layers} x {config.encoder_dim}, "
             f"decoder {config.decoder_layers} x {config.decoder_width}",
             f"{wanted:,.1f} M tokens of {recipe.data}, which has {available:,.1f} M: {wanted / available:.2f} epochs",
-            f"{worker.world_size} x {worker.device.type} in {str(worker.dtype).removeprefix('torch.')}, "
-            f"{'continuing at' if run.step else 'from'} step {run.step}",
+            f"{worker.world_size} x {worker.device.type} in {str(worker.dtype).removeprefix('torch.')}, {micro_batch} "
+            f"sequences at a time, {'continuing at' if run.step else 'from'} step {run.step}",
+            *advice,
             *[f"changed: {name}={now!r}, before {before!r}" for name, (before, now) in run.changed.items()],
             f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context"]
         self.write("\n".join(lines), step=run.step, unigram_entropy=entropy, start={
             "commit": commit(), "python": platform.python_version(), "torch": torch.__version__,
             "host": socket.gethostname(), "processes": worker.world_size,
-            "micro_batch": worker.micro_batch(recipe.batch_size, options.micro_batch_size),
+            "micro_batch": micro_batch,
             "flops_per_token": flops(config) / config.seq_len, "changed": run.changed})
 
     def log_validation(self, val_loss: float, val_accuracy: float):
