@@ -43,7 +43,7 @@ def test_training_commands_of_the_readme_run(text, finished, tmp_path):
     given = [flags for program, flags in commands(README) if program == "train.py"]
     for number, flags in enumerate(given):
         train.main([*shlex.split(flags.replace("out/toy", str(finished))), *arguments(text, tmp_path / str(number))])
-    assert len(list(tmp_path.glob("*/step_0000006.pt"))) == len(given) > 3
+    assert len(list(tmp_path.glob("*/step_0000006.pt"))) == len(given) > 2
 
 
 def test_python_of_the_readme_prints_what_its_comments_say(capsys):
