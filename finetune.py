@@ -37,7 +37,7 @@ from support.tasks.batches import batches, by_length, collate, in_order
 from support.tasks.encoder import Pretrained, Tuned, states, write_tuned
 from support.tasks.examples import read_task
 from support.tasks.setup import Setup, make_setup
-from support.tasks.types import DEFAULTS, GLUE, TASKS, check_frozen, check_tune, grid
+from support.tasks.types import DEFAULTS, GLUE, TASKS, check_options, check_tune, grid
 from support.text.corpus import VAL_SHARE
 from train import learning_rate_factor
 
@@ -66,6 +66,7 @@ class TuneConfig:
 class Checkpoint(NamedTuple):
     """A fine-tuned model after `step` steps."""
     step: int
+    value: float | None  # of the first metric; None if the predictions are constant
     metrics: dict
     files: dict[str, str]  # texts of prediction files by name
     weights: dict
@@ -89,10 +90,10 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
                                   eps=1e-6, weight_decay=tune.weight_decay, fused=True)
     steps = math.ceil(tune.epochs * math.ceil(len(train.ids) / tune.batch_size))
     count = min(20, math.ceil(2 * tune.epochs))  # evaluations: one per half epoch, but at most 20
-    ends = {math.ceil(steps * i / count) for i in range(1, count + 1)}
+    evaluate_after = {math.ceil(steps * i / count) for i in range(1, count + 1)}
     best = None
 
-    drawn = batches(train, seed, tune.batch_size)  # for each step, the indices of its inputs
+    drawn = batches(train, seed, tune.batch_size)  # for each step, without end, its inputs' indices
     bar = tqdm(range(steps), desc=f"{setup.task} seed {seed}", leave=False, disable=None)
     for step, indices in zip(bar, drawn):
         model.train()  # evaluation switched dropout off
@@ -106,20 +107,20 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
         optimizer.step()
         optimizer.zero_grad()
 
-        if step + 1 in ends:
+        if step + 1 in evaluate_after:
             metrics, files = evaluate(model, setup)
             if metrics is None:  # diverged: no value, even if an earlier checkpoint had one
                 return {"value": None, "metrics": {}, "ranks": None}
-            value = results.height(metrics[kind.labels.metrics[0]])
-            if best is None or value > results.height(best.metrics[kind.labels.metrics[0]]):
+            value = metrics[kind.labels.first_metric]
+            if best is None or results.height(value) > results.height(best.value):
                 weights = copy.deepcopy(model.state_dict())
-                best = Checkpoint(step + 1, metrics, files, weights)
+                best = Checkpoint(step + 1, value, metrics, files, weights)
 
     model.load_state_dict(best.weights)
     if seed == 1:  # the first seed of the result; a sweep uses seed 0
         results.write_predictions(setup.out, best.files)
         write_tuned(setup.out / "encoder.pt", model, setup.pretrained, setup.task, kind.labels, tune.seq_len)
-    return {"value": best.metrics[kind.labels.metrics[0]], "metrics": best.metrics, "step": best.step,
+    return {"value": best.value, "metrics": best.metrics, "step": best.step,
             "ranks": ranks(model.encoder, setup)}
 
 
@@ -143,7 +144,7 @@ def evaluate(model: Tuned, setup: Setup) -> tuple[dict | None, dict[str, str]]:
 
 @torch.no_grad()
 def ranks(encoder: nn.Module, setup: Setup) -> dict[str, int] | None:
-    """The effective ranks of H^L at the real tokens of the dev split (Table 3); None if there are
+    """The effective ranks of H^L on the dev split, except at padding (Table 3); None if there are
     too few tokens."""
     encoder.eval()
     moments = Moments()
@@ -170,7 +171,7 @@ def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
         seconds = time.perf_counter() - began
         result = results.write_run(setup.out, tune, seed, result, seconds)
         left = (len(missing) - number) * seconds
-        say(f"{setup.task}  {results.line_of_run(result, setup.kind.labels.metrics[0], left)}")
+        say(f"{setup.task}  {results.line_of_run(result, setup.kind.labels.first_metric, left)}")
     return [results.wait_for(results.path_of_run(setup.out, *run)) for run in runs]
 
 
@@ -180,7 +181,7 @@ def run_task(setup: Setup, options: argparse.Namespace) -> dict:
     dim = setup.pretrained.config.encoder_dim
     sweep = []
     if options.sweep:
-        # Flags replace the grid's values. In tune, the actual learning rate has replaced a 0.
+        # Flags replace the grid's values. In tune, make_setup has replaced a learning rate of 0.
         given = {name: getattr(tune, name) for name in fields_of(TuneConfig, vars(options))}
         points = grid(TASKS[setup.task].group, dim, given)
         # Seed 0, because the choice must not depend on the seeds of the result.
@@ -191,7 +192,7 @@ def run_task(setup: Setup, options: argparse.Namespace) -> dict:
     if not setup.worker.is_main:
         return {}
     before = ranks(setup.pretrained.new_encoder(1).to(setup.worker.device), setup)
-    metric = setup.kind.labels.metrics[0]
+    metric = setup.kind.labels.first_metric
     result = {"task": setup.task, "init": options.init, "frozen": setup.frozen, "metric": metric,
               **results.summarize(runs, before, dim), "tune": asdict(tune), "sweep": sweep}
     write_json(setup.out / "result.json", result)
@@ -219,16 +220,12 @@ def parse(argv) -> argparse.Namespace:
     given = fields_of(TuneConfig, vars(options))
     try:
         TuneConfig(**given)  # checks the values
-        check_frozen(options, given)
+        check_options(options, given)
         if options.seeds is None:
             options.seeds = 1 if options.frozen and not options.init.startswith("random:") else 5
         require(options, ("seeds", options.seeds >= 1, "1 or more"))
     except ValueError as error:
         parser.error(str(error))
-    if options.task == "docs" and options.data:
-        parser.error("--data: docs reads the documentation on this machine; use --task custom for your own files")
-    if options.task == "custom" and not options.data:
-        parser.error("--task custom: needs --data, a folder with train and dev")
     parts = filter(None, [options.task, short_name(options.init), options.frozen])
     options.out = options.out or Path("out", "-".join(parts))
     return options
@@ -247,7 +244,9 @@ def main(argv=None):
         for task in tasks:
             out = options.out / task if options.task == "glue" else options.out
             with worker.lock(out, "config.json"):
-                tune = TuneConfig(**DEFAULTS[TASKS[task].group] | fields_of(TuneConfig, vars(options)))
+                # A flag overrides the default of the task, which overrides the default of the field.
+                given = fields_of(TuneConfig, vars(options))
+                tune = TuneConfig(**(DEFAULTS[TASKS[task].group] | given))
                 setup = make_setup(task, pretrained, examples[task], tune, out, options, worker)
                 table.append(run_task(setup, options))
         if options.task == "glue" and worker.is_main:

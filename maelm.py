@@ -41,7 +41,7 @@ class Config:
     decoder_layers: int = 4  # layers of the decoder; 0, with mask_in_encoder=1, makes a standard MLM
     dropout: float = 0.1  # in the encoder; the decoder has none (App. C)
     rel_pos_buckets: int = 32  # groups of distances between tokens; 0 for no relative positions
-    rel_pos_max_distance: int = 128  # larger distances share one group
+    rel_pos_max_distance: int = 128  # larger distances share one group on each side
     mask_rate: float = 0.15  # fraction of the tokens to mask
     # For small presets:
     norm: str = "post"  # post | pre: LayerNorm after or before the sub-layers
@@ -109,8 +109,8 @@ def apply_masks(tokens, masked, config, generator):
 
 # ---- 3. Transformer layers: section 2.1 --------------------------------------------------------------------
 def attention(q, k, v, bias=None, p=0.0):
-    """Softmax(Q K^T / sqrt(d_h) + bias) V, with dropout p on the softmax. q (B, heads, t, d_h), k and v
-    (B, heads, s, d_h), bias broadcastable to (B, heads, t, s) -> (B, heads, t, d_h)."""
+    """Softmax(Q K^T / sqrt(d_h) + bias) V, with dropout p on the softmax. q (B, heads, t, d_h); k and v for s
+    keys, (B, heads, s, d_h); bias broadcastable to (B, heads, t, s) -> (B, heads, t, d_h)."""
     if q.is_cuda:  # the same formula in one kernel
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
     d_h = q.shape[-1]
@@ -134,7 +134,8 @@ class Attention(nn.Module):
     def forward(self, x, bias=None, memory=None):
         """x (B, t, d) -> (B, t, d). Keys and values come from x or, in cross-attention, memory (B, s, d)."""
         q = self.query(x)
-        k, v = self.key_value(x if memory is None else memory).chunk(2, dim=-1)
+        source = x if memory is None else memory
+        k, v = self.key_value(source).chunk(2, dim=-1)
         q, k, v = [y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v)]  # (B, heads, t, d_h)
         z = attention(q, k, v, bias, self.p if self.training else 0.0)
         return self.output(z.transpose(1, 2).flatten(2))  # the heads side by side: (B, t, d)
@@ -187,7 +188,7 @@ class Stack(nn.Module):
     """Transformer layers 1 to L, which share one RelativeBias. Pre-LN ends with a LayerNorm."""
     def __init__(self, config, dim, layers, dropout, relative):
         super().__init__()
-        heads = dim * config.encoder_heads // config.encoder_dim
+        heads = dim * config.encoder_heads // config.encoder_dim  # of the same size as in the encoder
         self.relative_bias = RelativeBias(config, heads) if relative and config.rel_pos_buckets > 0 else None
         self.blocks = nn.ModuleList([Block(config, dim, heads, dropout) for _ in range(layers)])
         self.final_norm = nn.Identity() if config.norm == "post" else nn.LayerNorm(dim)
@@ -198,7 +199,7 @@ class Stack(nn.Module):
         states = [x]
         for block in self.blocks[:-1]:
             states.append(block(states[-1], bias))
-        x = self.blocks[-1](states[-1], bias, at)  # its FFN runs only where an output is needed
+        x = self.blocks[-1](states[-1], bias, at)  # only the last layer may drop positions
         return [*states, self.final_norm(x)]
 
     def attention_bias(self, positions, padding=None):
@@ -273,7 +274,7 @@ class MAELM(nn.Module):
     def __init__(self, config):
         super().__init__()
         if config.decoder != "bi":
-            raise ValueError(f"decoder={config.decoder!r}: see support/model/cross_attention.py")
+            raise ValueError(f"decoder={config.decoder!r}: use make_model in support/model/build.py")
         self.config = config
         self.encoder = Encoder(config)
         self.decoder = Decoder(config) if config.decoder_layers > 0 else None
@@ -312,8 +313,8 @@ class MAELM(nn.Module):
         if at is not None and r < n:
             raise ValueError("without a decoder, the encoder must see all masks: use mask_in_encoder=1")
         positions = corruption.kept  # in MAE-LM
-        # Table 2: misaligned. Or nothing is removed, so that 0 to n - 1, and their bias, serve all sequences.
-        if not self.config.aligned_positions or r == n:
+        nothing_removed = r == n  # kept is 0 to n - 1 in every sequence, so one row, and one bias, serve all
+        if nothing_removed or not self.config.aligned_positions:  # or Table 2: misaligned
             positions = torch.arange(r, device=seen.device)[None]
         return self.encoder(seen, positions, at=at)
 
@@ -370,8 +371,8 @@ def relative_bucket(distance, num_buckets, max_distance):
 
 
 def lookup(values, index):
-    """values[index].permute(0, 3, 1, 2) for values (2n - 1, heads), index (B, t, t), by gather, whose gradient
-    does not sort the index first."""
+    """values[index].permute(0, 3, 1, 2) for values (2n - 1, heads) and index (B, t, t), by gather: its gradient
+    need not sort the index."""
     B, t, _ = index.shape
     flat = index.view(B, 1, t * t).expand(-1, values.shape[1], -1)  # (B, heads, t * t)
     return values.t().expand(B, -1, -1).gather(2, flat).unflatten(2, (t, t))

@@ -45,8 +45,8 @@ def tau_rank(values, tau: float) -> int:
     if values[0] == 0:  # the largest
         return 0
     # 1e-9, because rounding may put 9 of 10 equal values just below 0.9.
-    reached = values.cumsum(0) >= (tau - 1e-9) * values.sum()
-    return int((~reached).sum()) + 1
+    enough = (tau - 1e-9) * values.sum()
+    return int(torch.searchsorted(values.cumsum(0), enough)) + 1
 
 
 def effective_rank(h, tau: float = 0.9) -> int:
@@ -62,8 +62,8 @@ class Moments:
     """The count, sum and Gram matrix of the rows of H (N, d) in float64; `measure` needs no more, so H is not kept."""
     def __init__(self):
         self.count = 0
-        self.total = 0.0  # later (d,)
-        self.gram = 0.0  # later (d, d)
+        self.total = 0.0  # (d,) after the first add
+        self.gram = 0.0  # (d, d)
 
     def add(self, h):
         """Include the rows of h (..., d)."""
@@ -128,8 +128,8 @@ def texts_for(subject: Subject, rows, masks, config: RankConfig) -> dict:
     texts = {"masked": rows.masked_fill(masks, subject.mask), "unmasked": rows}
     if config.controls:
         real = rows[~torch.isin(rows, torch.tensor(subject.specials))]
-        draw = torch.randint(len(real), rows.shape, generator=torch.Generator().manual_seed(config.seed))
-        texts["random"] = torch.where(masks, real[draw], rows)
+        drawn = torch.randint(len(real), rows.shape, generator=torch.Generator().manual_seed(config.seed))
+        texts["random"] = torch.where(masks, real[drawn], rows)
         texts["one token"] = rows.masked_fill(masks, real.mode().values)
     return texts
 
@@ -139,24 +139,26 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     """The moments of layers 0 to L for each curve. Raises UserError if there is too little text."""
     rows = subject.sample(config.tokens)  # (N, n) int64
     count, n = rows.shape
-    states = subject.encode(rows[:1])  # H^0 ... H^L, (1, n, d) each, to get L and d
+    example = subject.encode(rows[:1])  # H^0 ... H^L, (1, n, d) each, to get L and d
     vectors = count * round(MASK_RATE * n)
-    least = ENOUGH * states[-1].shape[-1]
+    least = ENOUGH * example[-1].shape[-1]
     if vectors < least:
         raise UserError(f"{subject.name}: {vectors:,} [MASK] are fewer than {ENOUGH} d = {least:,}, which a "
                         "rank needs; raise --tokens, or give more text: --data, --val-share 1")
     masks = masks_for(subject, rows, config.seed)  # of all sequences, so that the batch size does not matter
     texts = texts_for(subject, rows, masks, config)
     curves = {name: curve for name, curve in CURVES.items() if curve.text in texts}
-    moments = {name: [Moments() for _ in states] for name in curves}
+    moments = {name: [Moments() for _ in example] for name in curves}
     for start in tqdm(range(0, count, config.batch_size), subject.name, leave=False, disable=None):
         batch = slice(start, start + config.batch_size)
         masked = masks[batch]  # (B, n)
-        for text in texts:
-            states = subject.encode(texts[text][batch])
-            for name in [name for name in curves if curves[name].text == text]:
-                for layer, h in enumerate(states):
-                    moments[name][layer].add(h[masked.to(h.device)] if curves[name].masked_only else h)
+        for text, sequences in texts.items():
+            states = subject.encode(sequences[batch])
+            for name, curve in curves.items():
+                if curve.text == text:
+                    for layer, h in enumerate(states):
+                        chosen = h[masked.to(h.device)] if curve.masked_only else h
+                        moments[name][layer].add(chosen)
     return moments
 
 

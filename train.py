@@ -1,6 +1,6 @@
 """Pre-training, from a laptop to many machines.
 
-    python train.py                                  # a small MAE-LM in minutes; nothing is downloaded
+    python train.py                                  # the toy, in minutes; nothing is downloaded
     python train.py --ablation mlm                   # a standard MLM, a row of Table 2
     python train.py --init out/toy --data texts/     # start from the weights of another run
     python train.py --data texts/ --prepare          # tokenize into --cache, and do not train
@@ -67,7 +67,7 @@ class Recipe:
 
 # Differs from the paper: small models learn in minutes with these; see bench/results/presets.md.
 SMALL = dict(norm="pre", decoder_relative=True, position_init="sinusoid", optimizer="muon", log_interval=20)
-NOT_MAE_LM = {"mask_in_encoder", "encoder_fill", "decoder_reset", "decoder"}  # only rows of Table 2
+NOT_MAE_LM = {"mask_in_encoder", "encoder_fill", "decoder_reset", "decoder"}  # in presets you add
 PRESETS = {  # differences from the defaults of Config, Recipe and RunOptions; Table 4
     "toy": SMALL | dict(
         vocab_size=2048, seq_len=64, encoder_layers=3, encoder_dim=128, encoder_heads=2, decoder_layers=1,
@@ -95,7 +95,7 @@ def make_settings(values: dict) -> Settings:
     config = Config(**fields_of(Config, values))
     recipe = Recipe(**fields_of(Recipe, values))
     options = RunOptions(**fields_of(RunOptions, values))
-    return Settings(check(config), recipe, options)  # the other two check themselves
+    return Settings(check(config), recipe, options)  # the others check themselves
 
 
 # ---- 2. One training step, and evaluation --------------------------------------------------------
@@ -111,7 +111,7 @@ def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> 
     config, recipe, options = settings
     indices = indices_of_step(settings.data_seed, step, recipe.batch_size, len(rows))  # (B,)
     tokens = torch.from_numpy(rows[indices])  # (B, n)
-    mask_seed = seed_of(settings.data_seed, step, 0, 0)  # ends in 0 for masks, in 1 for dropout
+    mask_seed = seed_of(settings.data_seed, step, 0, 0)  # the last number: 0 for masks, 1 for dropout
     corruption = corrupt(tokens, config, torch.Generator().manual_seed(mask_seed))
     size = worker.micro_batch(recipe.batch_size, options.micro_batch_size)
     return [worker.pin(batch) for batch in micro_batches(tokens, corruption, size, worker)]
@@ -134,7 +134,8 @@ def train_step(model: nn.Module, optimizers: list, batches: list[tuple], step: i
         torch.manual_seed(seed_of(recipe.seed, step, number, 1))  # for dropout
         # In the last backward pass, DDP takes the mean over all processes. They have equally many
         # micro-batches of equal size, so this is the mean over the whole batch.
-        with worker.accumulate(model, more_follow=i < len(batches) - 1):
+        more_follow = i < len(batches) - 1
+        with worker.accumulate(model, more_follow):
             with worker.autocast():
                 loss = model(*worker.put(batch)) / len(batches)
             loss.backward()
@@ -158,13 +159,13 @@ def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> t
     right = 0
     count = 0
     for batch in micro_batches(tokens, corruption, options.micro_batch_size, worker):
-        part, masks = worker.put(batch)
-        with worker.autocast():  # twice, because the loss of uni+cross is not that of its logits
-            loss = model(part, masks)
+        truth, masks = worker.put(batch)
+        with worker.autocast():  # twice: the loss of uni+cross is of all tokens, its logits of masks
+            loss = model(truth, masks)
             guess = model.logits(masks).argmax(-1)  # (B, m)
-        total += loss.item() * len(part)  # the last batch may be smaller
-        right += int((guess == part.gather(1, masks.masked)).sum())
-        count += len(part)
+        total += loss.item() * len(truth)  # the last batch may be smaller
+        right += int((guess == truth.gather(1, masks.masked)).sum())
+        count += len(truth)
     model.train()
     total, right, count = worker.all_reduce(total, right, count)
     return total / count, right / (count * corruption.masked.shape[1])
@@ -173,14 +174,16 @@ def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> t
 # ---- 3. The loop ---------------------------------------------------------------------------------
 def upcoming_batches(run: Run) -> Iterator[list]:
     """Yield the batch of each step until the last. A thread prepares the next one during a step."""
-    given = (run.rows["train"], run.settings, run.worker)
+    def prepare(step):
+        return batch_of_step(step, run.rows["train"], run.settings, run.worker)
+
     last = run.settings.last_step
     with ThreadPoolExecutor(1) as ahead:
-        coming = ahead.submit(batch_of_step, run.step, *given)
-        for step in range(run.step + 1, last + 1):
+        coming = ahead.submit(prepare, run.step)
+        for step in range(run.step, last):
             batches = coming.result()
-            if step < last:
-                coming = ahead.submit(batch_of_step, step, *given)
+            if step + 1 < last:
+                coming = ahead.submit(prepare, step + 1)
             yield batches
 
 
@@ -234,7 +237,7 @@ def pretrain(run: Run) -> int:
         progress.log_validation(*evaluate(run.model, run.rows["val"], options, worker))
     with noted_signals() as signals:
         signal = loop(run, progress, signals)
-    worker.all_reduce(0)  # waits until the first process has saved
+    worker.wait()  # until the first process has saved
     progress.finish(signal)
     return 128 + signal if signal else 0
 
@@ -259,10 +262,11 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
     flags.out = flags.out or default_out(flags.preset, flags.ablation, init)
 
     start = load_start(init, flags.out) if init else Start()
-    shape = start.fixed if flags.ablation else start.shape
+    # With --ablation, a run takes from --init only the shape that the encoder's weights need.
+    inherited = start.fixed if flags.ablation else start.shape
     row = ABLATIONS[flags.ablation or "mae-lm"]
-    try:  # a flag overrides --ablation, which overrides the run of --init, which overrides --preset
-        settings = make_settings(preset | shape | row | vars(flags))
+    try:  # a flag, if given, overrides --ablation, then the run of --init, then --preset
+        settings = make_settings(preset | inherited | row | vars(flags))
     except ValueError as error:
         parser.error(str(error))
     start.check(init, settings)
@@ -274,13 +278,13 @@ def main(argv=None):
         join_processes()
         settings, start, flags = parse(argv)
         config, recipe, options = settings
-        worker = make_worker(recipe.precision, options.device, small=config.encoder_dim < 256)
+        worker = make_worker(recipe.precision, options.device, config.encoder_dim)
         worker.micro_batch(recipe.batch_size, options.micro_batch_size)  # raises an error early
         if flags.prepare:
             folder = prepared_corpus(settings.fields(), start.tokenizer)
             say(f"{folder}: {read_json(folder / 'meta.json')}")
             return
-        with worker.lock(flags.out, "log.jsonl", "step_*.pt"):
+        with worker.lock(flags.out, "log.jsonl", "step_*.pt"):  # a folder with other files is refused
             code = pretrain(begin(settings, flags.out, start, worker))
             worker.destroy_process_group(code)  # under torchrun, the process ends here
     if code:

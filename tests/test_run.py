@@ -250,7 +250,7 @@ def test_auto_takes_the_best_device(monkeypatch):
     for cuda, mps, small, expected in table:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-        assert str(worker.best_device("auto", small)) == expected
+        assert str(worker.best_device("auto", 128 if small else 768)) == expected
 
 
 # ---- Several processes, on one CPU with gloo ------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from support.program.files import figure
 
 class Curve(NamedTuple):
     """Which of an encoder's vectors are measured, and how they are shown."""
-    text: str  # that the encoder reads; see rank.texts_for
+    text: str  # the name of the text that the encoder reads; rank.texts_for makes it
     masked_only: bool  # whether only the vectors at masked positions count
     panel: int
     style: str

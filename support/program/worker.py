@@ -18,6 +18,9 @@ from support.program.errors import UserError
 from support.program.files import lock_folder
 
 
+GPU_DIM = 256  # dimensions from which compiling, and an Apple GPU, make a model faster
+
+
 class Worker(NamedTuple):
     """This process's rank among torchrun's processes, its device, and autocast's dtype."""
     rank: int
@@ -64,6 +67,10 @@ class Worker(NamedTuple):
             dist.all_reduce(total)
         return total.tolist()
 
+    def wait(self):
+        """Wait for all other processes."""
+        self.all_reduce(0)
+
     def of_main(self, value: object) -> object:
         """The first process's value."""
         values = [value]
@@ -102,13 +109,13 @@ def keep_freed_memory():
         libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD
 
 
-def best_device(name: str, small: bool) -> torch.device:
-    """The device that --device names. For auto, it is an NVIDIA GPU, an Apple GPU (unless the model is `small`) or the
-    CPU. Raises UserError if the device is missing."""
+def best_device(name: str, dim: int) -> torch.device:
+    """The device that --device names. For auto, it is an NVIDIA GPU, an Apple GPU (for an encoder of at least GPU_DIM
+    dimensions) or the CPU. Raises UserError if the device is missing."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         # An Apple GPU starts the hundreds of kernels of a toy step no faster than its CPU computes them.
-        available["mps"] = available["mps"] and not small
+        available["mps"] = available["mps"] and dim >= GPU_DIM
         name = [kind for kind in available if available[kind]][0]
     if not available.get(name):
         raise UserError(f"--device {name}: this machine, or this PyTorch, has none; use --device auto")
@@ -128,9 +135,9 @@ def has_bf16(device: torch.device) -> bool:
     return device.type == "cpu" and info.is_file() and re.search("amx_bf16|avx512_bf16", info.read_text()) is not None
 
 
-def make_worker(precision: str, device: str = "auto", small: bool = False) -> Worker:
-    """This process's rank, device and dtype. precision: auto | fp32 | bf16."""
-    chosen = best_device(device, small)
+def make_worker(precision: str, device: str = "auto", dim: int = GPU_DIM) -> Worker:
+    """This process's rank, device and dtype, for an encoder of `dim` dimensions. precision: auto | fp32 | bf16."""
+    chosen = best_device(device, dim)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         # cuDNN's attention may misread the dtype of a mask. A context around the call would be compiled each time.
@@ -144,7 +151,7 @@ def make_worker(precision: str, device: str = "auto", small: bool = False) -> Wo
 def compile_model(model: nn.Module, when: str, device: torch.device):
     """Compile a model at its first call, in place so that its parameters keep their names. when: auto | on | off; auto
     is on for CUDA, except small models, which compiling slows down."""
-    fast = device.type == "cuda" and model.config.encoder_dim >= 256
+    fast = device.type == "cuda" and model.config.encoder_dim >= GPU_DIM
     if when == "off" or (when == "auto" and not fast):
         return
     torch._dynamo.config.optimize_ddp = False  # it would split the model

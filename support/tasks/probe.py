@@ -95,4 +95,4 @@ def probe_once(setup: Setup, tune, seed: int) -> dict:
     metrics, files = scores({split: linear(vectors[split]) for split in vectors if split != "train"}, setup)
     if seed == 1:
         write_predictions(setup.out, files)
-    return {"value": metrics[labels.metrics[0]], "metrics": metrics, "l2": strength, "ranks": None}
+    return {"value": metrics[labels.first_metric], "metrics": metrics, "l2": strength, "ranks": None}

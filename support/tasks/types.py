@@ -21,7 +21,7 @@ class Task(NamedTuple):
     columns: tuple[str, ...] = ("sentence1", "sentence2")  # of one or two texts
     dev: tuple[str, ...] = ("validation",)  # the dev split and, for MNLI, the mismatched one
     in_glue: bool = True
-    kind: str = "classification"  # or spans; see KINDS in finetune.py
+    kind: str = "classification"  # or spans; see KINDS in setup.py
     hub: str = ""  # data set on the Hub, NAME[:CONFIG]; default: nyu-mll/glue:TASK
 
 
@@ -82,8 +82,12 @@ def check_tune(t):
         *[(name, getattr(t, name) >= 1, "1 or more") for name in ("max_query", "doc_stride", "max_answer")])
 
 
-def check_frozen(options, given: dict):
-    """Raises ValueError for a flag, or one of the `given` fields of TuneConfig, that has no effect."""
+def check_options(options, given: dict):
+    """Raises ValueError for a flag, or one of the `given` fields of TuneConfig, that is missing or has no effect."""
+    if options.task == "docs" and options.data:
+        raise ValueError("--data: docs reads the documentation on this machine; use --task custom for your own files")
+    if options.task == "custom" and not options.data:
+        raise ValueError("--task custom: needs --data, a folder with train and dev")
     if not options.frozen:
         if "l2" in given:
             raise ValueError("--l2: needs --frozen")
@@ -134,6 +138,11 @@ class Labels(NamedTuple):
     names: tuple[str, ...] = ()
     scale: float = 1.0  # the model predicts the number divided by this
 
+    @property
+    def first_metric(self) -> str:
+        """The metric that selects checkpoints, and is the value of a run."""
+        return self.metrics[0]
+
     def target(self, example: Example) -> int | float:
         """The label in the form of the model's output: the index of its name, or a number."""
         label = example.label
@@ -175,7 +184,7 @@ class Encoded(NamedTuple):
 
 
 class Kind(Protocol):
-    """What finetune.py must know about a kind of task. Classification (heads.py) and Spans (squad.py) offer it."""
+    """What finetune.py must know about a kind of task: Classification (classification.py) or Spans (squad.py)."""
     labels: Labels
 
     def encode(self, examples: list) -> Encoded:
