@@ -371,8 +371,8 @@ def relative_bucket(distance, num_buckets, max_distance):
 
 
 def lookup(values, index):
-    """values[index].permute(0, 3, 1, 2) for values (2n - 1, heads) and index (B, t, t), by gather: its gradient
-    need not sort the index."""
+    """values[index].permute(0, 3, 1, 2), values (2n - 1, heads), index (B, t, t). The gradient of gather need
+    not sort the index."""
     B, t, _ = index.shape
     flat = index.view(B, 1, t * t).expand(-1, values.shape[1], -1)  # (B, heads, t * t)
     return values.t().expand(B, -1, -1).gather(2, flat).unflatten(2, (t, t))
