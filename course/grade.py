@@ -4,6 +4,7 @@ The tasks run one after another, each in a fresh copy of this project: the stude
 tasks only, so that no process has seen our solution to a later one. The copy is not a sandbox.
 """
 import ast
+import itertools
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 from course.hand_in import FILES, HOMEWORK, parts_in, written_in
+from support.program.errors import UserError
 
 HERE = Path(__file__).resolve().parent.parent
 TESTS = ("test_maelm.py", "tests/test_homework.py")  # the claims that students also get
@@ -163,24 +165,34 @@ def read_all(path: Path, as_one: bool) -> dict[str, dict[str, str]]:
         students = students_in(root)
         if not as_one and not any(OURS.fullmatch(name) for name in students):
             texts = {name: read_submission(*paths) for name, paths in students.items()}
-            roles = [role for name in texts for role in roles_of(texts[name])]
+            unread = [name for name in texts if texts[name].get("problem", "").startswith("cannot")]
+            roles = [role for name in texts for role in FILES if role in texts[name] or name in unread]
             if len(roles) > len({*roles}):
                 return texts
         return {path.resolve().name: read_submission(root)}
 
 
-def roles_of(texts: dict[str, str]) -> Iterable[str]:
-    """The files of the homework that a submission has or, if it cannot be read, may have."""
-    return FILES if texts.get("problem", "").startswith("cannot") else texts.keys() & FILES
-
-
 # ---- 3. Running a task --------------------------------------------------------------------------------------
 class Limits(NamedTuple):
     """What students' code may use: seconds of CPU time for a task, time until `end` (of time.monotonic) for all, and
-    the rights of a user of its own or, with "", ours."""
+    the rights of a user of its own, as arguments of subprocess, or ours."""
     seconds: float
     end: float = math.inf
-    user: str = ""
+    rights: dict = {}
+
+
+def rights_of(user: str) -> dict:
+    """The rights of a user, or {} for "". Raises UserError if they cannot be had."""
+    if not user:
+        return {}
+    try:
+        import pwd  # which Windows lacks
+        entry = pwd.getpwnam(user)
+    except (ImportError, KeyError):
+        raise UserError(f"--user {user}: there is no such user; make one with useradd") from None
+    if os.geteuid() != 0 or entry.pw_uid == 0:
+        raise UserError(f"--user {user}: grade as root, and name a user that is only for students' code")
+    return dict(user=entry.pw_uid, group=entry.pw_gid, extra_groups=[])
 
 
 class Run(NamedTuple):
@@ -204,17 +216,17 @@ def copy_for(task: str, texts: dict[str, str], own: list[str]) -> dict[str, str]
     solutions to earlier tasks that are not the student's own."""
     copy = PROJECT | {file: without(file, HOMEWORK) for file in FILES}
     copy |= {HOMEWORK[name].file: texts[HOMEWORK[name].file] for name in own}
-    for earlier, (file, _, parts) in HOMEWORK.items():
-        if earlier == task:
-            break
-        for part in parts if earlier not in own else ():
-            owner, _, method = part.rpartition(".")
-            copy[file] += f"\n\n\n{textwrap.dedent(SOLUTIONS[part])}\n"
-            copy[file] += f"\n\nif {owner!r} in globals():\n    {part} = {method}\n" if owner else ""
+    earlier = itertools.takewhile(lambda name: name != task, HOMEWORK)
+    ours = [HOMEWORK[name] for name in earlier if name not in own]
+    for file, part in [(file, part) for file, _, parts in ours for part in parts]:
+        copy[file] += f"\n\n\n{textwrap.dedent(SOLUTIONS[part])}\n"
+        owner, _, method = part.rpartition(".")
+        if owner:
+            copy[file] += f"\n\nif {owner!r} in globals():\n    {part} = {method}\n"
     return copy
 
 
-def write_all(folder: Path, texts: dict[str, str], owner: str = ""):
+def write_all(folder: Path, texts: dict[str, str], owner: int | None = None):
     """Write files, by their names, to a folder, which then belongs to a user."""
     for file, text in texts.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -237,10 +249,10 @@ def run_task(task: str, texts: dict[str, str], limits: Limits, effects: Path) ->
             copy[file] = copy[file].replace(f"def {claim}(", f"def {aliases[claim]}(")
     copy[TESTS[0]] += "".join(f"\n\ndef {aliases[wrong]}():\n    {wrong}\n" for wrong in CANARIES)
     copy[TESTS[1]] += (f"\n\ndef {aliases[RANDOM]}():\n    from tests import random_inputs\n"
-                       f"    random_inputs.save({EFFECTS!r}, {task!r})\n")
+                       f"    random_inputs.torch.save([*random_inputs.effects({task!r})], {EFFECTS!r})\n")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        write_all(folder, copy, limits.user)
+        write_all(folder, copy, limits.rights.get("user"))
         # conftest.py is not loaded as a plugin, so that the report includes files that cannot be imported.
         command = [sys.executable, "-m", "pytest", "--noconftest", "-s", "-p", "no:cacheprovider", *TESTS,
                    "--junitxml=report.xml", "-k", " or ".join(aliases.values())]
@@ -263,13 +275,12 @@ def run_limited(command: list[str], folder: Path, limits: Limits) -> tuple[int, 
     run. Returns the exit code, and the reason if the command was ended. Its processes are killed."""
     hidden = [name for name, value in os.environ.items() if name.startswith("PYTEST_") or str(HERE) in value]
     environment = {name: value for name, value in os.environ.items() if name not in (*hidden, "PWD", "OLDPWD")}
-    rights = user_rights(limits.user)
     if os.name == "posix":
         most = math.ceil(limits.seconds)
         command = ["sh", "-c", f'ulimit -S -t {most}; ulimit -H -t {most + 5}; "$@"; exit $?', "sh", *command]
     nothing = subprocess.DEVNULL
     process = subprocess.Popen(command, cwd=folder, env=environment | {"HOME": str(folder)}, stdin=nothing,
-                               stdout=nothing, stderr=nothing, start_new_session=True, **rights)
+                               stdout=nothing, stderr=nothing, start_new_session=True, **limits.rights)
     try:
         code = process.wait(max(0, min(10 * limits.seconds, limits.end - time.monotonic())))
     except subprocess.TimeoutExpired:
@@ -279,19 +290,11 @@ def run_limited(command: list[str], folder: Path, limits: Limits) -> tuple[int, 
         if hasattr(os, "killpg"):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        if limits.user:  # also a process in a session of its own; the signal goes to all that this user may end
-            subprocess.run(["sh", "-c", "kill -KILL -1"], stderr=nothing, **rights)
+        if limits.rights:  # also a process in a session of its own; the signal goes to all that this user may end
+            subprocess.run(["sh", "-c", "kill -KILL -1"], stderr=nothing, **limits.rights)
     reasons = {128 + 24: f"ran out of time: more than {limits.seconds:g} s of computing",  # SIGXCPU
                128 + 9: "killed by the system: it probably ran out of memory"}  # SIGKILL
     return code, reasons.get(code, "")
-
-
-def user_rights(user: str) -> dict:
-    """The arguments of subprocess with which a process has the rights of a user only."""
-    if not user:
-        return {}
-    import pwd  # which Windows lacks
-    return dict(user=user, group=pwd.getpwnam(user).pw_gid, extra_groups=[])
 
 
 def is_plain(path: Path) -> bool:
