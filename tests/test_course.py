@@ -136,12 +136,12 @@ def test_another_user_cannot_read_our_files_and_leaves_no_process(tmp_path):
         os.mkfifo(f"{name}/late")
         os.chown(f"{name}/late", 61234, 61234)
         late = os.open(f"{name}/late", os.O_RDONLY | os.O_NONBLOCK)
-        script = (f"cat {tmp_path}/solution > copy; setsid sh -c 'echo started; touch ready; sleep 60; echo no' > late & "
+        script = (f"cat {tmp_path}/solution > copy; setsid sh -c 'echo hi; touch ready; sleep 60; echo no' > late & "
                   "while [ ! -e ready ]; do sleep 0.1; done")
         assert run_limited(["sh", "-c", script], Path(name), Limits(60, rights=rights)) == (0, "")
         assert (Path(name) / "copy").read_text() == ""
         os.set_blocking(late, True)
-        assert os.read(late, 99) == b"started\n" and os.read(late, 99) == b""  # the process has ended, and says no more
+        assert os.read(late, 99) == b"hi\n" and os.read(late, 99) == b""  # the process has ended, and says no more
         os.close(late)
 
 
