@@ -51,7 +51,7 @@ def hand_out(folder: Path):
 
 def make_autograder(path: Path):
     """Make the zip that Gradescope needs: two scripts, and this project in the folder maelm."""
-    names = {*PROJECT, "requirements.txt", "LICENSE"}
+    names = {*PROJECT, "requirements.txt", "requirements-test.txt", "LICENSE"}
     names |= {file.relative_to(HERE).as_posix() for file in HERE.glob("course/*.[pm][yd]")}
     with atomic(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
         for script in ("setup.sh", "run_autograder"):

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Gradescope runs this once, as root, to build the image of an assignment. No other user may look into /autograder.
+# Gradescope runs this once, as root, to build an assignment's image. Students' code runs as maelm-student, who needs a
+# Python outside /root.
 set -euo pipefail
+cd /autograder/source/maelm
 apt-get update
-apt-get install -y --no-install-recommends python3-pip python3-venv
+apt-get install -y --no-install-recommends python3-venv
 python3 -m venv /opt/uv
 /opt/uv/bin/pip install uv
-export UV_PYTHON_INSTALL_DIR=/opt/python  # students' code runs as another user, who cannot read /root
-/opt/uv/bin/uv venv --python 3.12 /opt/maelm
-export VIRTUAL_ENV=/opt/maelm
-/opt/uv/bin/uv pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
-/opt/uv/bin/uv pip install -r /autograder/source/maelm/requirements.txt pytest==9.2.0
+export UV_PYTHON_INSTALL_DIR=/opt/python VIRTUAL_ENV=/opt/maelm
+/opt/uv/bin/uv venv --managed-python --python 3.12 /opt/maelm
+/opt/uv/bin/uv pip install "$(grep '^torch=' requirements.txt)" --index-url https://download.pytorch.org/whl/cpu
+/opt/uv/bin/uv pip install -r requirements.txt "$(grep '^pytest=' requirements-test.txt)"
 useradd --system --shell /usr/sbin/nologin maelm-student
