@@ -39,7 +39,7 @@ EFFECTS = "effects.pt"  # what it has written in the folder of a task
 CANARIES = ("assert False", "assert torch.equal(torch.zeros(2), torch.ones(2))", "assert torch.zeros(()) == 1",
             "torch.testing.assert_close(torch.zeros(2), torch.ones(2))")  # claims that cannot hold
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-CANVAS = re.compile(r"(.+?(?:_LATE)?_\d+)_\d+_.+")  # a student's files in a download from Canvas: anna_123_456_maelm.py
+CANVAS = re.compile(r"^(.+?(?:_LATE)?_\d+)_\d+_.+")  # a file in a download from Canvas, such as anna_123_456_maelm.py
 OURS = re.compile(r"(maelm|train|rank|metrics)[\W\d_]*\.py|log\.jsonl", re.IGNORECASE)  # also maelm (1).py
 RUN = {  # a number in a file of a toy's run folder, and the range that counts
     "validation loss": ("log.jsonl", r'"val_loss": ([\d.]+)', 2.93, 3.13),
@@ -108,8 +108,8 @@ def unpack(path: Path, folder: Path):
 
 def files_in(path: Path) -> Iterator[tuple[str, str]]:
     """(role, text) of the files in a folder and in archives inside archives, except links, hidden files, virtual
-    environments, and our models. Code has as its roles the names in FILES whose functions it has written; results have
-    their own name. Broken archives raise many types of errors."""
+    environments, and our models. Roles are the names in FILES whose functions are written there, or a result's name.
+    Broken archives raise many types of errors."""
     name = path.name.lower()
     if path.is_symlink() or name == "models" or name.startswith(".") or (path / "pyvenv.cfg").exists():
         return
@@ -123,8 +123,9 @@ def files_in(path: Path) -> Iterator[tuple[str, str]]:
     elif path.is_file() and name.endswith(".py"):
         text = path.read_text("utf-8-sig", "replace")
         yield from [(file, text) for file in FILES if not written_in(text).isdisjoint(parts_in(file))]
-    elif path.is_file() and name.endswith(tuple(file for file, *_ in RUN.values())):
-        yield name, path.read_text("utf-8", "replace")
+    elif path.is_file():
+        results = [file for file, *_ in RUN.values() if name.endswith(file)]
+        yield from [(file, path.read_text("utf-8", "replace")) for file in results]
 
 
 def read_submission(*paths: Path) -> dict[str, str]:
@@ -148,14 +149,13 @@ def students_in(root: Path) -> dict[str, list[Path]]:
         entries = sorted(entry for entry in entries[0].glob("[!.]*") if entry.name != "__MACOSX")
     students = defaultdict(list)
     for entry in entries:
-        from_canvas = CANVAS.fullmatch(entry.name)
-        students[from_canvas[1] if from_canvas else entry.name].append(entry)
+        students[CANVAS.sub(r"\1", entry.name)].append(entry)
     return students
 
 
 def read_all(path: Path, as_one: bool) -> dict[str, dict[str, str]]:
     """The texts of a submission by its name or, for a class, of each student. In a class, two students have the same
-    functions, so code/ beside toy/ or answers.pdf is none."""
+    functions, so code/ beside toy/ or answers.pdf is none; Canvas names the students."""
     with tempfile.TemporaryDirectory() as place:
         root = path.resolve()
         if root.name.lower().endswith(ARCHIVES):
@@ -167,7 +167,8 @@ def read_all(path: Path, as_one: bool) -> dict[str, dict[str, str]]:
             texts = {name: read_submission(*paths) for name, paths in students.items()}
             unread = [name for name in texts if texts[name].get("problem", "").startswith("cannot")]
             roles = [role for name in texts for role in FILES if role in texts[name] or name in unread]
-            if len(roles) > len({*roles}):
+            from_canvas = any(name != paths[0].name for name, paths in students.items())
+            if from_canvas or len(roles) > len({*roles}):
                 return texts
         return {path.resolve().name: read_submission(root)}
 
@@ -192,7 +193,12 @@ def rights_of(user: str) -> dict:
         raise UserError(f"--user {user}: there is no such user; make one with useradd") from None
     if os.geteuid() != 0 or entry.pw_uid == 0:
         raise UserError(f"--user {user}: grade as root, and name a user that is only for students' code")
-    return dict(user=entry.pw_uid, group=entry.pw_gid, extra_groups=[])
+    rights = dict(user=entry.pw_uid, group=entry.pw_gid, extra_groups=[])
+    try:
+        subprocess.run([sys.executable, "-c", ""], cwd="/", check=True, **rights)
+    except (OSError, subprocess.CalledProcessError):
+        raise UserError(f"--user {user}: cannot run {sys.executable}; install Python where this user can") from None
+    return rights
 
 
 class Run(NamedTuple):

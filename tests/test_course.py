@@ -194,6 +194,7 @@ def test_every_entry_of_a_class_has_a_line(tmp_path, capsys, monkeypatch):
     (["hw\\maelm.py", "hw\\train.py", "hw\\rank.py"], 1), (["code/maelm.py", "answers.pdf"], 1),
     (["code/maelm.py", "toy/log.jsonl"], 1), (["maelm.py", "maelm (1).py", "train.py"], 1),
     (["hw/my_maelm.py", "hw/my_train.py"], 1), (["anna.py", "ben.py"], 2), (["anna/a.py", "ben/b.py", "cleo/c.pdf"], 3),
+    (["anna_12_678_maelm.py", "ben_13_679_train.py"], 2),
     (["anna_12_678_maelm.py", "anna_12_679_train.py", "ben_LATE_13_680_maelm.py", "ben_LATE_13_681_rank-1.py"], 2)])
 def test_a_class_is_told_from_a_submission(files, students, tmp_path):
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
