@@ -2,116 +2,172 @@
 
     python test_maelm.py --blank corrupt attention > student.py    # maelm.py without the bodies of these functions
     python test_maelm.py --handout homework                        # a folder for students
+    python test_maelm.py --gradescope autograder.zip               # an autograder to upload
     python test_maelm.py --grade homework                          # a folder, a zip, a maelm.py, or a whole class
 
 A task is a function that students write, and each of its claims is worth a point. There is no sandbox: use a container.
 """
-import json
-import os
+import csv
+import io
 import re
+import sys
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
+import time
+import zipfile
 from pathlib import Path
 
-from course.grade import (BLANKS, FILES, HERE, PROJECT, PYTEST_INI, SOLUTIONS, TASKS, TESTS, TOGETHER, effects_of_ours,
-                          grade, grade_run, parts_in, read_all, write_all)
+from course.grade import (BLANKS, HERE, PROJECT, PYTEST_INI, TESTS, TOGETHER, Limits, Result, grade, grade_run,
+                          read_all, rights_of, without, write_all)
+from course.hand_in import FILES, HOMEWORK, parts_in
 from support.program.cli import Parser
 from support.program.errors import UserError, clear_errors, printable
+from support.program.files import atomic, write_json, write_text
 
 HEADER = '"""Functions that you write for a larger program."""\nimport math\n\nimport numpy as np\nimport torch'
 CROSS_ATTENTION = "CrossMAELM = None  # a part of Table 2 that is not homework, but conftest.py imports it\n"
+ALARMS = ("read by hand", "ran out", "killed", "no report", "cannot be imported")  # a class's line has them
 
 
 # ---- 1. The handout -----------------------------------------------------------------------------------------
-def without(file: str, tasks: list[str]) -> str:
-    """One of our files, without the solutions to these tasks."""
-    text = PROJECT[file]
-    for name in parts_in(file, tasks):
-        text = text.replace(SOLUTIONS[name], BLANKS[name])
-    return text
-
-
 def hand_out(folder: Path):
     """Make a folder for students. Raises UserError if the folder exists."""
     if folder.exists():
         raise UserError(f"{folder}: already exists; name a new folder")
     texts = {"pytest.ini": PYTEST_INI, "support/model/cross_attention.py": CROSS_ATTENTION}
-    for name, page in (("README.md", "course/homework.md"), ("conftest.py", "conftest.py"), ("LICENSE", "LICENSE")):
-        texts[name] = (HERE / page).read_text("utf-8")
+    pages = {"README.md": "course/homework.md", "hand_in.py": "course/hand_in.py"}
+    for name in ("README.md", "hand_in.py", "conftest.py", "LICENSE"):
+        texts[name] = (HERE / pages.get(name, name)).read_text("utf-8")
     for file in TESTS:  # without the claims that reveal solutions and the lecturer's command
         text = re.sub(r'\n    python test_maelm.py -h[^\n]*|if __name__ .*?\n\n', "", PROJECT[file], flags=re.DOTALL)
         blocks = [block for block in text.split("\n\n\n") if "@task(" in block or "def test_" not in block]
         texts[file] = "\n\n\n".join(blocks).rstrip() + "\n"
     for file in FILES:
-        texts[file] = without(file, list(TASKS))
-        if file != "maelm.py":
-            blanks = [BLANKS[name] for name in parts_in(file)]
-            texts[file] = "\n\n\n".join([HEADER, *blanks]) + "\n"
+        blanks = [BLANKS[part] for part in parts_in(file)]
+        texts[file] = "\n\n\n".join([HEADER, *blanks]) + "\n"
+    texts["maelm.py"] = without("maelm.py", HOMEWORK)
     write_all(folder, texts)
     print(f"{folder}: read its README.md")
 
 
+def make_autograder(path: Path):
+    """Make the zip that Gradescope needs: two scripts, and this project in the folder maelm."""
+    names = {*PROJECT, "requirements.txt", "requirements-test.txt", "LICENSE"}
+    names |= {file.relative_to(HERE).as_posix() for file in HERE.glob("course/*.[pm][yd]")}
+    with atomic(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
+        for script in ("setup.sh", "run_autograder"):
+            archive.write(HERE / "course/gradescope" / script, script)
+        for name in sorted(names):
+            archive.write(HERE / name, f"maelm/{name}")
+    print(f"{path}: upload it as the autograder")
+
+
 # ---- 2. The grade -------------------------------------------------------------------------------------------
+def total_of(results: list[Result]) -> str:
+    """The points of all tasks, and the maximum."""
+    return f"{sum(row.points for row in results)}/{sum(row.most for row in results)}"
+
+
+def report(results: list[Result], problem: str, verbose: bool) -> str:
+    """A submission's grade: a line for each task, with the messages of failed claims if it is verbose."""
+    lines = []
+    for row in results:
+        lines.append(f"{row.task} {row.points}/{row.most} {row.status}")
+        if verbose and row.details:
+            lines.append(textwrap.indent(row.details, "    "))
+    return "\n".join([*lines, "; ".join(filter(None, [f"total {total_of(results)}", problem]))])
+
+
+def summary(name: str, results: list[Result], problem: str) -> str:
+    """A student's grade in one line."""
+    alarms = {row.status for row in results if row.status.startswith(ALARMS)}
+    points = ", ".join(f"{row.task} {row.points}" for row in results)
+    return printable("; ".join(filter(None, [f"{name}: {total_of(results)}", problem, *sorted(alarms), points])))
+
+
+def for_gradescope(results: list[Result], problem: str) -> dict:
+    """A submission's grade in Gradescope's format."""
+    tests = [{"name": row.task, "score": row.points, "max_score": row.most, "output": f"{row.status}\n{row.details}"}
+             for row in results]
+    return {"output": problem, "tests": tests}
+
+
+def write_table(path: Path, grades: dict[str, list[Result]]):
+    """Write a CSV with a line for each student, and a column for the total and for each task."""
+    tasks = list(dict.fromkeys(row.task for results in grades.values() for row in results))
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["student", "total", *tasks])
+    for name, results in grades.items():
+        points = {row.task: row.points for row in results}
+        table.writerow([name, sum(points.values()), *[points.get(task, "") for task in tasks]])
+    write_text(path, text.getvalue())
+
+
 def grade_students(options) -> bool:
     """Grade a submission, a line per task, or a class, a line per student. Returns whether all have full marks."""
-    submissions, perfect = read_all(options.grade, bool(options.json)), True
+    rights = rights_of(options.user)
+    submissions = read_all(options.grade, as_one=bool(options.json))
     only_runs = all("log.jsonl" in texts and texts.keys().isdisjoint(FILES) for texts in submissions.values())
-    tasks = [] if only_runs else options.only or [*TASKS, TOGETHER]
-    ours = effects_of_ours(*tasks) if tasks else {}
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    pool = ThreadPoolExecutor(cpus)
-    grades = {name: [pool.submit(grade, task, texts, options.time_limit, ours) for task in tasks]
-              for name, texts in submissions.items()}
+    tasks = [] if only_runs else options.only or [*HOMEWORK, TOGETHER]
+    if tasks and not rights:
+        print("graded without --user: students' code can read and change this user's files", file=sys.stderr)
+    perfect = True
+    grades = {}
     for name, texts in submissions.items():
-        results = [grade.result() for grade in grades[name]]
-        results += grade_run(texts) if "log.jsonl" in texts else []
-        score, most = sum(row.points for row in results), sum(row.most for row in results)
+        limits = Limits(options.time_limit, time.monotonic() + options.total_limit, rights)
+        results = grade(texts, tasks, limits) + (grade_run(texts) if "log.jsonl" in texts else [])
         problem = texts.get("problem", "")
-        perfect = perfect and score == most and not problem
+        perfect = perfect and not problem and all(row.points == row.most for row in results)
         if len(submissions) > 1:
-            told = "read by hand", "ran out", "no report", "cannot be imported"
-            alarms = {row.status for row in results if row.status.startswith(told)}
-            points = ", ".join(f"{row.task} {row.points}" for row in results)
-            line = "; ".join(filter(None, [f"{name}: {score}/{most}", problem, *sorted(alarms), points]))
-            print(printable(line), flush=True)
-            continue
-        for row in results:
-            print(f"{row.task} {row.points}/{row.most} {row.status}")
-            if options.verbose and row.details:
-                print(textwrap.indent(row.details, "    "))
-        print("; ".join(filter(None, [f"total {score}/{most}", problem])))
-        if options.json:  # in Gradescope's format
-            rows = [{"name": task, "score": points, "max_score": most, "output": f"{status}\n{details}"}
-                    for task, points, most, status, details in results]
-            options.json.write_text(json.dumps({"output": problem, "tests": rows}, indent=1), "utf-8")
+            print(summary(name, results, problem), flush=True)
+        else:
+            print(report(results, problem, options.verbose))
+        if options.json:
+            write_json(options.json, for_gradescope(results, problem))
+        if options.out:
+            grades[name] = results
+            write_text(options.out / f"{name}.txt", report(results, problem, verbose=True) + "\n")
+            write_table(options.out / "grades.csv", grades)
     return perfect
 
 
+# ---- 3. The command -----------------------------------------------------------------------------------------
 def main(argv=None) -> int:
     """Run the command. Returns its exit code: 0, or 1 for less than full marks."""
     parser = Parser("test_maelm.py", __doc__)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--blank", nargs="+", metavar="TASK", choices=[*TASKS, "all"],
-                      help="print a file without the bodies of these functions; all: maelm.py")
-    what.add_argument("--handout", type=Path, metavar="DIR", help="make a folder for students")
-    what.add_argument("--grade", type=Path, metavar="PATH", help="grade a folder, a zip, a maelm.py, or a class")
-    parser.add_argument("--only", nargs="+", metavar="TASK", choices=TASKS, default=[], help="grade only these tasks")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", default=60, help="CPU time per task [60]")
+    command = parser.add_mutually_exclusive_group(required=True)
+    command.add_argument("--blank", nargs="+", metavar="TASK", choices=[*HOMEWORK, "all"],
+                         help="print a file without the bodies of these functions; all: maelm.py")
+    command.add_argument("--handout", type=Path, metavar="DIR", help="make a folder for students")
+    command.add_argument("--gradescope", type=Path, metavar="ZIP", help="make an autograder for Gradescope")
+    command.add_argument("--grade", type=Path, metavar="PATH", help="grade a folder, a zip, a maelm.py, or a class")
+    for flag, kind, metavar, default, text in (
+            ("--time-limit", float, "SECONDS", 60, "CPU time per task [60]"),
+            ("--total-limit", float, "SECONDS", float("inf"), "time per student, after which tasks get no points"),
+            ("--user", str, "NAME", "", "run students' code as this user, all of whose processes are ended"),
+            ("--json", Path, "FILE", None, "also write a submission's grade for Gradescope"),
+            ("--out", Path, "DIR", None, "also write grades.csv, and a text per student")):
+        parser.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
+    parser.add_argument("--only", nargs="+", metavar="TASK", choices=HOMEWORK, default=[], help="grade only these")
     parser.add_argument("--verbose", action="store_true", help="show the message of each claim that failed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write a submission's grade for Gradescope")
     options = parser.parse_args(argv)
-    if options.time_limit <= 0:
-        parser.error(f"--time-limit {options.time_limit:g}: use a positive number")
+    for flag, seconds in (("--time-limit", options.time_limit), ("--total-limit", options.total_limit)):
+        if not seconds > 0:
+            parser.error(f"{flag} {seconds:g}: use a positive number")
     if options.grade and not options.grade.exists():
         parser.error(f"--grade {options.grade}: there is no such file or folder")
     with clear_errors("test_maelm.py"):
         if options.handout:
             hand_out(options.handout)
-        elif options.blank:
-            tasks = list(TASKS) if "all" in options.blank else options.blank
-            if "all" not in options.blank and len({TASKS[task] for task in tasks}) > 1:
-                raise UserError("--blank: these tasks are in several files; name only tasks from one file")
-            print(without("maelm.py" if "all" in options.blank else TASKS[tasks[0]], tasks), end="")
-        else:
+        elif options.gradescope:
+            make_autograder(options.gradescope)
+        elif options.grade:
             return int(not grade_students(options))
+        else:
+            tasks = list(HOMEWORK) if "all" in options.blank else options.blank
+            files = {HOMEWORK[task].file for task in tasks}
+            if len(files) > 1 and "all" not in options.blank:
+                raise UserError("--blank: these tasks are in several files; name only tasks from one file")
+            file = "maelm.py" if "all" in options.blank else files.pop()
+            print(without(file, tasks), end="")
     return 0

@@ -6,16 +6,20 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
+from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
 import rank
-from course import assign
-from course.assign import main, without
-from course.grade import BLANKS, FILES, HERE, PARTS, TASKS, TESTS, TOGETHER, Result, claims_of, is_written, source
+from course import assign, hand_in
+from course.assign import main
+from course.grade import (BLANKS, HERE, TESTS, TOGETHER, Limits, Result, claims_of, read_all, run_limited, source,
+                          without)
+from course.hand_in import FILES, HOMEWORK, written_in
 from support.program.files import read_json, write_json
 from tests.common import fails, write_corpus
 
@@ -25,7 +29,7 @@ OURS = {file: (HERE / file).read_text("utf-8") for file in FILES}
 
 def solved(*names):
     """{file: its text} of a student who hands in our solutions to these tasks, and to no others."""
-    return {file: without(file, [name for name in TASKS if name not in names]) for file in FILES}
+    return {file: without(file, [name for name in HOMEWORK if name not in names]) for file in FILES}
 
 
 def grades(capsys, *arguments):
@@ -46,8 +50,8 @@ def test_the_handout_is_short_and_has_every_test_and_no_line_of_a_solution(tmp_p
     assert len(paths) <= 12
     texts = {path.relative_to(tmp_path / "homework").as_posix(): path.read_text() for path in paths}
     given = lines_of("\n".join(texts.values()))
-    for name, file in TASKS.items():
-        for part in PARTS[name]:
+    for file, _, parts in HOMEWORK.values():
+        for part in parts:
             assert source(texts[file], part) == BLANKS[part]
             assert (lines_of(source(OURS[file], part)) - lines_of(BLANKS[part])) & given == set()
     collected = subprocess.run([sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "attention or corrupt"],
@@ -65,10 +69,12 @@ def test_the_blank_file_has_no_solution_and_a_wrong_name_is_refused(capsys):
     assert "MAELM.forward" in fails(lambda: main(["--blank", "forward"]), capsys)
 
 
-def test_the_table_of_tasks_has_every_point():
-    page = (HERE / "course/homework.md").read_text()
-    points = re.findall(r"^\| `?([\w.]+).* \| \w+ \| (\d+) \|", page, re.MULTILINE)
-    assert points == [(name, str(len(claims_of(name)))) for name in (*TASKS, TOGETHER)]
+def test_the_table_of_tasks_is_the_graders():
+    rows = []
+    for name, (file, level, parts) in HOMEWORK.items():
+        rows.append(f"| {', '.join(f'`{part}`' for part in parts)} | `{file}` | {level} | {len(claims_of(name))} |")
+    rows += [f"| together | all | hard | {len(claims_of(TOGETHER))} |"]
+    assert "\n".join(rows) + "\n\n" in (HERE / "course/homework.md").read_text()
 
 
 def test_every_assert_of_a_task_has_a_message():
@@ -111,21 +117,48 @@ def test_an_error_in_a_task_costs_points_of_that_task_only(tmp_path, capsys):
     ("import os\nos._exit(0)", "no report: the code ends Python"),
     ("raise SystemExit", "cannot be imported: SystemExit"),
     ("input()", "cannot be imported: EOFError"),
-    ("attention = lambda q, *given: q", "no points without test_attention"),
+    ("tau_rank = lambda values, tau: 1", "no points without test_rank_is_the_smallest_k_that_reaches_tau"),
     ("while True: pass", "ran out of time: more than 8 s of computing")])
 def test_wrong_or_dishonest_code_gives_no_points(code, status, tmp_path, capsys):
-    (tmp_path / "maelm (1).py").write_text(f"{OURS['maelm.py']}\n\n{code}\n")
+    (tmp_path / "rank (1).py").write_text(f"{OURS['rank.py']}\n\n{code}\n")
     limit = 8 if "while True" in code else 99  # seconds of computing, so other programs do not matter
-    line, _ = grades(capsys, tmp_path, "--only", "attention", "--time-limit", limit)
-    assert line.startswith(f"attention 0/4 {status}")
+    line, _ = grades(capsys, tmp_path, "--only", "tau_rank", "--time-limit", limit)
+    assert line.startswith(f"tau_rank 0/4 {status}")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root may run code as another user")
+def test_another_user_cannot_read_our_files_and_leaves_no_process(tmp_path):
+    rights = dict(user=61234, group=61234, extra_groups=[])
+    (tmp_path / "solution").write_text("ours")
+    tmp_path.chmod(0o700)
+    with tempfile.TemporaryDirectory() as name:
+        os.chown(name, 61234, 61234)
+        os.mkfifo(f"{name}/late")
+        os.chown(f"{name}/late", 61234, 61234)
+        late = os.open(f"{name}/late", os.O_RDONLY | os.O_NONBLOCK)
+        script = (f"cat {tmp_path}/solution > copy; setsid sh -c 'echo hi; touch ready; sleep 60; echo no' > late & "
+                  "while [ ! -e ready ]; do sleep 0.1; done")
+        assert run_limited(["sh", "-c", script], Path(name), Limits(60, rights=rights)) == (0, "")
+        assert (Path(name) / "copy").read_text() == ""
+        os.set_blocking(late, True)
+        assert os.read(late, 99) == b"hi\n" and os.read(late, 99) == b""  # the process has ended, and says no more
+        os.close(late)
+
+
+def test_time_for_all_tasks_ends(tmp_path, capsys):
+    (tmp_path / "rank.py").write_text(OURS["rank.py"])
+    line, _ = grades(capsys, tmp_path, "--only", "tau_rank", "--total-limit", "1e-9")
+    assert line.startswith("tau_rank 0/4 ran out of time: the whole grade")
+
+
+def graded(texts, tasks, limits):
+    """Grades without running the claims: full marks for a task whose function is written."""
+    written = written_in(texts.get("maelm.py", ""))
+    return [Result(task, 4 * (task in written), 4, "full marks, as nothing has run") for task in tasks]
 
 
 def test_every_entry_of_a_class_has_a_line(tmp_path, capsys, monkeypatch):
-    def graded(task, texts, *others):  # without running the claims
-        return Result(task, 4 * is_written(texts.get("maelm.py", ""), task), 4, "")
-
     monkeypatch.setattr(assign, "grade", graded)
-    monkeypatch.setattr(assign, "effects_of_ours", lambda *tasks: {})
     text = solved("tau_rank")["maelm.py"]
     text += "\n\nif True:  # as pytest wants it\n    def attention(q, k, v, bias=None, p=0.0):\n"
     text += "        return F.scaled_dot_product_attention(q, k, v, bias, p)\n"
@@ -155,6 +188,69 @@ def test_every_entry_of_a_class_has_a_line(tmp_path, capsys, monkeypatch):
     results = tmp_path / "results.json"
     main(["--grade", str(room / "dan.rar"), "--json", str(results)])
     assert json.loads(results.read_text())["output"].startswith("no Python file")
+
+
+@pytest.mark.parametrize("files, students", [
+    (["hw\\maelm.py", "hw\\train.py", "hw\\rank.py"], 1), (["code/maelm.py", "answers.pdf"], 1),
+    (["code/maelm.py", "toy/log.jsonl"], 1), (["maelm.py", "maelm (1).py", "train.py"], 1),
+    (["hw/my_maelm.py", "hw/my_train.py"], 1), (["anna.py", "ben.py"], 2), (["anna/a.py", "ben/b.py", "cleo/c.pdf"], 3),
+    (["anna_12_678_maelm.py", "ben_13_679_train.py"], 2),
+    (["anna_12_678_maelm.py", "anna_12_679_train.py", "ben_LATE_13_680_maelm.py", "ben_LATE_13_681_rank-1.py"], 2)])
+def test_a_class_is_told_from_a_submission(files, students, tmp_path):
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for file in files:
+            name, = [name for name in FILES if Path(name).stem in file] or ["maelm.py"]
+            archive.writestr(zipfile.ZipInfo(file), OURS[name])
+    found = read_all(tmp_path / "all.zip", as_one=False)
+    assert len(found) == students
+    if students == 1:
+        assert found["all.zip"].keys() == {name for name in (*FILES, "log.jsonl") if any(
+            Path(name).stem in file for file in files)}
+
+
+def test_the_last_definition_of_a_function_counts():
+    blank = "def attention(q):\n    'Rules.'\n    raise NotImplementedError\n"
+    code = "def attention(q):\n    return q\n"
+    for text in (code, blank + code, f"{blank}if True:\n    {code[:17]} return q\n", blank + "attention = max\n"):
+        assert "attention" in written_in(text), text
+    assert "attention" not in written_in(code + blank)
+    assert "MAELM.forward" in written_in("class MAELM:\n    pass\nMAELM.forward = max\n")
+    assert "tau_rank" in written_in("def tau_rank[T](values: T):\n    return 1\n")  # Python 3.11 cannot read it
+
+
+def test_a_class_has_a_table_and_a_text_per_student(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(assign, "grade", graded)
+    (tmp_path / "class").mkdir()
+    (tmp_path / "class/anna.py").write_text(OURS["maelm.py"])
+    (tmp_path / "class/ben.py").write_text(solved("corrupt")["maelm.py"])
+    grades(capsys, tmp_path / "class", "--only", "attention", "corrupt", "--out", tmp_path / "out")
+    table = (tmp_path / "out/grades.csv").read_text().splitlines()
+    assert table == ["student,total,attention,corrupt", "anna.py,8,4,4", "ben.py,4,0,4"]
+    assert (tmp_path / "out/ben.py.txt").read_text().startswith("attention 0/4 ")
+
+
+def test_the_autograder_has_its_scripts_and_grades_alone(tmp_path):
+    main(["--gradescope", str(tmp_path / "autograder.zip")])
+    shutil.unpack_archive(tmp_path / "autograder.zip", tmp_path)
+    assert (tmp_path / "run_autograder").is_file() and (tmp_path / "setup.sh").is_file()
+    end = subprocess.run([sys.executable, "test_maelm.py", "--blank", "attention"], cwd=tmp_path / "maelm",
+                         capture_output=True, text=True)
+    assert end.stdout == without("maelm.py", ["attention"]), end.stderr
+
+
+def test_a_submission_is_packed_and_checked(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hand_in.main(["hw.zip"]) == 2 and "train.py" in capsys.readouterr().out
+    for file, text in solved("attention").items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    (tmp_path / "out/toy").mkdir(parents=True)
+    (tmp_path / "out/toy/log.jsonl").write_text("{}")
+    (tmp_path / "out/toy/step_1.pt").touch()
+    assert hand_in.main(["hw.zip", "out/toy"]) == 0
+    found = capsys.readouterr().out
+    assert "maelm.py: corrupt is not written" in found and "attention is" not in found
+    assert {*zipfile.ZipFile("hw.zip").namelist()} == {*FILES, "toy/log.jsonl"}
 
 
 def test_a_run_folder_is_graded_by_its_loss_and_probe(tmp_path, capsys):

@@ -42,6 +42,8 @@ def test_matthews_of_two_labels_is_the_formula():
     found = metrics.matthews(guess, true)
     assert found == pytest.approx((6 * 3 - 1 * 2) / math.sqrt(7 * 8 * 4 * 5)), "not the formula for two labels"
     assert isinstance(found, float), "the result must be a number, not an array"
+    many = np.arange(120_000) % 2
+    assert metrics.matthews(many, many) == pytest.approx(1), "120,000 rows: products of counts exceed an integer"
     opposite = metrics.matthews(1 - guess, true)
     assert opposite == pytest.approx((2 * 1 - 3 * 6) / math.sqrt(5 * 8 * 4 * 7)), "the opposite guess must score < 0"
     assert np.array_equal([guess, true], before), "an argument has changed: the caller still needs it"
@@ -124,6 +126,7 @@ def test_any_real_dtype_is_measured_in_float64():
     found = [rank.effective_rank(h, 1 - rest) for rest in (1e-7, 6e-8, 2e-8)]
     assert found == [1, 2, 3], "small singular values are lost: what is the precision of the sum?"
     whole = torch.tensor([[3, 0], [0, 1], [0, 0]])
+    assert rank.effective_rank(torch.full((300, 300), 10).half()) == 1, "sums of 300 x 300 values overflow in float16"
     for matrix in (whole, whole.bfloat16(), whole.numpy(), whole.float().requires_grad_()):
         assert rank.effective_rank(matrix, 0.95) == 2, f"a matrix of {matrix.dtype}"
 
