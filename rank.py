@@ -94,7 +94,7 @@ class Moments:
 class RankConfig:
     """Settings of a measurement; every field is a flag. Raises ValueError if a value is not allowed."""
     data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; default: the text of the run, or docs
-    column: str = ""  # field that holds the text of a record; default: the run's, or text
+    column: str = ""  # field that holds the text of a record; default: the run's field, or text
     val_share: float = 0.0  # fraction of the documents to use; 0 means the run's validation share, or 1%
     tokens: int = 1_000_000  # largest number of tokens to read, including special tokens
     tau: float = 0.9  # fraction of the sum of squared singular values

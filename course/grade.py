@@ -108,8 +108,8 @@ def unpack(path: Path, folder: Path):
 
 def files_in(path: Path) -> Iterator[tuple[str, str]]:
     """(role, text) of the files in a folder and in archives inside archives, except links, hidden files, virtual
-    environments, and our models. Roles are the names in FILES whose functions are written there, or a result's name.
-    Broken archives raise many types of errors."""
+    environments, and our models. A role is the name in FILES whose functions a file contains, or the name of a result
+    file. Broken archives raise many types of errors."""
     name = path.name.lower()
     if path.is_symlink() or name == "models" or name.startswith(".") or (path / "pyvenv.cfg").exists():
         return
@@ -296,7 +296,7 @@ def run_limited(command: list[str], folder: Path, limits: Limits) -> tuple[int, 
         if hasattr(os, "killpg"):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        if limits.rights:  # also a process in a session of its own; the signal goes to all that this user may end
+        if limits.rights:  # this also ends processes in other sessions: it reaches all that this user may end
             subprocess.run(["sh", "-c", "kill -KILL -1"], stderr=nothing, **limits.rights)
     reasons = {128 + 24: f"ran out of time: more than {limits.seconds:g} s of computing",  # SIGXCPU
                128 + 9: "killed by the system: it probably ran out of memory"}  # SIGKILL

@@ -50,8 +50,8 @@ def draw_cells(rows: dict[str, list[str]]) -> Figure:
 
 
 def repeated_words(sequences, tokenizer: Tokenizer) -> Iterator[tuple]:
-    """Find those of the `sequences` (N, n) int64 that contain a long word exactly twice. Yields each of them as (1, n),
-    with both positions of the word."""
+    """Find the sequences (N, n) int64 that contain a long word exactly twice. Yields each as (1, n), with the word's
+    two positions."""
     for sequence in sequences:
         for token in sequence[sequence >= NUM_SPECIAL].tolist():
             places = (sequence == token).nonzero().flatten().tolist()

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]  # the folder of maelm.py
 
 # ---- 1. Files -----------------------------------------------------------------------------------------------
 def sync(path: Path):
-    """Wait until a file is on the disk; otherwise, a power cut could leave it empty. Some network disks cannot."""
+    """Wait until a file is on the disk, unless the disk cannot do this; otherwise, a power cut could leave it empty."""
     with open(path, "rb+") as file:
         try:
             os.fsync(file.fileno())

@@ -82,7 +82,7 @@ def choose_strength(vectors, targets, classes: int) -> float:
 
 def probe_once(setup: Setup, tune, seed: int) -> dict:
     """Fit a linear model to the vectors of the frozen encoder of a task; `tune` is a finetune.TuneConfig. Returns its
-    value, metrics and strength of regularization. The encoder keeps its ranks."""
+    value, metrics and strength of regularization. The encoder's ranks do not change, so `ranks` is None."""
     labels = setup.kind.labels
     targets = setup.splits["train"].targets
     classes = len(labels.names) or 1

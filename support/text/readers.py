@@ -1,4 +1,4 @@
-"""Readers of text files: lines of text, and records of JSON lines and Parquet. A path is never a pattern.
+"""Readers of text files: lines of text, and records of JSON lines and Parquet. In a path, `*` is no wildcard.
 
 Text is UTF-8, with or without a byte order mark, and may be compressed. The suffix names the format, in upper or lower
 case: texts.JSONL.gz holds JSON lines.

@@ -53,7 +53,8 @@ def permutation(seed: int, epoch: int, total: int):
 
 
 def indices_of_step(seed: int, step: int, batch_size: int, total: int):
-    """The indices of a step's sequences, (batch_size,) int64. Every epoch permutes all `total` sequences anew."""
+    """The indices of a step's sequences, (batch_size,) int64. Each epoch draws a new permutation of all `total`
+    sequences."""
     epochs, places = np.divmod(step * batch_size + np.arange(batch_size), total)
     rows = [permutation(seed, epoch, total)[place] for epoch, place in zip(epochs.tolist(), places)]
     return np.array(rows)
