@@ -274,7 +274,7 @@ class MAELM(nn.Module):
     def __init__(self, config):
         super().__init__()
         if config.decoder != "bi":
-            raise ValueError(f"decoder={config.decoder!r}: use make_model in support/model/build.py")
+            raise ValueError(f"decoder={config.decoder!r}: use make_model, which knows all decoders")
         self.config = config
         self.encoder = Encoder(config)
         self.decoder = Decoder(config) if config.decoder_layers > 0 else None
