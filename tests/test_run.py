@@ -139,8 +139,9 @@ def test_checkpoints_alone_continue_where_the_text_has_moved(text, finished, tmp
     out = tmp_path / "run"
     out.mkdir()
     shutil.copy(finished / "step_0000003.pt", out)
+    seconds = last_checkpoint(out)["seconds"]
     moved = shutil.copy(text, tmp_path / "moved.txt")
-    assert same(short_run(moved, out), finished)
+    assert same(short_run(moved, out), finished) and last_checkpoint(out)["seconds"] > seconds
     (out / "step_0000006.pt").unlink()
     file, = tmp_path.glob("cache/*/train.bin")
     file.write_bytes(file.read_bytes()[:-100])
