@@ -19,6 +19,7 @@ from conftest import tiny
 from maelm import CLS, SEP
 from support import convert
 from support.model.checkpoints import load_encoder
+from support.model.heads import ClassifierHead
 from support.program.files import read_json, write_json
 from support.tasks import examples, probe, results, setup, types as tasks
 from support.tasks.batches import batches, collate
@@ -253,6 +254,13 @@ def test_scores_are_those_of_the_written_numbers():
     metrics, files = kind.score(0.5 + 1e-7 * np.arange(3.0)[:, None], encoded)
     assert metrics == {"spearman": None} and files["predictions.jsonl"].count('"prediction": 2.5}') == 3
     assert kind.score(np.array([[0.1], [0.3], [0.2]]), encoded)[0]["spearman"] == pytest.approx(50)
+
+
+def test_the_head_of_a_classifier_is_robertas():
+    head, h, padding = ClassifierHead(8, 3, 0.0), torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
+    padding[1, :2] = True  # on the left
+    _, dense, _, _, out = head
+    torch.testing.assert_close(head(h, padding), out(dense(torch.stack([h[0, 0], h[1, 2]])).tanh()))
 
 
 def test_random_weights_are_drawn_by_the_seed(finished):
