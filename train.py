@@ -199,7 +199,7 @@ def loop(run: Run, progress: Progress, signals: list[int]) -> int:
         progress.add(loss, norm)
         run.step += 1
 
-        # If a signal reaches one process, all stop. GPUs wait for this check, hence every fourth step.
+        # If a signal reaches one process, all stop. They wait for each other, hence every fourth step.
         stopped = False
         if worker.world_size == 1 or run.step % 4 == 0:
             stopped = worker.all_reduce(len(signals))[0] > 0
@@ -280,13 +280,14 @@ def main(argv=None):
         config, recipe, options = settings
         worker = make_worker(recipe.precision, options.device, config.encoder_dim)
         worker.micro_batch(recipe.batch_size, options.micro_batch_size)  # raises an error early
+        code = 0
         if flags.prepare:
             folder = prepared_corpus(settings.fields(), start.tokenizer)
             say(f"{folder}: {read_json(folder / 'meta.json')}")
-            return
-        with worker.lock(flags.out, "log.jsonl", "step_*.pt"):  # a folder with other files is refused
-            code = pretrain(begin(settings, flags.out, start, worker))
-            worker.destroy_process_group(code)  # under torchrun, the process ends here
+        else:
+            with worker.lock(flags.out, "log.jsonl", "step_*.pt"):  # a folder with other files is refused
+                code = pretrain(begin(settings, flags.out, start, worker))
+        worker.destroy_process_group(code)  # under torchrun, the process ends here
     if code:
         sys.exit(code)
 

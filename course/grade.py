@@ -27,8 +27,8 @@ from xml.etree import ElementTree
 
 from course.hand_in import FILES, HOMEWORK, parts_in, written_in
 from support.program.errors import UserError
+from support.program.files import ROOT as HERE
 
-HERE = Path(__file__).resolve().parent.parent
 TESTS = ("test_maelm.py", "tests/test_homework.py")  # the claims that students also get
 COPIED = ("*.py", "support/**/*.py", "tests/__init__.py", "tests/random_inputs.py", "tests/test_homework.py")
 PATHS = [path for pattern in COPIED for path in HERE.glob(pattern)]

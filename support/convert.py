@@ -14,10 +14,8 @@ from support.hub.subjects import transformers_library
 from support.model.checkpoints import checkpoint_of, read_checkpoint
 from support.program.cli import Parser, path_of
 from support.program.errors import UserError, clear_errors, say
-from support.program.files import write_json
+from support.program.files import ROOT, write_json
 from support.text.tokenizer import Tokenizer
-
-HERE = Path(__file__).resolve().parents[1]
 
 
 def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
@@ -82,7 +80,7 @@ def export(source: Path, out: Path):
     weights, head, labels = weights_of(state)
     out.mkdir(parents=True, exist_ok=True)
     for code in ("support/hub/modeling_maelm.py", "support/model/heads.py", "maelm.py"):
-        shutil.copy(HERE / code, out)
+        shutil.copy(ROOT / code, out)
     # The inputs of fine-tuning may be shorter than those of pre-training.
     save_tokenizer(state["tokenizer"], min(longest, state.get("longest", longest)), head, out)
     # Not save_file, which makes a file that only its owner can read.

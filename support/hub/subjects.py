@@ -14,8 +14,8 @@ from support.model.checkpoints import load_encoder
 from support.program.cli import path_of
 from support.program.errors import UserError, root_cause
 from support.text.corpus import VAL_SHARE, in_validation, prepared_corpus, sample
-from support.text.rows import Rows, evenly
 from support.text.documents import documents, sources
+from support.text.rows import Rows, evenly
 
 
 class Subject(NamedTuple):

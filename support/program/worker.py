@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map
 from support.program.errors import UserError
 from support.program.files import lock_folder
 
-
 GPU_DIM = 256  # dimensions from which compiling, and an Apple GPU, make a model faster
 
 

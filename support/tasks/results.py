@@ -50,8 +50,8 @@ def write_run(out: Path, tune, seed: int, result: dict, seconds: float) -> dict:
 
 def line_of_run(run: dict, metric: str, left: float) -> str:
     """A run as a line of text; `left` is the time that all other runs will take, in seconds."""
-    listed = "" if "l2" in run else "  ".join(f"{name} {value:g}" for name, value in run["setting"].items())
-    listed = listed or f"l2 {run['l2']:g}"
+    setting = {"l2": run["l2"]} if "l2" in run else run["setting"]  # of a probe, or of fine-tuning
+    listed = "  ".join(f"{name} {value:g}" for name, value in setting.items())
     return (f"{listed}  seed {run['seed']}  {metric} {format_number(run['value'])}  {run['seconds']:.0f} s  "
             f"{timedelta(seconds=round(left))} left")
 

@@ -73,7 +73,7 @@ def changes(out: Path, saved: dict, settings: Settings) -> dict[str, list]:
     before = asdict(saved["config"]) | defaults | saved["settings"]
     if saved["step"] >= settings.last_step:
         return compare(out, before, settings.fields())  # a finished run would not use any other setting
-    changed = compare(out, before, settings.fields(), {*MAY_CHANGE, "data"})  # the text may have moved
+    changed = compare(out, before, settings.fields(), MAY_CHANGE)
     if changed.get("keep_checkpoints", [1])[0] == 0:
         raise UserError(f"{out}: keep_checkpoints=0 there; repeat the command with --keep-checkpoints 0, because "
                         "otherwise its older checkpoints would be deleted")

@@ -36,11 +36,12 @@ class RunOptions:
             ("compile", self.compile in ("auto", "on", "off"), "auto, on or off"))
 
 
-# The settings that may change when a run continues. The model, the text and its tokens must stay.
+# The settings that may change when a run continues. The model, the text and its tokens must stay; `data` may change,
+# because the text may have moved.
 MAY_CHANGE = {field.name for field in fields(RunOptions) if field.name != "init"}
 MAY_CHANGE |= {
     "max_steps", "warmup_steps", "learning_rate", "muon_learning_rate", "weight_decay", "muon_weight_decay",
-    "adam_beta1", "adam_beta2", "adam_epsilon", "clip_norm", "precision", "seed"}
+    "adam_beta1", "adam_beta2", "adam_epsilon", "clip_norm", "precision", "seed", "data"}
 
 
 class Settings(NamedTuple):
