@@ -19,7 +19,6 @@ import math
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ from tqdm import tqdm
 
 from rank import CENTERINGS, ENOUGH, Moments, tau_rank
 from support.model.optim import set_rates
-from support.program.cli import Parser, add_flags, fields_of, path_of, require, short_name
+from support.program.cli import Parser, add_flags, fields_of, path_of, short_name
 from support.program.errors import clear_errors, say
 from support.program.files import write_json
 from support.program.seeds import seed_of
@@ -63,15 +62,6 @@ class TuneConfig:
         check_tune(self)
 
 
-class Checkpoint(NamedTuple):
-    """A fine-tuned model after `step` steps."""
-    step: int
-    value: float | None  # of the first metric; None if the predictions are constant
-    metrics: dict
-    files: dict[str, str]  # texts of prediction files by name
-    weights: dict
-
-
 # ---- 2. One run: section 4.1, Tables 5 and 6 -----------------------------------------------------
 def new_model(setup: Setup, seed: int) -> Tuned:
     """The encoder with a new head, which the seed determines."""
@@ -84,21 +74,20 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     """Fine-tune, without gradient clipping. Returns the value, metrics, ranks and step of the best
     checkpoint on the dev split. If the seed is 1, that checkpoint is also saved."""
     kind = setup.kind
-    train = setup.splits["train"]
     model = new_model(setup, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=tune.learning_rate, betas=(0.9, 0.98),
                                   eps=1e-6, weight_decay=tune.weight_decay, fused=True)
-    steps = math.ceil(tune.epochs * math.ceil(len(train.ids) / tune.batch_size))
+    steps = math.ceil(tune.epochs * math.ceil(len(setup.train.ids) / tune.batch_size))
     count = min(20, math.ceil(2 * tune.epochs))  # evaluations: one per half epoch, but at most 20
     evaluate_after = {math.ceil(steps * i / count) for i in range(1, count + 1)}
     best = None
 
-    drawn = batches(train, seed, tune.batch_size)  # for each step, without end, its inputs' indices
+    drawn = batches(setup.train, seed, tune.batch_size)  # for each step, without end, its inputs' indices
     bar = tqdm(range(steps), desc=f"{setup.task} seed {seed}", leave=False, disable=None)
     for step, indices in zip(bar, drawn):
         model.train()  # evaluation switched dropout off
         torch.manual_seed(seed_of(seed, step, 1))  # for dropout
-        tokens, padding, targets = collate(train, indices, setup.worker.device)
+        tokens, padding, targets = collate(setup.train, indices, setup.worker.device)
         with setup.worker.autocast():
             logits = model(tokens, padding)
         loss = kind.loss(logits, targets, padding)
@@ -114,7 +103,7 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
             value = metrics[kind.labels.first_metric]
             if best is None or results.height(value) > results.height(best.value):
                 weights = copy.deepcopy(model.state_dict())
-                best = Checkpoint(step + 1, value, metrics, files, weights)
+                best = results.Checkpoint(step + 1, value, metrics, files, weights)
 
     model.load_state_dict(best.weights)
     if seed == 1:  # the first seed of the result; a sweep uses seed 0
@@ -129,28 +118,23 @@ def evaluate(model: Tuned, setup: Setup) -> tuple[dict | None, dict[str, str]]:
     """The metrics and the prediction files of a model, as results.scores returns them."""
     model.eval()
     outputs = {}
-    for split in [split for split in setup.splits if split != "train"]:
-        encoded = setup.splits[split]
-        chunks = by_length(encoded, setup.tune.batch_size)
+    for split, encoded in setup.dev_splits.items():
         found = []
-        for chosen in chunks:
-            tokens, padding, targets = collate(encoded, chosen, setup.worker.device)
+        for tokens, padding, targets in by_length(encoded, setup.tune.batch_size, setup.worker.device):
             logits = model(tokens, padding)
             # decode takes the targets only because they hold the start of SQuAD's passage.
             found.append(setup.kind.decode(logits, targets, padding).cpu())
-        outputs[split] = in_order(found, chunks)
+        outputs[split] = in_order(found, encoded)
     return results.scores(outputs, setup)
 
 
 @torch.no_grad()
 def ranks(encoder: nn.Module, setup: Setup) -> dict[str, int] | None:
-    """The effective ranks of H^L on the dev split, except at padding (Table 3); None if there are
-    too few tokens."""
+    """The effective ranks of H^L on the dev split (Table 3); None if there are too few tokens."""
     encoder.eval()
     moments = Moments()
-    encoded = setup.splits["dev"]
-    for chosen in by_length(encoded, setup.tune.batch_size):
-        tokens, padding, _ = collate(encoded, chosen, setup.worker.device)
+    dev = setup.dev_splits["dev"]
+    for tokens, padding, _ in by_length(dev, setup.tune.batch_size, setup.worker.device):
         moments.add(states(encoder, tokens, padding)[~padding])
     if moments.count < ENOUGH * setup.pretrained.config.encoder_dim:
         return None
@@ -223,7 +207,6 @@ def parse(argv) -> argparse.Namespace:
         check_options(options, given)
         if options.seeds is None:
             options.seeds = 1 if options.frozen and not options.init.startswith("random:") else 5
-        require(options, ("seeds", options.seeds >= 1, "1 or more"))
     except ValueError as error:
         parser.error(str(error))
     parts = filter(None, [options.task, short_name(options.init), options.frozen])

@@ -83,10 +83,9 @@ def draw_masks(maskable, m, generator):
     fewest = int(maskable.sum(1).min())
     if not 0 < m <= fewest:
         raise ValueError(f"cannot mask {m} tokens of each sequence: use 1 to {fewest}")
-    # Draw a number below 1 for each position. The m smallest numbers determine the masks, in random order.
-    number = torch.rand(maskable.shape, generator=generator, device=maskable.device)
-    number = number.masked_fill(~maskable, 2.0)
-    return number.topk(m, largest=False).indices
+    number = torch.rand(maskable.shape, generator=generator, device=maskable.device)  # below 1
+    number = number.masked_fill(~maskable, 2.0)  # never one of the m smallest
+    return number.topk(m, largest=False).indices  # in random order
 
 
 def apply_masks(tokens, masked, config, generator):
@@ -206,8 +205,7 @@ class Stack(nn.Module):
         """The relative bias, -inf at padded keys (B, t); broadcasts to (B, heads, t, t), or is None."""
         bias = self.relative_bias(positions) if self.relative_bias is not None else None
         if padding is not None:
-            hidden = torch.zeros(padding.shape, device=padding.device).masked_fill(padding, -torch.inf)
-            hidden = hidden[:, None, None, :]  # (B, 1, 1, t)
+            hidden = torch.where(padding, -torch.inf, 0.0)[:, None, None, :]  # (B, 1, 1, t)
             bias = hidden if bias is None else bias + hidden
         return align_for_cuda(bias)  # section 7
 
@@ -371,8 +369,7 @@ def relative_bucket(distance, num_buckets, max_distance):
 
 
 def lookup(values, index):
-    """values[index].permute(0, 3, 1, 2), values (2n - 1, heads), index (B, t, t). The gradient of gather need
-    not sort the index."""
+    """values (2n - 1, heads), index (B, t, t) -> (B, heads, t, t). A gather's gradient sorts no indices."""
     B, t, _ = index.shape
     flat = index.view(B, 1, t * t).expand(-1, values.shape[1], -1)  # (B, heads, t * t)
     return values.t().expand(B, -1, -1).gather(2, flat).unflatten(2, (t, t))

@@ -13,9 +13,8 @@ main -> parse (settings), begin (weights and text), pretrain -> loop -> train_st
 """
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from signal import SIGTERM
 
 import torch
@@ -28,12 +27,12 @@ from support.program.cli import Parser, add_flags, fields_of, path_of
 from support.program.errors import clear_errors, noted_signals, say
 from support.program.files import read_json
 from support.program.seeds import seed_of
-from support.program.worker import Worker, compile_model, join_processes, make_worker
+from support.program.worker import Worker, compile_model, join_processes, make_worker, prepared_ahead
 from support.text.corpus import VAL_SHARE, prepared_corpus
-from support.text.rows import Rows, evenly, indices_of_step, unigram_entropy
+from support.text.rows import Rows, evenly, indices_of_step
 from support.training.begin import Run, Start, begin, load_start, save_checkpoint
 from support.training.log import Progress, draw_loss
-from support.training.settings import RunOptions, Settings, check_recipe, default_out
+from support.training.settings import RunOptions, Settings, check_recipe, check_row, default_out
 
 
 # ---- 1. Settings: Table 4 ------------------------------------------------------------------------
@@ -67,7 +66,6 @@ class Recipe:
 
 # Differs from the paper: small models learn in minutes with these; see bench/results/presets.md.
 SMALL = dict(norm="pre", decoder_relative=True, position_init="sinusoid", optimizer="muon", log_interval=20)
-NOT_MAE_LM = {"mask_in_encoder", "encoder_fill", "decoder_reset", "decoder"}  # in presets you add
 PRESETS = {  # differences from the defaults of Config, Recipe and RunOptions; Table 4
     "toy": SMALL | dict(
         vocab_size=2048, seq_len=64, encoder_layers=3, encoder_dim=128, encoder_heads=2, decoder_layers=1,
@@ -172,29 +170,15 @@ def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> t
 
 
 # ---- 3. The loop ---------------------------------------------------------------------------------
-def upcoming_batches(run: Run) -> Iterator[list]:
-    """Yield the batch of each step until the last. A thread prepares the next one during a step."""
-    def prepare(step):
-        return batch_of_step(step, run.rows["train"], run.settings, run.worker)
-
-    last = run.settings.last_step
-    with ThreadPoolExecutor(1) as ahead:
-        coming = ahead.submit(prepare, run.step)
-        for step in range(run.step, last):
-            batches = coming.result()
-            if step + 1 < last:
-                coming = ahead.submit(prepare, step + 1)
-            yield batches
-
-
 def loop(run: Run, progress: Progress, signals: list[int]) -> int:
     """Train from run.step to the last step. Returns 0, or the signal that ended training."""
     worker = run.worker
     recipe = run.settings.recipe
     options = run.settings.options
     network = worker.parallel(run.model)  # only for train_step
+    prepare = partial(batch_of_step, rows=run.rows["train"], settings=run.settings, worker=worker)
     progress.resume()
-    for batches in upcoming_batches(run):
+    for batches in prepared_ahead(prepare, range(run.step, run.settings.last_step)):
         loss, norm = train_step(network, run.optimizers, batches, run.step, recipe, worker)
         progress.add(loss, norm)
         run.step += 1
@@ -223,18 +207,15 @@ def loop(run: Run, progress: Progress, signals: list[int]) -> int:
 def pretrain(run: Run) -> int:
     """Train a run to its end. Returns the exit code: 0, or 128 + the signal that ended it."""
     worker = run.worker
-    options = run.settings.options
     if run.step >= run.settings.last_step:
         if worker.is_main:
             say(f"{run.out} is finished at step {run.step}; to train for longer, use a larger --max-steps or --stop-at")
         return 0
-    compile_model(run.model, options.compile, worker.device)
+    compile_model(run.model, run.settings.options.compile, worker.device)
     progress = Progress(run)
-    progress.describe(unigram_entropy(evenly(run.rows["val"], options.eval_rows)))
-    if worker.is_main:
-        draw_loss(run.out)  # so that matplotlib fails now, not at the first checkpoint
+    progress.describe()
     if run.step == 0:
-        progress.log_validation(*evaluate(run.model, run.rows["val"], options, worker))
+        progress.log_validation(*evaluate(run.model, run.rows["val"], run.settings.options, worker))
     with noted_signals() as signals:
         signal = loop(run, progress, signals)
     worker.wait()  # until the first process has saved
@@ -255,9 +236,6 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
     for part in (Config, Recipe, RunOptions):
         add_flags(parser, part, preset)
     flags = parser.parse_args(argv)
-    if flags.ablation and preset.keys() & NOT_MAE_LM:
-        parser.error(f"--ablation {flags.ablation}: rows of Table 2 change an MAE-LM, but --preset "
-                     f"{flags.preset} is such a row; name the preset of an MAE-LM")
     init = getattr(flags, "init", "")
     flags.out = flags.out or default_out(flags.preset, flags.ablation, init)
 
@@ -266,6 +244,7 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
     inherited = start.fixed if flags.ablation else start.shape
     row = ABLATIONS[flags.ablation or "mae-lm"]
     try:  # a flag, if given, overrides --ablation, then the run of --init, then --preset
+        check_row(flags.ablation, flags.preset, preset)
         settings = make_settings(preset | inherited | row | vars(flags))
     except ValueError as error:
         parser.error(str(error))

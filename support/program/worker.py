@@ -3,6 +3,8 @@ import ctypes
 import os
 import re
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -98,6 +100,17 @@ def join_processes():
     close, and all others end. They may wait for a day, because preparing a corpus can take hours."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group("gloo", timeout=timedelta(days=1))
+
+
+def prepared_ahead(prepare: Callable[[int], object], steps: range) -> Iterator:
+    """Yield prepare(step) for each step. A thread prepares the next one while the caller works."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(prepare, steps.start)
+        for step in steps:
+            ready = coming.result()
+            if step + 1 in steps:
+                coming = thread.submit(prepare, step + 1)
+            yield ready
 
 
 def keep_freed_memory():

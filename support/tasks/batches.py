@@ -17,15 +17,21 @@ def collate(encoded: Encoded, chosen, device: torch.device):
     return tokens, tokens == PAD, encoded.targets[chosen].to(device)
 
 
-def by_length(encoded: Encoded, batch_size: int) -> list[np.ndarray]:
-    """The indices of all inputs, in batches of similar length."""
-    order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
-    return [order[start:start + batch_size] for start in range(0, len(order), batch_size)]
+def order_of(encoded: Encoded) -> np.ndarray:
+    """The indices of all inputs of a split, in the order of their lengths."""
+    return np.argsort([len(ids) for ids in encoded.ids], kind="stable")
 
 
-def in_order(results: list, chunks: list[np.ndarray]):
+def by_length(encoded: Encoded, batch_size: int, device: torch.device) -> Iterator[tuple]:
+    """Yield all inputs of a split, as collate returns them, in batches of similar length."""
+    order = order_of(encoded)
+    for start in range(0, len(order), batch_size):
+        yield collate(encoded, order[start:start + batch_size], device)
+
+
+def in_order(results: list, encoded: Encoded):
     """The results for the batches of by_length as one tensor (N, ...), in the order of the inputs."""
-    return torch.cat(results)[np.argsort(np.concatenate(chunks))]
+    return torch.cat(results)[np.argsort(order_of(encoded))]
 
 
 def batches(encoded: Encoded, seed: int, batch_size: int) -> Iterator[np.ndarray]:

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.tasks.batches import by_length, collate, in_order
+from support.tasks.batches import by_length, in_order
 from support.tasks.encoder import states
 from support.tasks.results import scores, write_predictions
 from support.tasks.setup import Setup
@@ -18,16 +18,14 @@ def vectors_of(encoder: nn.Module, encoded: Encoded, pooling: str, batch_size: i
     """A vector for each input of a split, (N, d) float64 on the CPU: the mean over its tokens, or that at [CLS]."""
     encoder.eval()
     vectors = []
-    chunks = by_length(encoded, batch_size)
-    for chosen in chunks:
-        tokens, padding, _ = collate(encoded, chosen, device)
+    for tokens, padding, _ in by_length(encoded, batch_size, device):
         h = states(encoder, tokens, padding).float()
         if pooling == "cls":
             vectors.append(h[:, 0].cpu())
         else:
             real = (~padding)[:, :, None]
             vectors.append(((h * real).sum(1) / real.sum(1)).cpu())
-    return in_order(vectors, chunks).double()
+    return in_order(vectors, encoded).double()
 
 
 def loss_of(logits, targets):
@@ -84,15 +82,18 @@ def probe_once(setup: Setup, tune, seed: int) -> dict:
     """Fit a linear model to the vectors of the frozen encoder of a task; `tune` is a finetune.TuneConfig. Returns its
     value, metrics and strength of regularization. The encoder's ranks do not change, so `ranks` is None."""
     labels = setup.kind.labels
-    targets = setup.splits["train"].targets
+    targets = setup.train.targets
     classes = len(labels.names) or 1
     encoder = setup.pretrained.new_encoder(seed).to(setup.worker.device)
-    vectors = {split: vectors_of(encoder, encoded, setup.frozen, tune.batch_size, setup.worker.device)
-               for split, encoded in setup.splits.items()}
-    train = vectors["train"]
+
+    def vectors(encoded):
+        return vectors_of(encoder, encoded, setup.frozen, tune.batch_size, setup.worker.device)
+
+    train = vectors(setup.train)
     strength = tune.l2 or choose_strength(train, targets, classes)
     linear = fit(train, targets, classes, strength)
-    metrics, files = scores({split: linear(vectors[split]) for split in vectors if split != "train"}, setup)
+    outputs = {split: linear(vectors(encoded)) for split, encoded in setup.dev_splits.items()}
+    metrics, files = scores(outputs, setup)
     if seed == 1:
         write_predictions(setup.out, files)
     return {"value": metrics[labels.first_metric], "metrics": metrics, "l2": strength, "ranks": None}

@@ -10,11 +10,21 @@ import time
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from support.program.errors import say
 from support.program.files import compare, read_json, write_json, write_text
 from support.program.worker import Worker
 from support.tasks.types import SWEPT
+
+
+class Checkpoint(NamedTuple):
+    """A fine-tuned model after `step` steps."""
+    step: int
+    value: float | None  # of the first metric; None if the predictions are constant
+    metrics: dict
+    files: dict[str, str]  # texts of prediction files by name
+    weights: dict
 
 
 def path_of_run(out: Path, tune, seed: int) -> Path:
@@ -67,9 +77,9 @@ def scores(outputs: dict, setup) -> tuple[dict | None, dict[str, str]]:
     by name. MNLI has a second dev split, of other genres."""
     if any(each.isnan().any() for each in outputs.values()):
         return None, {}
-    metrics, files = setup.kind.score(outputs["dev"].numpy(), setup.splits["dev"])
+    metrics, files = setup.kind.score(outputs["dev"].numpy(), setup.dev_splits["dev"])
     if "dev_mm" in outputs:
-        mismatched, _ = setup.kind.score(outputs["dev_mm"].numpy(), setup.splits["dev_mm"])
+        mismatched, _ = setup.kind.score(outputs["dev_mm"].numpy(), setup.dev_splits["dev_mm"])
         metrics["accuracy_mm"] = mismatched["accuracy"]
     return metrics, files
 

@@ -25,7 +25,8 @@ class Setup(NamedTuple):
     task: str
     pretrained: Pretrained
     kind: Kind
-    splits: dict[str, Encoded]
+    train: Encoded
+    dev_splits: dict[str, Encoded]  # dev and, for MNLI, dev_mm
     tune: object  # finetune.TuneConfig; a sweep replaces some of its fields
     frozen: str  # "" to fine-tune; mean or cls for a linear probe
     worker: Worker
@@ -40,12 +41,13 @@ def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], tun
     pretrained = pretrained.with_dropout(tune.dropout)
     labels = labels_of(task, examples["train"])
     kind = KINDS[TASKS[task].kind](pretrained.tokenizer, pretrained.config, tune, labels)
-    splits = {split: kind.encode(each) for split, each in examples.items()}
+    train = kind.encode(examples["train"])
+    dev_splits = {split: kind.encode(each) for split, each in examples.items() if split != "train"}
     results.claim(out, worker, {
         "init": options.init, "task": task, "weights": pretrained.weights_hash(), "code": code_hash(*CODE),
         "examples": hash_of(examples), "sweep": options.sweep, "frozen": options.frozen, **vars(tune)})
     if worker.is_main:
         write_text(out / "tokenizer.json", pretrained.tokenizer.to_json())
-        say(f"{out}: {len(splits['train'].ids):,} training inputs",
-            *[f"  {split}: {encoded.remark}" for split, encoded in splits.items()])
-    return Setup(task, pretrained, kind, splits, tune, options.frozen, worker, out)
+        remarks = {"train": train.remark} | {split: encoded.remark for split, encoded in dev_splits.items()}
+        say(f"{out}: {len(train.ids):,} training inputs", *[f"  {split}: {each}" for split, each in remarks.items()])
+    return Setup(task, pretrained, kind, train, dev_splits, tune, options.frozen, worker, out)

@@ -88,6 +88,8 @@ def check_options(options, given: dict):
         raise ValueError("--data: docs reads the documentation on this machine; use --task custom for your own files")
     if options.task == "custom" and not options.data:
         raise ValueError("--task custom: needs --data, a folder with train and dev")
+    if options.seeds is not None and options.seeds < 1:
+        raise ValueError(f"seeds={options.seeds}: use 1 or more")
     if not options.frozen:
         if "l2" in given:
             raise ValueError("--l2: needs --frozen")

@@ -18,6 +18,7 @@ from support.model.checkpoints import checkpoints
 from support.model.guesses import held_out_guesses
 from support.program.errors import UserError, printable, root_cause, say
 from support.program.files import figure, json_lines, write_json, write_text
+from support.text.rows import evenly, unigram_entropy
 from support.training.begin import Run
 
 
@@ -101,9 +102,12 @@ class Progress:
                 say(held_out_guesses(run.model.cpu(), run.tokenizer, run.rows["val"]))
             say(f"{run.out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(run.out)[-1].name}")
 
-    def describe(self, entropy: float):
-        """Print the sizes of model and text, and log the machine. `entropy`: of the validation tokens, in nats."""
-        (config, recipe, options), run, worker = self.run.settings, self.run, self.run.worker
+    def describe(self):
+        """Print the sizes of model and text, log the machine, and draw loss.png for the first time."""
+        run = self.run
+        worker = run.worker
+        config, recipe, options = run.settings
+        entropy = unigram_entropy(evenly(run.rows["val"], options.eval_rows))
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         available = len(run.rows["train"]) * config.seq_len / 1e6
         wanted = recipe.batch_size * run.settings.last_step * config.seq_len / 1e6
@@ -127,6 +131,8 @@ class Progress:
             "host": socket.gethostname(), "processes": worker.world_size,
             "micro_batch": micro_batch,
             "flops_per_token": flops(config) / config.seq_len, "changed": run.changed})
+        if worker.is_main:
+            draw_loss(run.out)  # so that matplotlib fails now, not at the first checkpoint
 
     def log_validation(self, val_loss: float, val_accuracy: float):
         """Print and log the validation loss and the accuracy at the masks."""

@@ -84,6 +84,13 @@ def check_recipe(r):
         ("seed", 0 <= r.seed < 2 ** 63, "0 or more, below 2^63"))
 
 
+def check_row(ablation: str | None, name: str, preset: dict):
+    """Raises ValueError if --ablation names a row of Table 2, but the preset is already one."""
+    if ablation and preset.keys() & {"mask_in_encoder", "encoder_fill", "decoder_reset", "decoder"}:
+        raise ValueError(f"--ablation {ablation}: rows of Table 2 change an MAE-LM, but --preset {name} is such a row; "
+                         "name the preset of an MAE-LM")
+
+
 def default_out(preset: str, ablation: str | None, init: str) -> Path:
     """The run folder without --out: out/toy, out/toy-mlm or, with --init out/toy, out/toy-more or out/toy-mlm."""
     if init:
