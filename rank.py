@@ -114,20 +114,19 @@ class RankConfig:
             ("val_share", 0 <= self.val_share <= 1, "0 to 1"))
 
 
-def masks_for(subject: Subject, tokens, seed: int):
-    """Choose 15% of the positions in each sequence of `tokens` (B, n), but no special tokens -> (B, n) bool."""
-    maskable = ~torch.isin(tokens, torch.tensor(subject.specials))
+def masks_for(maskable, seed: int):
+    """Choose 15% of the positions in each sequence, where maskable (B, n) bool is True -> (B, n) bool."""
     generator = torch.Generator().manual_seed(seed)
-    positions = draw_masks(maskable, round(MASK_RATE * tokens.shape[1]), generator)  # (B, m)
+    positions = draw_masks(maskable, round(MASK_RATE * maskable.shape[1]), generator)  # (B, m)
     return torch.zeros_like(maskable).scatter(1, positions, True)
 
 
-def texts_for(subject: Subject, rows, masks, config: RankConfig) -> dict:
+def texts_for(subject: Subject, rows, maskable, masks, config: RankConfig) -> dict:
     """The texts (N, n) int64 that the encoder reads, by name: sequences with something else at the masked positions.
     Random tokens are drawn from the text itself, and the ordinary token is its most frequent one."""
     texts = {"masked": rows.masked_fill(masks, subject.mask), "unmasked": rows}
     if config.controls:
-        real = rows[~torch.isin(rows, torch.tensor(subject.specials))]
+        real = rows[maskable]
         drawn = torch.randint(len(real), rows.shape, generator=torch.Generator().manual_seed(config.seed))
         texts["random"] = torch.where(masks, real[drawn], rows)
         texts["one token"] = rows.masked_fill(masks, real.mode().values)
@@ -145,8 +144,9 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     if vectors < least:
         raise UserError(f"{subject.name}: {vectors:,} [MASK] are fewer than {ENOUGH} d = {least:,}, which a "
                         "rank needs; raise --tokens, or give more text: --data, --val-share 1")
-    masks = masks_for(subject, rows, config.seed)  # of all sequences, so that the batch size does not matter
-    texts = texts_for(subject, rows, masks, config)
+    maskable = ~torch.isin(rows, torch.tensor(subject.specials))
+    masks = masks_for(maskable, config.seed)  # of all sequences, so that the batch size does not matter
+    texts = texts_for(subject, rows, maskable, masks, config)
     curves = {name: curve for name, curve in CURVES.items() if curve.text in texts}
     moments = {name: [Moments() for _ in example] for name in curves}
     for start in tqdm(range(0, count, config.batch_size), subject.name, leave=False, disable=None):

@@ -318,7 +318,7 @@ def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
     seeds = fake_runs(monkeypatch, lambda setup, tune, seed: 50.0)
     second = Worker(1, 2, torch.device("cpu"), torch.float32)
     spans = SimpleNamespace(labels=Labels(("f1",)))
-    shared = setup.Setup("squad2", None, spans, {}, None, "", second, tmp_path)
+    shared = setup.Setup("squad2", None, spans, None, {}, None, "", second, tmp_path)
     runs = [(finetune.TuneConfig(), seed) for seed in range(4)]
 
     def sleep(seconds):  # meanwhile the first process writes its files

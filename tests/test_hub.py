@@ -30,7 +30,7 @@ TRUST = dict(trust_remote_code=True)
 ODD_TEXTS = [*ODD, "\n\n\t  x  ", "The cat's 12,345", "漢字 ı ﬁ½", "\u200b\u0301e", "</a> <x>"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a second cache in one process would mix with the modules of the first one
 def hub(tmp_path_factory):
     """The transformers module, with a temporary folder as its cache of model code."""
     import transformers

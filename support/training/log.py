@@ -103,7 +103,7 @@ class Progress:
             say(f"{run.out}: config.json, tokenizer.json, log.jsonl, loss.png, {checkpoints(run.out)[-1].name}")
 
     def describe(self):
-        """Print the sizes of model and text, log the machine, and draw loss.png for the first time."""
+        """Print the sizes of model and text, and log the machine."""
         run = self.run
         worker = run.worker
         config, recipe, options = run.settings
@@ -131,8 +131,6 @@ class Progress:
             "host": socket.gethostname(), "processes": worker.world_size,
             "micro_batch": micro_batch,
             "flops_per_token": flops(config) / config.seq_len, "changed": run.changed})
-        if worker.is_main:
-            draw_loss(run.out)  # so that matplotlib fails now, not at the first checkpoint
 
     def log_validation(self, val_loss: float, val_accuracy: float):
         """Print and log the validation loss and the accuracy at the masks."""
