@@ -35,8 +35,9 @@ from support.tasks import probe, results
 from support.tasks.batches import batches, by_length, collate, in_order
 from support.tasks.encoder import Pretrained, Tuned, states, write_tuned
 from support.tasks.examples import read_task
+from support.tasks.settings import DEFAULTS, check_options, check_tune, grid
 from support.tasks.setup import Setup, make_setup
-from support.tasks.types import DEFAULTS, GLUE, TASKS, check_options, check_tune, grid
+from support.tasks.types import GLUE, TASKS
 from support.text.corpus import VAL_SHARE
 from train import learning_rate_factor
 

@@ -218,7 +218,7 @@ def pretrain(run: Run) -> int:
         progress.log_validation(*evaluate(run.model, run.rows["val"], run.settings.options, worker))
     with noted_signals() as signals:
         signal = loop(run, progress, signals)
-    worker.wait()  # until the first process has saved
+    worker.all_reduce(0)  # waits until the first process has saved
     progress.finish(signal)
     return 128 + signal if signal else 0
 

@@ -21,7 +21,7 @@ from support import convert
 from support.model.checkpoints import load_encoder
 from support.model.heads import ClassifierHead
 from support.program.files import read_json, write_json
-from support.tasks import examples, probe, results, setup, types as tasks
+from support.tasks import examples, probe, results, settings, setup, types as tasks
 from support.tasks.batches import batches, collate
 from support.tasks.classification import Classification
 from support.tasks.squad import Spans
@@ -117,7 +117,7 @@ def test_a_run_follows_tables_5_and_6(finished, tmp_path, monkeypatch):
     for split, count in (("train", 16), ("dev", 40)):
         lines = [f"{sentence(i)[:3 * i + 9]}\t{i % 5 / 2}" for i in range(count)]
         (tmp_path / f"{split}.tsv").write_text("\n".join(["text\tlabel", *lines]))
-    monkeypatch.setitem(tasks.DEFAULTS, "small", dict(batch_size=4, dropout=0.2))
+    monkeypatch.setitem(settings.DEFAULTS, "small", dict(batch_size=4, dropout=0.2))
     result = tune(finished, "custom", tmp_path, f"--data={tmp_path}", "--epochs=5", "--warmup-share=0.3")
     assert steps == 2 * [[pytest.approx(PEAK * factor), (0.9, 0.98), 1e-6, 0.01] for factor in WARM_UP + DECAY]
     assert all(training and rates == {0.2} for training, rates, _, _ in seen)
@@ -238,7 +238,7 @@ def test_a_result_can_be_read_and_continued(finished, tmp_path, capsys, monkeypa
         assert re.search("code='.*' there, 'changed' here; examples='.*' there, '.*' here; choose another --out", line)
     encoder, _ = load_encoder(tmp_path / "out")
     assert not torch.equal(encoder.norm.weight, load_encoder(finished)[0].norm.weight)
-    assert tune(tmp_path / "out", "rte", tmp_path, out="next")["setting"].keys() == set(tasks.SWEPT)
+    assert tune(tmp_path / "out", "rte", tmp_path, out="next")["setting"].keys() == set(settings.SWEPT)
 
 
 def test_squad_answers_are_predicted_in_the_official_files(finished, tmp_path):

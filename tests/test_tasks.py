@@ -11,7 +11,7 @@ import scipy.stats
 import sklearn.metrics
 
 from support.program.errors import UserError
-from support.tasks import examples, metrics, types as tasks
+from support.tasks import examples, metrics, settings, types as tasks
 from support.text.corpus import in_validation
 from tests.common import SUBJECTS, sentence
 
@@ -100,10 +100,10 @@ def test_tasks_and_grids_are_those_of_the_paper():
     found = [tasks.TASKS[name] for name in (*tasks.GLUE, "squad2")]
     assert " ".join(tasks.GLUE) == "mnli qqp qnli sst2 cola rte mrpc stsb"
     assert [task.metrics[0] for task in found] == 4 * ["accuracy"] + "matthews accuracy accuracy spearman f1".split()
-    assert len(tasks.grid("small", 768, {"epochs": 7.0})) == 16
+    assert len(settings.grid("small", 768, {"epochs": 7.0})) == 16
     for (name, dim), rows in GRIDS.items():
-        points = tasks.grid(tasks.TASKS[name].group, dim, {})
-        assert tuple({point[field] for point in points} for field in tasks.SWEPT) == rows
+        points = settings.grid(tasks.TASKS[name].group, dim, {})
+        assert tuple({point[field] for point in points} for field in settings.SWEPT) == rows
 
 
 @pytest.mark.parametrize("name", tasks.GLUE)

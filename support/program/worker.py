@@ -68,10 +68,6 @@ class Worker(NamedTuple):
             dist.all_reduce(total)
         return total.tolist()
 
-    def wait(self):
-        """Wait for all other processes."""
-        self.all_reduce(0)
-
     def of_main(self, value: object) -> object:
         """The first process's value."""
         values = [value]

@@ -18,7 +18,7 @@ from support.text.tokenizer import Tokenizer
 
 
 class Classification:
-    """A Kind with inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`. The target is a label or a number."""
+    """Inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`. The target is a label or a number."""
     def __init__(self, tokenizer: Tokenizer, config: Config, tune, labels: Labels):
         self.config, self.labels = config, labels
         self.n = min(tune.seq_len, config.seq_len)
@@ -27,7 +27,7 @@ class Classification:
         self.pairs = None  # whether examples have a second text, once that is known
 
     def encode(self, examples: list[Example]) -> Encoded:
-        """Tokenize examples, each to at most n tokens."""
+        """Tokenize the examples of a split, each to at most n tokens. Raises UserError if one does not fit the task."""
         targets = [self.labels.target(example) for example in examples]  # before the slow part
         ids, truncated = [], 0
         if self.pairs is None:
@@ -47,6 +47,7 @@ class Classification:
         return Encoded(ids, torch.tensor(targets), examples, [], remark)
 
     def head(self) -> nn.Module:
+        """A new head: H^L (B, m, d) and padding (B, m) bool -> logits (B, C)."""
         return ClassifierHead(self.config.encoder_dim, max(1, len(self.labels.names)), self.config.dropout)
 
     def loss(self, logits, targets, padding):
@@ -56,7 +57,7 @@ class Classification:
         return F.mse_loss(logits[:, 0], targets)
 
     def decode(self, logits, targets, padding):
-        """The logits (B, C), unchanged."""
+        """The outputs that `score` needs, float32: here, the logits (B, C)."""
         return logits
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float | None], dict[str, str]]:

@@ -15,7 +15,6 @@ from support.text.documents import read_docs
 from support.text.readers import RECORDS, Record, hub_records, open_text, parquet_records, readable, split_name
 
 
-
 # ---- 1. A whole task ----------------------------------------------------------------------------------------
 def read_task(name: str, data: str | None, val_share: float) -> dict[str, list]:
     """The examples or questions of each split: train, dev and, for MNLI, dev_mm. `data` is a folder with the Hub's own

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from support.program.errors import say
 from support.program.files import compare, read_json, write_json, write_text
 from support.program.worker import Worker
-from support.tasks.types import SWEPT
+from support.tasks.settings import SWEPT
 
 
 class Checkpoint(NamedTuple):

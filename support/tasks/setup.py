@@ -12,9 +12,10 @@ from support.tasks.classification import Classification
 from support.tasks.encoder import Pretrained
 from support.tasks.examples import hash_of
 from support.tasks.squad import Spans
-from support.tasks.types import TASKS, Encoded, Kind, labels_of
+from support.tasks.types import TASKS, Encoded, labels_of
 
-KINDS = {"classification": Classification, "spans": Spans}  # of tasks; see Task in types.py
+# The kinds of tasks (see Task in types.py). finetune.py calls encode, head, loss, decode and score of each.
+KINDS = {"classification": Classification, "spans": Spans}
 # The code that makes a run. A result never mixes runs of different code.
 CODE = ("maelm.py", "train.py", "rank.py", "finetune.py", "support/program/seeds.py", "support/model/*.py",
         "support/tasks/*.py", "support/text/*.py")
@@ -24,7 +25,7 @@ class Setup(NamedTuple):
     """Everything that the runs of a task share. A run is a TuneConfig and a seed."""
     task: str
     pretrained: Pretrained
-    kind: Kind
+    kind: Classification | Spans
     train: Encoded
     dev_splits: dict[str, Encoded]  # dev and, for MNLI, dev_mm
     tune: object  # finetune.TuneConfig; a sweep replaces some of its fields

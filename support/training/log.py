@@ -112,18 +112,12 @@ class Progress:
         available = len(run.rows["train"]) * config.seq_len / 1e6
         wanted = recipe.batch_size * run.settings.last_step * config.seq_len / 1e6
         micro_batch = worker.micro_batch(recipe.batch_size, options.micro_batch_size)
-        possible = min(recipe.batch_size // worker.world_size, options.micro_batch_size)
-        advice = []
-        if 2 * micro_batch <= possible:
-            advice = [f"slow, because batch_size={recipe.batch_size} has few divisors: use a multiple of "
-                      f"{possible * worker.world_size}"]
         lines = [
             f"{run.out}: {parameters:,} parameters, encoder {config.encoder_layers} x {config.encoder_dim}, "
             f"decoder {config.decoder_layers} x {config.decoder_width}",
             f"{wanted:,.1f} M tokens of {recipe.data}, which has {available:,.1f} M: {wanted / available:.2f} epochs",
             f"{worker.world_size} x {worker.device.type} in {str(worker.dtype).removeprefix('torch.')}, {micro_batch} "
             f"sequences at a time, {'continuing at' if run.step else 'from'} step {run.step}",
-            *advice,
             *[f"changed: {name}={now!r}, before {before!r}" for name, (before, now) in run.changed.items()],
             f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context"]
         self.write("\n".join(lines), step=run.step, unigram_entropy=entropy, start={
