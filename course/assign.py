@@ -17,8 +17,9 @@ import zipfile
 from pathlib import Path
 
 from course.grade import (BLANKS, HERE, PROJECT, PYTEST_INI, TESTS, TOGETHER, Limits, Result, grade, grade_run,
-                          read_all, rights_of, without, write_all)
+                          rights_of, without, write_all)
 from course.hand_in import FILES, HOMEWORK, parts_in
+from course.submissions import read_all
 from support.program.cli import Parser
 from support.program.errors import UserError, clear_errors, printable
 from support.program.files import atomic, write_json, write_text

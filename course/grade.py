@@ -1,4 +1,4 @@
-"""Grading: reads submissions, runs the claims about their functions, and adds up points; see teaching.md.
+"""Grading: runs the claims about the functions of a submission, and adds up points; see teaching.md.
 
 The tasks run one after another, each in a fresh copy of this project: the student's file, with our solutions to earlier
 tasks only, so that no process has seen our solution to a later one. The copy is not a sandbox.
@@ -17,15 +17,13 @@ import sys
 import tempfile
 import textwrap
 import time
-import zipfile
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from course.hand_in import FILES, HOMEWORK, parts_in, written_in
+from course.hand_in import FILES, HOMEWORK, written_in
 from support.program.errors import UserError
 from support.program.files import ROOT as HERE
 
@@ -38,9 +36,6 @@ RANDOM = "test_random_inputs"  # a claim that only the grader checks; see tests/
 EFFECTS = "effects.pt"  # what it has written in the folder of a task
 CANARIES = ("assert False", "assert torch.equal(torch.zeros(2), torch.ones(2))", "assert torch.zeros(()) == 1",
             "torch.testing.assert_close(torch.zeros(2), torch.ones(2))")  # claims that cannot hold
-ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-CANVAS = re.compile(r"^(.+?(?:_LATE)?_\d+)_\d+_.+")  # a file in a download from Canvas, such as anna_123_456_maelm.py
-OURS = re.compile(r"(maelm|train|rank|metrics)[\W\d_]*\.py|log\.jsonl", re.IGNORECASE)  # also maelm (1).py
 RUN = {  # a number in a file of a toy's run folder, and the range that counts
     "validation loss": ("log.jsonl", r'"val_loss": ([\d.]+)', 2.93, 3.13),
     "linear probe": ("result.json", r'(?s)"frozen": "mean".*?"median": ([\d.]+)', 48, 65),
@@ -94,86 +89,7 @@ def claims_of(task: str) -> dict[str, bool]:
     return {name: bool(gate) for gate, name in found} | {RANDOM: True}
 
 
-# ---- 2. Submissions -----------------------------------------------------------------------------------------
-def unpack(path: Path, folder: Path):
-    """Unpack a zip or tar. Raises many types of errors if it is broken."""
-    if not path.name.lower().endswith(".zip"):
-        shutil.unpack_archive(path, folder, "tar", filter="data")
-        return
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            entry.filename = entry.filename.replace("\\", "/")  # as some programs on Windows separate folders
-            archive.extract(entry, folder)
-
-
-def files_in(path: Path) -> Iterator[tuple[str, str]]:
-    """(role, text) of the files in a folder and in archives inside archives, except links, hidden files, virtual
-    environments, and our models. A role is the name in FILES whose functions a file contains, or the name of a result
-    file. Broken archives raise many types of errors."""
-    name = path.name.lower()
-    if path.is_symlink() or name == "models" or name.startswith(".") or (path / "pyvenv.cfg").exists():
-        return
-    if path.is_dir():
-        for entry in sorted(path.iterdir(), key=lambda entry: (-len(entry.name), entry.name)):
-            yield from files_in(entry)
-    elif name.endswith(ARCHIVES):
-        with tempfile.TemporaryDirectory() as folder:
-            unpack(path, Path(folder))
-            yield from files_in(Path(folder))
-    elif path.is_file() and name.endswith(".py"):
-        text = path.read_text("utf-8-sig", "replace")
-        yield from [(file, text) for file in FILES if not written_in(text).isdisjoint(parts_in(file))]
-    elif path.is_file():
-        results = [file for file, *_ in RUN.values() if name.endswith(file)]
-        yield from [(file, path.read_text("utf-8", "replace")) for file in results]
-
-
-def read_submission(*paths: Path) -> dict[str, str]:
-    """The texts of a submission by their roles, and any "problem". If files share a role, the one with the
-    most functions counts or, of equals, the one with the shortest name."""
-    texts = {}
-    try:
-        for path in paths:
-            for role, text in files_in(path):
-                wanted = {*parts_in(role)}
-                texts[role] = max(text, texts.get(role, ""), key=lambda text: len(wanted & written_in(text)))
-    except Exception as error:  # a broken archive must not stop a class
-        texts["problem"] = f"cannot read all of it: {error}"
-    return texts or {"problem": "no Python file with a written function of the homework"}
-
-
-def students_in(root: Path) -> dict[str, list[Path]]:
-    """The entries of a class by the students' names: a folder, an archive or a file each or, from Canvas, many."""
-    entries = [root]
-    while len(entries) == 1 and entries[0].is_dir():
-        entries = sorted(entry for entry in entries[0].glob("[!.]*") if entry.name != "__MACOSX")
-    students = defaultdict(list)
-    for entry in entries:
-        students[CANVAS.sub(r"\1", entry.name)].append(entry)
-    return students
-
-
-def read_all(path: Path, as_one: bool) -> dict[str, dict[str, str]]:
-    """The texts of a submission by its name or, for a class, of each student. In a class, two students have the same
-    functions, so code/ beside toy/ or answers.pdf is none; Canvas names the students."""
-    with tempfile.TemporaryDirectory() as place:
-        root = path.resolve()
-        if root.name.lower().endswith(ARCHIVES):
-            with suppress(Exception):  # read_submission will name the problem
-                unpack(root, Path(place))
-                root = Path(place)
-        students = students_in(root)
-        if not as_one and not any(OURS.fullmatch(name) for name in students):
-            texts = {name: read_submission(*paths) for name, paths in students.items()}
-            unread = [name for name in texts if texts[name].get("problem", "").startswith("cannot")]
-            roles = [role for name in texts for role in FILES if role in texts[name] or name in unread]
-            from_canvas = any(name != paths[0].name for name, paths in students.items())
-            if from_canvas or len(roles) > len({*roles}):
-                return texts
-        return {path.resolve().name: read_submission(root)}
-
-
-# ---- 3. Running a task --------------------------------------------------------------------------------------
+# ---- 2. Running a task --------------------------------------------------------------------------------------
 class Limits(NamedTuple):
     """What students' code may use: seconds of CPU time for a task, time until `end` (of time.monotonic) for all, and
     the rights of a user of its own, as arguments of subprocess, or ours."""
@@ -332,7 +248,7 @@ def said_in(case: ElementTree.Element | None, texts: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-# ---- 4. Points ----------------------------------------------------------------------------------------------
+# ---- 3. Points ----------------------------------------------------------------------------------------------
 class Result(NamedTuple):
     """The result of a task: its points, the maximum, a status line, and a paragraph for each failed claim."""
     task: str

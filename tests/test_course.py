@@ -17,9 +17,9 @@ from nbclient import NotebookClient
 import rank
 from course import assign, hand_in
 from course.assign import main
-from course.grade import (BLANKS, HERE, TESTS, TOGETHER, Limits, Result, claims_of, read_all, run_limited, source,
-                          without)
+from course.grade import BLANKS, HERE, TESTS, TOGETHER, Limits, Result, claims_of, run_limited, source, without
 from course.hand_in import FILES, HOMEWORK, written_in
+from course.submissions import read_all
 from support.program.files import read_json, write_json
 from tests.common import fails, write_corpus
 
