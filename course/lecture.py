@@ -30,12 +30,21 @@ def six_tokens(words: list[str], corruption: Corruption) -> tuple[list[str], lis
     return encoder, decoder, loss
 
 
-def draw_cells(rows: dict[str, list[str]]) -> Figure:
-    """Draw one row of cells per name. Columns are numbered from 0."""
-    columns = max(map(len, rows.values()))
+def draw_cells(rows: dict[str, list[str] | str]) -> Figure:
+    """Draw one row of cells per name. Columns are numbered from 0. A row that is a single text is a box over all columns,
+    with an arrow from each cell above it and to each cell below it."""
+    columns = max(len(texts) for texts in rows.values() if isinstance(texts, list))
     figure = Figure(figsize=(max(13, 1.2 * columns), 0.55 * len(rows) + 0.8), layout="constrained")
     axes = figure.subplots()
-    for y, texts in enumerate(rows.values()):
+    cells = list(rows.values())
+    for y, texts in enumerate(cells):
+        if isinstance(texts, str):
+            axes.add_patch(Rectangle((0.03, y + 0.25), columns - 0.06, 0.5, facecolor="white", edgecolor="black"))
+            axes.text(columns / 2, y + 0.5, texts, ha="center", va="center")
+            for start, neighbors in ((y - 0.05, cells[y - 1]), (y + 0.75, cells[y + 1])):
+                for x in [x for x, text in enumerate(neighbors) if text]:
+                    axes.annotate("", (x + 0.5, start + 0.3), (x + 0.5, start), arrowprops={"arrowstyle": "->"})
+            continue
         for x, text in enumerate(texts):
             shade = "#f4c7c3" if text.startswith(LOSS) else SHADES.get(text, "#e6e6e6")
             edge = "#7e57c2" if text == "[MASK]" else "lightgray"
@@ -47,6 +56,14 @@ def draw_cells(rows: dict[str, list[str]]) -> Figure:
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return figure
+
+
+def draw_method(words: list[str], corruption: Corruption) -> Figure:
+    """Draw how MAE-LM predicts the masked words of a sequence: Figure 2 of the paper."""
+    encoder, decoder, loss = six_tokens(words, corruption)
+    states = [text.replace("e_[MASK]", "") for text in decoder]
+    return draw_cells({"text": words, "encoder's input": encoder, "": "encoder", "encoder's output": states,
+                       "decoder's input": decoder, " ": "decoder", "loss": loss})
 
 
 def repeated_words(sequences, tokenizer: Tokenizer) -> Iterator[tuple]:
