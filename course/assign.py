@@ -9,6 +9,7 @@ A task is a function that students write, and each of its claims is worth a poin
 """
 import csv
 import io
+import math
 import re
 import sys
 import textwrap
@@ -30,6 +31,16 @@ ALARMS = ("read by hand", "ran out", "killed", "no report", "cannot be imported"
 
 
 # ---- 1. The handout -----------------------------------------------------------------------------------------
+def blank_file(tasks: list[str]) -> str:
+    """The file of some tasks, without their solutions; for "all", maelm.py. Raises UserError for tasks of two files."""
+    if "all" in tasks:
+        return without("maelm.py", HOMEWORK)
+    files = {HOMEWORK[task].file for task in tasks}
+    if len(files) > 1:
+        raise UserError("--blank: these tasks are in several files; name only tasks from one file")
+    return without(files.pop(), tasks)
+
+
 def hand_out(folder: Path):
     """Make a folder for students. Raises UserError if the folder exists."""
     if folder.exists():
@@ -94,13 +105,15 @@ def for_gradescope(results: list[Result], problem: str) -> dict:
 
 def write_table(path: Path, grades: dict[str, list[Result]]):
     """Write a CSV with a line for each student, and a column for the total and for each task."""
-    tasks = list(dict.fromkeys(row.task for results in grades.values() for row in results))
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["student", "total", *tasks])
+    rows = []
     for name, results in grades.items():
         points = {row.task: row.points for row in results}
-        table.writerow([name, sum(points.values()), *[points.get(task, "") for task in tasks]])
+        rows.append({"student": name, "total": sum(points.values())} | points)
+    columns = dict.fromkeys(column for row in rows for column in row)
+    text = io.StringIO()
+    table = csv.DictWriter(text, columns, lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
     write_text(path, text.getvalue())
 
 
@@ -142,19 +155,16 @@ def main(argv=None) -> int:
     command.add_argument("--handout", type=Path, metavar="DIR", help="make a folder for students")
     command.add_argument("--gradescope", type=Path, metavar="ZIP", help="make an autograder for Gradescope")
     command.add_argument("--grade", type=Path, metavar="PATH", help="grade a folder, a zip, a maelm.py, or a class")
-    for flag, kind, metavar, default, text in (
-            ("--time-limit", float, "SECONDS", 60, "CPU time per task [60]"),
-            ("--total-limit", float, "SECONDS", float("inf"), "time per student, after which tasks get no points"),
-            ("--user", str, "NAME", "", "run students' code as this user, all of whose processes are ended"),
-            ("--json", Path, "FILE", None, "also write a submission's grade for Gradescope"),
-            ("--out", Path, "DIR", None, "also write grades.csv, and a text per student")):
-        parser.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
-    parser.add_argument("--only", nargs="+", metavar="TASK", choices=HOMEWORK, default=[], help="grade only these")
-    parser.add_argument("--verbose", action="store_true", help="show the message of each claim that failed")
+    add = parser.add_argument
+    add("--only", nargs="+", metavar="TASK", choices=HOMEWORK, default=[], help="grade only these")
+    add("--verbose", action="store_true", help="show the message of each claim that failed")
+    add("--json", type=Path, metavar="FILE", help="also write a submission's grade for Gradescope")
+    add("--out", type=Path, metavar="DIR", help="also write grades.csv, and a text per student")
+    add("--user", default="", metavar="NAME", help="run students' code as this user, all of whose processes are ended")
+    add("--time-limit", type=float, metavar="SECONDS", default=60, help="CPU time per task [60]")
+    add("--total-limit", type=float, metavar="SECONDS", default=math.inf,
+        help="time per student, after which tasks get no points")
     options = parser.parse_args(argv)
-    for flag, seconds in (("--time-limit", options.time_limit), ("--total-limit", options.total_limit)):
-        if not seconds > 0:
-            parser.error(f"{flag} {seconds:g}: use a positive number")
     if options.grade and not options.grade.exists():
         parser.error(f"--grade {options.grade}: there is no such file or folder")
     with clear_errors("test_maelm.py"):
@@ -165,10 +175,5 @@ def main(argv=None) -> int:
         elif options.grade:
             return int(not grade_students(options))
         else:
-            tasks = list(HOMEWORK) if "all" in options.blank else options.blank
-            files = {HOMEWORK[task].file for task in tasks}
-            if len(files) > 1 and "all" not in options.blank:
-                raise UserError("--blank: these tasks are in several files; name only tasks from one file")
-            file = "maelm.py" if "all" in options.blank else files.pop()
-            print(without(file, tasks), end="")
+            print(blank_file(options.blank), end="")
     return 0

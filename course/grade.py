@@ -241,7 +241,8 @@ def said_in(case: ElementTree.Element | None, texts: dict[str, str]) -> str:
         return ""
     traceback = "".join(case.itertext())
     said = re.findall(r"^E +(.*)", traceback, re.MULTILINE) or traceback.splitlines()[-1:]
-    lines = [line.removeprefix("AssertionError: ") for line in said if re.match(r"\w+Error\b", line)][:1] or said[:1]
+    named = [line for line in said if re.match(r"\w+Error\b", line)]
+    lines = [line.removeprefix("AssertionError: ") for line in (named or said)[:1]]
     for file, number, function, code in re.findall(r"^(\S+):(\d+): in (.+)\n +(.*)", traceback, re.MULTILINE):
         if int(number) <= len(texts.get(file, "").splitlines()):  # our solutions follow at the end
             lines.append(f"    {file}:{number} in {function}: {code}")

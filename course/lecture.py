@@ -31,8 +31,8 @@ def six_tokens(words: list[str], corruption: Corruption) -> tuple[list[str], lis
 
 
 def draw_cells(rows: dict[str, list[str] | str]) -> Figure:
-    """Draw one row of cells per name. Columns are numbered from 0. A row that is a single text is a box over all columns,
-    with an arrow from each cell above it and to each cell below it."""
+    """Draw one row of cells per name. Columns are numbered from 0. A row that is a single text is a box over all
+    columns, with an arrow from each cell above it and to each cell below it."""
     columns = max(len(texts) for texts in rows.values() if isinstance(texts, list))
     figure = Figure(figsize=(max(13, 1.2 * columns), 0.55 * len(rows) + 0.8), layout="constrained")
     axes = figure.subplots()
