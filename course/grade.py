@@ -158,20 +158,25 @@ def write_all(folder: Path, texts: dict[str, str], owner: int | None = None):
             shutil.chown(path, owner)
 
 
+def name_claims(copy: dict[str, str], task: str, aliases: dict[str, str]):
+    """In a copy of the project, rename the claims of a task, and add the grader's own."""
+    for file in TESTS:
+        for claim in claims_of(task):
+            copy[file] = copy[file].replace(f"def {claim}(", f"def {aliases[claim]}(")
+    for wrong in CANARIES:
+        copy[TESTS[0]] += f"\n\ndef {aliases[wrong]}():\n    {wrong}\n"
+    copy[TESTS[1]] += (f"\n\ndef {aliases[RANDOM]}():\n    from tests import random_inputs\n"
+                       f"    random_inputs.torch.save([*random_inputs.effects({task!r})], {EFFECTS!r})\n")
+
+
 def run_task(task: str, texts: dict[str, str], limits: Limits, effects: Path) -> Run:
     """Run the claims of a task in a copy of the project. Its random effects are moved to the path `effects`."""
     own = attempted(task, texts)
     if not own:
         return Run(task, "not attempted")
-    claims = claims_of(task)
-    aliases = {claim: f"test_{secrets.token_hex(8)}" for claim in (*claims, *CANARIES)}  # students cannot know them
     copy = copy_for(task, texts, own) | {"pytest.ini": PYTEST_INI}
-    for file in TESTS:
-        for claim in claims:
-            copy[file] = copy[file].replace(f"def {claim}(", f"def {aliases[claim]}(")
-    copy[TESTS[0]] += "".join(f"\n\ndef {aliases[wrong]}():\n    {wrong}\n" for wrong in CANARIES)
-    copy[TESTS[1]] += (f"\n\ndef {aliases[RANDOM]}():\n    from tests import random_inputs\n"
-                       f"    random_inputs.torch.save([*random_inputs.effects({task!r})], {EFFECTS!r})\n")
+    aliases = {claim: f"test_{secrets.token_hex(8)}" for claim in (*claims_of(task), *CANARIES)}
+    name_claims(copy, task, aliases)  # with names that students cannot know, so that only pytest can report them
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         write_all(folder, copy, limits.rights.get("user"))
@@ -186,10 +191,10 @@ def run_task(task: str, texts: dict[str, str], limits: Limits, effects: Path) ->
         return Run(task, problem or "no report: the code ends Python")
     if cases.keys().isdisjoint(aliases.values()):  # pytest could not even collect the tests
         return Run(task, f"cannot be imported: {said_in(next(iter(cases.values()), None), {})}")
-    honest = [wrong for wrong in CANARIES if len(cases.get(aliases[wrong], ())) > 0]  # a failure is in its case
-    if code == 0 or len(honest) < len(CANARIES):
+    failed = [wrong for wrong in CANARIES if len(cases.get(aliases[wrong], ())) > 0]  # its message is in its case
+    if code == 0 or len(failed) < len(CANARIES):
         return Run(task, "read by hand: claims that cannot hold did not fail")
-    return Run(task, errors={claim: said_in(cases.get(aliases[claim]), texts) for claim in claims})
+    return Run(task, errors={claim: said_in(cases.get(aliases[claim]), texts) for claim in claims_of(task)})
 
 
 def run_limited(command: list[str], folder: Path, limits: Limits) -> tuple[int, str]:
