@@ -2,7 +2,7 @@
 
     python finetune.py --init out/toy --task docs               # classify documentation by its library
     python finetune.py --init out/toy --task docs --frozen      # a linear probe: the encoder is not trained
-    python finetune.py --init out/base --task rte --sweep       # Table 5's grid, then the median of five seeds
+    python finetune.py --init out/base --task rte --sweep       # the grid, then the median of five seeds
     python finetune.py --init out/base --task glue --data DIR   # all eight tasks, and their average
 
 --task custom reads the files train and dev (.csv, .tsv, .jsonl or .parquet, or compressed) in --data,
@@ -11,7 +11,8 @@ written (01 is not 1); decimals mean regression. F1 treats the second of two lab
 The best of at most 20 checkpoints is chosen on dev, so scores are slightly optimistic. Repeat a
 command to complete missing runs; torchrun's processes share the runs.
 
-main -> parse; for each task: make_setup, run_task -> finish_runs -> run_once or probe_once
+main -> parse; for each task: make_setup, run_task -> finish_runs -> run_once or probe_once.
+A Setup (support/tasks/setup.py) holds all that a task's runs share; its kind has head and loss.
 """
 import argparse
 import copy
@@ -33,7 +34,7 @@ from support.program.seeds import seed_of
 from support.program.worker import make_worker
 from support.tasks import probe, results
 from support.tasks.batches import batches, by_length, collate, in_order
-from support.tasks.encoder import Pretrained, Tuned, states, write_tuned
+from support.tasks.encoder import Pretrained, Tuned, last_states, write_tuned
 from support.tasks.examples import read_task
 from support.tasks.settings import DEFAULTS, check_options, check_tune, grid
 from support.tasks.setup import Setup, make_setup
@@ -45,7 +46,7 @@ from train import learning_rate_factor
 # The comment after a field is also its text in -h.
 @dataclass(frozen=True)
 class TuneConfig:
-    """Settings of a run; each task has its own defaults."""
+    """Settings of a run; each group of tasks has its own defaults."""
     epochs: float = 3.0  # number of passes over the training split
     learning_rate: float = 0.0  # peak learning rate; 0 means 3e-5 * (768 / d)^2
     batch_size: int = 32  # examples per optimizer step and per evaluation batch
@@ -73,19 +74,18 @@ def new_model(setup: Setup, seed: int) -> Tuned:
 
 def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     """Fine-tune, without gradient clipping. Returns the value, metrics, ranks and step of the best
-    checkpoint on the dev split. If the seed is 1, that checkpoint is also saved."""
+    checkpoint on the dev split. The first seed's checkpoint and predictions are also saved."""
     kind = setup.kind
     model = new_model(setup, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=tune.learning_rate, betas=(0.9, 0.98),
                                   eps=1e-6, weight_decay=tune.weight_decay, fused=True)
     steps = math.ceil(tune.epochs * math.ceil(len(setup.train.ids) / tune.batch_size))
-    count = min(20, math.ceil(2 * tune.epochs))  # evaluations: one per half epoch, but at most 20
-    evaluate_after = {math.ceil(steps * i / count) for i in range(1, count + 1)}
+    evaluations = min(20, math.ceil(2 * tune.epochs))  # one per half epoch
+    evaluate_after = {math.ceil(steps * i / evaluations) for i in range(1, evaluations + 1)}
     best = None
-
-    drawn = batches(setup.train, seed, tune.batch_size)  # for each step, without end, its inputs' indices
+    index_batches = batches(setup.train, seed, tune.batch_size)  # without end
     bar = tqdm(range(steps), desc=f"{setup.task} seed {seed}", leave=False, disable=None)
-    for step, indices in zip(bar, drawn):
+    for step, indices in zip(bar, index_batches):
         model.train()  # evaluation switched dropout off
         torch.manual_seed(seed_of(seed, step, 1))  # for dropout
         tokens, padding, targets = collate(setup.train, indices, setup.worker.device)
@@ -100,14 +100,14 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
         if step + 1 in evaluate_after:
             metrics, files = evaluate(model, setup)
             if metrics is None:  # diverged: no value, even if an earlier checkpoint had one
-                return {"value": None, "metrics": {}, "ranks": None}
-            value = metrics[kind.labels.first_metric]
-            if best is None or results.height(value) > results.height(best.value):
+                return results.DIVERGED
+            value = metrics[setup.metric]
+            if best is None or results.or_lowest(value) > results.or_lowest(best.value):
                 weights = copy.deepcopy(model.state_dict())
                 best = results.Checkpoint(step + 1, value, metrics, files, weights)
 
     model.load_state_dict(best.weights)
-    if seed == 1:  # the first seed of the result; a sweep uses seed 0
+    if seed == results.FIRST_SEED:
         results.write_predictions(setup.out, best.files)
         write_tuned(setup.out / "encoder.pt", model, setup.pretrained, setup.task, kind.labels, tune.seq_len)
     return {"value": best.value, "metrics": best.metrics, "step": best.step,
@@ -116,7 +116,7 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
 
 @torch.no_grad()
 def evaluate(model: Tuned, setup: Setup) -> tuple[dict | None, dict[str, str]]:
-    """The metrics and the prediction files of a model, as results.scores returns them."""
+    """The metrics of a model, None if it has diverged, and its prediction files by name."""
     model.eval()
     outputs = {}
     for split, encoded in setup.dev_splits.items():
@@ -136,7 +136,7 @@ def ranks(encoder: nn.Module, setup: Setup) -> dict[str, int] | None:
     moments = Moments()
     dev = setup.dev_splits["dev"]
     for tokens, padding, _ in by_length(dev, setup.tune.batch_size, setup.worker.device):
-        moments.add(states(encoder, tokens, padding)[~padding])
+        moments.add(last_states(encoder, tokens, padding)[~padding])
     if moments.count < ENOUGH * setup.pretrained.config.encoder_dim:
         return None
     return {name: tau_rank(moments.spectrum(centered), 0.9) for name, centered in CENTERINGS.items()}
@@ -145,18 +145,18 @@ def ranks(encoder: nn.Module, setup: Setup) -> dict[str, int] | None:
 # ---- 3. All runs of a task -----------------------------------------------------------------------
 def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
     """Do the `runs` whose files are missing, shared by torchrun's processes. Returns all results."""
-    once = probe.probe_once if setup.frozen else run_once
+    do_run = probe.probe_once if setup.frozen else run_once
     mine = runs[setup.worker.rank::setup.worker.world_size]
     missing = [run for run in mine if not results.path_of_run(setup.out, *run).is_file()]
     if len(missing) < len(mine):
         say(f"{setup.out}: {len(mine) - len(missing)} of {len(mine)} runs are there")
     for number, (tune, seed) in enumerate(missing, start=1):
         began = time.perf_counter()
-        result = once(setup, tune, seed)
+        result = do_run(setup, tune, seed)
         seconds = time.perf_counter() - began
         result = results.write_run(setup.out, tune, seed, result, seconds)
         left = (len(missing) - number) * seconds
-        say(f"{setup.task}  {results.line_of_run(result, setup.kind.labels.first_metric, left)}")
+        say(f"{setup.task}  {results.line_of_run(result, setup.metric, left)}")
     return [results.wait_for(results.path_of_run(setup.out, *run)) for run in runs]
 
 
@@ -167,19 +167,19 @@ def run_task(setup: Setup, options: argparse.Namespace) -> dict:
     sweep = []
     if options.sweep:
         # Flags replace the grid's values. In tune, make_setup has replaced a learning rate of 0.
-        given = {name: getattr(tune, name) for name in fields_of(TuneConfig, vars(options))}
+        given = {name: getattr(tune, name) for name in options.given}
         points = grid(TASKS[setup.task].group, dim, given)
         # Seed 0, because the choice must not depend on the seeds of the result.
         sweep = finish_runs(setup, [(replace(tune, **point), 0) for point in points])
-        sweep.sort(key=lambda run: results.height(run["value"]), reverse=True)
+        sweep.sort(key=lambda run: results.or_lowest(run["value"]), reverse=True)
         tune = replace(tune, **sweep[0]["setting"])
-    runs = finish_runs(setup, [(tune, seed) for seed in range(1, options.seeds + 1)])
+    first = results.FIRST_SEED
+    runs = finish_runs(setup, [(tune, first + number) for number in range(options.seeds)])
     if not setup.worker.is_main:
         return {}
-    before = ranks(setup.pretrained.new_encoder(1).to(setup.worker.device), setup)
-    metric = setup.kind.labels.first_metric
-    result = {"task": setup.task, "init": options.init, "frozen": setup.frozen, "metric": metric,
-              **results.summarize(runs, before, dim), "tune": asdict(tune), "sweep": sweep}
+    ranks_before = ranks(setup.pretrained.new_encoder(1).to(setup.worker.device), setup)
+    result = {"task": setup.task, "init": options.init, "frozen": setup.frozen, "metric": setup.metric}
+    result |= results.summarize(runs, ranks_before, dim) | {"tune": asdict(tune), "sweep": sweep}
     write_json(setup.out / "result.json", result)
     say(results.report(result), f"{setup.out}: result.json")
     return result
@@ -187,7 +187,7 @@ def run_task(setup: Setup, options: argparse.Namespace) -> dict:
 
 # ---- 4. Command line -----------------------------------------------------------------------------
 def parse(argv) -> argparse.Namespace:
-    """Read the command line. Flags of TuneConfig that are not given are absent from the result."""
+    """Read the command line. `given` in the result has the flags of TuneConfig that were given."""
     parser = Parser("finetune.py", __doc__)
     add = parser.add_argument
     add("--init", default="out/toy", help="run folder, checkpoint, or random:FOLDER [%(default)s]")
@@ -198,14 +198,14 @@ def parse(argv) -> argparse.Namespace:
     add("--seeds", type=int, help="number of runs; the result is their median [5; 1 if nothing is random]")
     add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
     add("--frozen", choices=["mean", "cls"], nargs="?", const="mean", default="", help="freeze the encoder, and fit a "
-        "linear model to the mean vector [mean], or to the vector at [CLS]; seconds")
+        "linear model to the mean vector (also without a value) or to the vector at [CLS]; seconds")
     known = parser.parse_known_args(argv)[0]  # -h shows the defaults of its task
     add_flags(parser, TuneConfig, {} if known.task == "glue" else DEFAULTS[TASKS[known.task].group])
     options = parser.parse_args(argv)
-    given = fields_of(TuneConfig, vars(options))
+    options.given = fields_of(TuneConfig, vars(options))
     try:
-        TuneConfig(**given)  # checks the values
-        check_options(options, given)
+        TuneConfig(**options.given)  # checks the values
+        check_options(options)
         if options.seeds is None:
             options.seeds = 1 if options.frozen and not options.init.startswith("random:") else 5
     except ValueError as error:
@@ -227,10 +227,9 @@ def main(argv=None):
         table = []
         for task in tasks:
             out = options.out / task if options.task == "glue" else options.out
-            with worker.lock(out, "config.json"):
+            with worker.lock(out, "config.json"):  # a folder with other files is refused
                 # A flag overrides the default of the task, which overrides the default of the field.
-                given = fields_of(TuneConfig, vars(options))
-                tune = TuneConfig(**(DEFAULTS[TASKS[task].group] | given))
+                tune = TuneConfig(**(DEFAULTS[TASKS[task].group] | options.given))
                 setup = make_setup(task, pretrained, examples[task], tune, out, options, worker)
                 table.append(run_task(setup, options))
         if options.task == "glue" and worker.is_main:

@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CLS, PAD, SEP, MASK, NUM_SPECIAL = range(5)  # ids 0 to 3, and their number; bytes and merges follow
+CLS, PAD, SEP, MASK = range(4)  # ids of the special tokens
+NUM_SPECIAL = 4  # bytes and merges follow
 
 
 # ---- 1. Configuration: section 4.1 -------------------------------------------------------------------------
@@ -38,7 +39,7 @@ class Config:
     encoder_layers: int = 12  # L, layers of the encoder
     encoder_dim: int = 768  # d, dimensions
     encoder_heads: int = 12  # attention heads, of size d / heads each; the decoder's have the same size
-    decoder_layers: int = 4  # layers of the decoder; 0, with mask_in_encoder=1, makes a standard MLM
+    decoder_layers: int = 4  # layers of the decoder; 0 in a standard MLM, see ABLATIONS
     dropout: float = 0.1  # in the encoder; the decoder has none (App. C)
     rel_pos_buckets: int = 32  # groups of distances between tokens; 0 for no relative positions
     rel_pos_max_distance: int = 128  # larger distances share one group on each side
@@ -100,8 +101,8 @@ def apply_masks(tokens, masked, config, generator):
         replacement.random_(NUM_SPECIAL, config.vocab_size, generator=generator)
     corrupted = tokens.scatter(1, masked, replacement)
 
-    visible = masked[:, :round(config.mask_in_encoder * m)]  # a random part: masks are in random order
-    is_removed = is_masked.scatter(1, visible, False)
+    seen_masks = masked[:, :round(config.mask_in_encoder * m)]  # a random part: masks are in random order
+    is_removed = is_masked.scatter(1, seen_masks, False)
     kept = (~is_removed).nonzero()[:, 1].view(B, -1)  # ascending; r per sequence
     return Corruption(corrupted, masked, kept)
 
@@ -152,7 +153,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x, bias=None, at=None):
-        """x (B, t, d) -> (B, t, d) or, in the last layer, only the outputs at the indices `at`: (B, m, d)."""
+        """x (B, t, d) -> (B, t, d), or only the outputs at the indices `at`, (B, m, d)."""
         x = self.sublayer(x, self.self_attention, self.attention_norm, bias)
         if at is not None:  # for speed: the loss needs only masked positions, and the FFN mixes no positions
             x = x.take_along_dim(at[:, :, None], dim=1)
@@ -180,7 +181,7 @@ class RelativeBias(nn.Module):
         values = self.table(self.bucket)  # one per distance and head: (2n - 1, heads)
         distance = positions[:, None, :] - positions[:, :, None]  # key minus query: (B, t, t)
         index = distance + len(values) // 2  # distance 0 is in the middle of values
-        return lookup(values, index)  # section 7: values[index], as (B, heads, t, t)
+        return lookup(values, index)  # values[index], as (B, heads, t, t)
 
 
 class Stack(nn.Module):
@@ -193,7 +194,7 @@ class Stack(nn.Module):
         self.final_norm = nn.Identity() if config.norm == "post" else nn.LayerNorm(dim)
 
     def forward(self, x, positions, padding=None, at=None):
-        """x = H^0 (B, t, d), positions (B, t) -> [H^0, ..., H^L]. With `at`, H^L is (B, m, d)."""
+        """x = H^0 (B, t, d), positions (B or 1, t) -> [H^0, ..., H^L]. With `at`, H^L is (B, m, d)."""
         bias = self.attention_bias(positions, padding)
         states = [x]
         for block in self.blocks[:-1]:
@@ -207,7 +208,7 @@ class Stack(nn.Module):
         if padding is not None:
             hidden = torch.where(padding, -torch.inf, 0.0)[:, None, None, :]  # (B, 1, 1, t)
             bias = hidden if bias is None else bias + hidden
-        return align_for_cuda(bias)  # section 7
+        return align_for_cuda(bias)
 
 
 # ---- 4. Encoder: section 3 ---------------------------------------------------------------------------------
@@ -223,7 +224,8 @@ class Encoder(nn.Module):
         self.stack = Stack(config, d, config.encoder_layers, config.dropout, relative=True)
 
     def forward(self, tokens, positions, padding=None, at=None):
-        """tokens, positions (B, r) int64 -> H^L (B, r, d). padding (B, r) bool hides keys; at: see Block."""
+        """tokens, positions (B, r) int64 -> H^L (B, r, d), or (B, m, d) at the indices `at` (B, m) int64. Keys
+        with padding (B, r) bool are hidden."""
         return self.hidden_states(tokens, positions, padding, at)[-1]
 
     def hidden_states(self, tokens, positions, padding=None, at=None):
@@ -247,7 +249,7 @@ class Decoder(nn.Module):
         self.stack = Stack(config, width, config.decoder_layers, 0.0, config.decoder_relative)  # no dropout
 
     def forward(self, x, positions, padding=None, at=None):
-        """x (B, n, d), with its gaps filled -> (B, n, decoder_width), or only the positions `at` (B, m)."""
+        """x (B, n, d), its gaps filled -> (B, n, decoder_width), or (B, m, decoder_width) at `at` (B, m)."""
         h = self.project(x) + self.position_embedding(positions)  # h-hat_i^0; e_[MASK] is also projected
         return self.stack(self.norm(h), positions, padding, at)[-1]
 
@@ -297,6 +299,8 @@ class MAELM(nn.Module):
     def logits(self, corruption):
         """Predictions at the masked positions, (B, m, V)."""
         if self.decoder is None:  # a standard MLM
+            if corruption.kept.shape != corruption.corrupted.shape:
+                raise ValueError("without a decoder, the encoder must see all masks: use mask_in_encoder=1")
             h = self.encode(corruption, at=corruption.masked)  # (B, m, d)
         else:
             h = self.encode(corruption)  # H^L, (B, r, d)
@@ -306,14 +310,10 @@ class MAELM(nn.Module):
     def encode(self, corruption, at=None):
         """H^L (B, r, d) at the kept positions; in a standard MLM (r = n), (B, m, d) at the positions `at`."""
         seen = corruption.corrupted.gather(1, corruption.kept)  # (B, r)
-        n = corruption.corrupted.shape[1]
-        r = seen.shape[1]
-        if at is not None and r < n:
-            raise ValueError("without a decoder, the encoder must see all masks: use mask_in_encoder=1")
         positions = corruption.kept  # in MAE-LM
-        nothing_removed = r == n  # kept is 0 to n - 1 in every sequence, so one row, and one bias, serve all
+        nothing_removed = seen.shape == corruption.corrupted.shape  # then one row of positions serves all
         if nothing_removed or not self.config.aligned_positions:  # or Table 2: misaligned
-            positions = torch.arange(r, device=seen.device)[None]
+            positions = torch.arange(seen.shape[1], device=seen.device)[None]
         return self.encoder(seen, positions, at=at)
 
     def decode(self, h, corruption):
@@ -369,7 +369,7 @@ def relative_bucket(distance, num_buckets, max_distance):
 
 
 def lookup(values, index):
-    """values (2n - 1, heads), index (B, t, t) -> (B, heads, t, t). A gather's gradient sorts no indices."""
+    """values (2n - 1, heads), index (B, t, t) -> (B, heads, t, t). The gradient of gather is faster."""
     B, t, _ = index.shape
     flat = index.view(B, 1, t * t).expand(-1, values.shape[1], -1)  # (B, heads, t * t)
     return values.t().expand(B, -1, -1).gather(2, flat).unflatten(2, (t, t))

@@ -30,8 +30,6 @@ from support.program.files import code_hash, compare, lock_folder, read_json, wr
 from support.program.worker import make_worker
 
 CENTERINGS = {"uncentered": False, "centered": True}
-# The code that measures. rank.json never mixes measurements of different code.
-CODE = ("maelm.py", "rank.py", "support/hub/*.py", "support/model/*.py", "support/text/*.py")
 MASK_RATE = 0.15  # section 2.2
 ENOUGH = 10  # vectors per dimension, by a rule of thumb: too few would cap the rank
 
@@ -39,7 +37,7 @@ ENOUGH = 10  # vectors per dimension, by a rule of thumb: too few would cap the 
 # ---- 1. Effective rank: section 2.2 -------------------------------------------------------------------------
 def tau_rank(values, tau: float) -> int:
     """The smallest k such that the first k values sigma_i^2, (d,) float64 in descending order, make up at least a
-    fraction tau of the sum of all d (rank_tau of section 2.2); 0 if all are 0."""
+    fraction tau of the sum of all d (rank_tau of section 2.2); 0 if all are 0. Raises ValueError for a bad tau."""
     if not 0 < tau < 1:
         raise ValueError(f"tau={tau}: use 0 < tau < 1")
     if values[0] == 0:  # the largest
@@ -59,7 +57,7 @@ def effective_rank(h, tau: float = 0.9) -> int:
 
 
 class Moments:
-    """The count, sum and Gram matrix of the rows of H (N, d) in float64; `measure` needs no more, so H is not kept."""
+    """The count, sum and Gram matrix of the rows of H (N, d) in float64. They give its rank, so H is not kept."""
     def __init__(self):
         self.count = 0
         self.total = 0.0  # (d,) after the first add
@@ -81,7 +79,7 @@ class Moments:
             gram = gram - torch.outer(self.total, self.total) / self.count
         if not gram.isfinite().all():
             raise UserError("the hidden states contain NaN or infinity; use another checkpoint")
-        # Centering equal rows leaves only rounding errors, whose flat spectrum would look like a high rank.
+        # If all rows are equal, centering leaves only rounding errors, which would look like a high rank.
         if gram.trace() <= 1e-12 * self.gram.trace():
             return torch.zeros_like(self.total)
         squares = torch.linalg.eigvalsh(gram).flip(0)  # the eigenvalues of H^T H
@@ -96,7 +94,7 @@ class RankConfig:
     data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; default: the text of the run, or docs
     column: str = ""  # field that holds the text of a record; default: the run's field, or text
     val_share: float = 0.0  # fraction of the documents to use; 0 means the run's validation share, or 1%
-    tokens: int = 1_000_000  # largest number of tokens to read, including special tokens
+    tokens: int = 1_000_000  # number of tokens to read, if there are so many, including special tokens
     tau: float = 0.9  # fraction of the sum of squared singular values
     seq_len: int = 512  # tokens per sequence for hf: models, unless their limit is lower
     batch_size: int = 32  # sequences per batch
@@ -122,9 +120,9 @@ def masks_for(maskable, seed: int):
 
 
 def texts_for(subject: Subject, rows, maskable, masks, config: RankConfig) -> dict:
-    """The texts (N, n) int64 that the encoder reads, by name: sequences with something else at the masked positions.
-    Random tokens are drawn from the text itself, and the ordinary token is its most frequent one."""
-    texts = {"masked": rows.masked_fill(masks, subject.mask), "unmasked": rows}
+    """The texts (N, n) int64 that the encoder reads, by name; they differ at the masked positions. Random tokens are
+    drawn from the text itself, and the ordinary token is its most frequent one."""
+    texts = {"masked": rows.masked_fill(masks, subject.mask_id), "unmasked": rows}
     if config.controls:
         real = rows[maskable]
         drawn = torch.randint(len(real), rows.shape, generator=torch.Generator().manual_seed(config.seed))
@@ -139,26 +137,25 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     rows = subject.sample(config.tokens)  # (N, n) int64
     count, n = rows.shape
     example = subject.encode(rows[:1])  # H^0 ... H^L, (1, n, d) each, to get L and d
-    vectors = count * round(MASK_RATE * n)
+    mask_count = count * round(MASK_RATE * n)
     least = ENOUGH * example[-1].shape[-1]
-    if vectors < least:
-        raise UserError(f"{subject.name}: {vectors:,} [MASK] are fewer than {ENOUGH} d = {least:,}, which a "
+    if mask_count < least:
+        raise UserError(f"{subject.name}: {mask_count:,} [MASK] are fewer than {ENOUGH} d = {least:,}, which a "
                         "rank needs; raise --tokens, or give more text: --data, --val-share 1")
     maskable = ~torch.isin(rows, torch.tensor(subject.specials))
     masks = masks_for(maskable, config.seed)  # of all sequences, so that the batch size does not matter
     texts = texts_for(subject, rows, maskable, masks, config)
-    curves = {name: curve for name, curve in CURVES.items() if curve.text in texts}
-    moments = {name: [Moments() for _ in example] for name in curves}
+    curves_of = {text: [name for name, curve in CURVES.items() if curve.text == text] for text in texts}
+    moments = {name: [Moments() for _ in example] for name, curve in CURVES.items() if curve.text in texts}
     for start in tqdm(range(0, count, config.batch_size), subject.name, leave=False, disable=None):
         batch = slice(start, start + config.batch_size)
-        masked = masks[batch]  # (B, n)
+        at = masks[batch].to(example[0].device)  # (B, n)
         for text, sequences in texts.items():
             states = subject.encode(sequences[batch])
-            for name, curve in curves.items():
-                if curve.text == text:
-                    for layer, h in enumerate(states):
-                        chosen = h[masked.to(h.device)] if curve.masked_only else h
-                        moments[name][layer].add(chosen)
+            for name in curves_of[text]:
+                for layer, h in enumerate(states):
+                    vectors = h[at] if CURVES[name].masked_only else h
+                    moments[name][layer].add(vectors)
     return moments
 
 
@@ -177,6 +174,10 @@ def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float)
 
 
 # ---- 3. Command line ----------------------------------------------------------------------------------------
+# The code that measures. rank.json never mixes measurements of different code.
+CODE = ("maelm.py", "rank.py", "support/hub/*.py", "support/model/*.py", "support/text/*.py")
+
+
 def main(argv=None):
     parser = Parser("rank.py", __doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a run folder, a checkpoint, or hf:NAME_OR_FOLDER")
@@ -193,9 +194,9 @@ def main(argv=None):
     with clear_errors("rank.py"), lock_folder(out, "rank.json"):
         path = out / "rank.json"
         settings = asdict(config) | {"models": options.models, "code": code_hash(*CODE)}
-        before = read_json(path) if path.is_file() else {"settings": settings, "models": {}}
-        compare(out, before["settings"], settings, may_change=["out", "device", "batch_size"])
-        entries = before["models"]  # kept in case a model can no longer be measured
+        saved = read_json(path) if path.is_file() else {"settings": settings, "models": {}}
+        compare(out, saved["settings"], settings, may_change=["out", "device", "batch_size"])
+        entries = saved["models"]  # kept in case a model can no longer be measured
         device = make_worker("fp32", config.device).device
         for name in options.models:
             open_subject = subject_of_hub if name.startswith("hf:") else subject_of_run

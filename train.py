@@ -6,8 +6,8 @@
     python train.py --data texts/ --prepare          # tokenize into --cache, and do not train
     torchrun --standalone --nproc_per_node 8 train.py --preset base --data texts/
 
-Every field of Config, Recipe and RunOptions is a flag; -h shows its value in --preset. Repeat a
-command to continue an unfinished run.
+Every field of Config (maelm.py), Recipe (below) and RunOptions (support/training/settings.py) is a
+flag; -h shows its value in --preset. Repeat a command to continue an unfinished run.
 
 main -> parse (settings), begin (weights and text), pretrain -> loop -> train_step, evaluate
 """
@@ -29,8 +29,8 @@ from support.program.files import read_json
 from support.program.seeds import seed_of
 from support.program.worker import Worker, compile_model, join_processes, make_worker, prepared_ahead
 from support.text.corpus import VAL_SHARE, prepared_corpus
-from support.text.rows import Rows, evenly, indices_of_step
-from support.training.begin import Run, Start, begin, load_start, save_checkpoint
+from support.text.rows import Rows, evenly_spaced, indices_of_step
+from support.training.run import Run, Start, begin, load_start, save_checkpoint
 from support.training.log import Progress, draw_loss
 from support.training.settings import RunOptions, Settings, check_recipe, check_row, default_out
 
@@ -64,14 +64,14 @@ class Recipe:
         check_recipe(self)
 
 
-# Differs from the paper: small models learn in minutes with these; see bench/results/presets.md.
-SMALL = dict(norm="pre", decoder_relative=True, position_init="sinusoid", optimizer="muon", log_interval=20)
+# Differs from the paper: small models learn faster with these; see bench/results/presets.md.
+SHARED = dict(norm="pre", decoder_relative=True, position_init="sinusoid", optimizer="muon", log_interval=20)
 PRESETS = {  # differences from the defaults of Config, Recipe and RunOptions; Table 4
-    "toy": SMALL | dict(
+    "toy": SHARED | dict(
         vocab_size=2048, seq_len=64, encoder_layers=3, encoder_dim=128, encoder_heads=2, decoder_layers=1,
         dropout=0.0, init_std=0.06, batch_size=64, max_steps=1900, warmup_steps=100, learning_rate=6e-3,
         weight_decay=0.1, eval_interval=100, eval_rows=512, checkpoint_interval=500),
-    "small": SMALL | dict(
+    "small": SHARED | dict(
         vocab_size=8192, seq_len=128, encoder_layers=6, encoder_dim=384, encoder_heads=6,
         decoder_layers=2, init_std=0.03, batch_size=256, micro_batch_size=256, max_steps=20_000,
         learning_rate=2e-3, warmup_steps=1000, eval_interval=500, checkpoint_interval=1000),
@@ -93,32 +93,33 @@ def make_settings(values: dict) -> Settings:
     config = Config(**fields_of(Config, values))
     recipe = Recipe(**fields_of(Recipe, values))
     options = RunOptions(**fields_of(RunOptions, values))
-    return Settings(check(config), recipe, options)  # the others check themselves
+    return Settings(check(config), recipe, options)  # recipe and options have checked themselves
 
 
 # ---- 2. One training step, and evaluation --------------------------------------------------------
 def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
-    """Fraction of the peak rate at a step: linear warm-up, then linear decay to 0 (Table 4)."""
+    """Fraction of the peak rate at a step: linear warm-up (Table 4), then linear decay to 0."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     return (max_steps - step) / (max_steps - warmup_steps)
 
 
 def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> list[tuple]:
-    """This process's micro-batches (tokens, corruption). The batch depends only on seed and step."""
+    """This process's micro-batches (tokens, corruption) of a step."""
     config, recipe, options = settings
     indices = indices_of_step(settings.data_seed, step, recipe.batch_size, len(rows))  # (B,)
     tokens = torch.from_numpy(rows[indices])  # (B, n)
-    mask_seed = seed_of(settings.data_seed, step, 0, 0)  # the last number: 0 for masks, 1 for dropout
+    mask_seed = seed_of(settings.data_seed, step, 0, 0)  # ends with 0 for masks, 1 for dropout
     corruption = corrupt(tokens, config, torch.Generator().manual_seed(mask_seed))
-    size = worker.micro_batch(recipe.batch_size, options.micro_batch_size)
+    size = worker.micro_batch_size(recipe.batch_size, options.micro_batch_size)
     return [worker.pin(batch) for batch in micro_batches(tokens, corruption, size, worker)]
 
 
 def micro_batches(tokens, corruption: Corruption, size: int, worker: Worker) -> list[tuple]:
     """This process's share of a batch (B, n) and its masks, in micro-batches of `size`."""
     batches = []
-    for start in range(worker.rank * size, len(tokens), worker.world_size * size):
+    stride = worker.world_size * size  # the processes take turns
+    for start in range(worker.rank * size, len(tokens), stride):
         part = slice(start, start + size)
         batches.append((tokens[part], Corruption(*[x[part] for x in corruption])))
     return batches
@@ -132,8 +133,8 @@ def train_step(model: nn.Module, optimizers: list, batches: list[tuple], step: i
         torch.manual_seed(seed_of(recipe.seed, step, number, 1))  # for dropout
         # In the last backward pass, DDP takes the mean over all processes. They have equally many
         # micro-batches of equal size, so this is the mean over the whole batch.
-        more_follow = i < len(batches) - 1
-        with worker.accumulate(model, more_follow):
+        is_last = i == len(batches) - 1
+        with worker.average_if(is_last, model):
             with worker.autocast():
                 loss = model(*worker.put(batch)) / len(batches)
             loss.backward()
@@ -141,7 +142,7 @@ def train_step(model: nn.Module, optimizers: list, batches: list[tuple], step: i
     norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
     factor = learning_rate_factor(step, recipe.warmup_steps, recipe.max_steps)
     for optimizer in optimizers:
-        set_rates(optimizer, factor)
+        set_rates(optimizer, factor)  # of the peaks
         optimizer.step()
         optimizer.zero_grad()
     return total, norm
@@ -151,14 +152,14 @@ def train_step(model: nn.Module, optimizers: list, batches: list[tuple], step: i
 def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> tuple[float, float]:
     """Mean loss in nats per masked token, and accuracy in [0, 1], on sequences with fixed masks."""
     model.eval()
-    tokens = evenly(rows, options.eval_rows)
+    tokens = evenly_spaced(rows, options.eval_rows)
     corruption = corrupt(tokens, model.config, torch.Generator().manual_seed(0))
     total = 0.0
     right = 0
     count = 0
     for batch in micro_batches(tokens, corruption, options.micro_batch_size, worker):
         truth, masks = worker.put(batch)
-        with worker.autocast():  # twice: the loss of uni+cross is of all tokens, its logits of masks
+        with worker.autocast():  # two passes: the loss of uni+cross also covers unmasked tokens
             loss = model(truth, masks)
             guess = model.logits(masks).argmax(-1)  # (B, m)
         total += loss.item() * len(truth)  # the last batch may be smaller
@@ -177,13 +178,13 @@ def loop(run: Run, progress: Progress, signals: list[int]) -> int:
     options = run.settings.options
     network = worker.parallel(run.model)  # only for train_step
     prepare = partial(batch_of_step, rows=run.rows["train"], settings=run.settings, worker=worker)
-    progress.resume()
+    progress.start_clock()
     for batches in prepared_ahead(prepare, range(run.step, run.settings.last_step)):
         loss, norm = train_step(network, run.optimizers, batches, run.step, recipe, worker)
         progress.add(loss, norm)
         run.step += 1
 
-        # If a signal reaches one process, all stop. They wait for each other, hence every fourth step.
+        # All processes stop together. Asking each other costs a wait, hence every fourth step.
         stopped = False
         if worker.world_size == 1 or run.step % 4 == 0:
             stopped = worker.all_reduce(len(signals))[0] > 0
@@ -192,13 +193,13 @@ def loop(run: Run, progress: Progress, signals: list[int]) -> int:
         evaluating = finished or run.step % options.eval_interval == 0
         # All processes log and evaluate, because they exchange losses; only the first one saves.
         if saving or evaluating or run.step % options.log_interval == 0:
-            progress.log_steps()  # stops the clock
+            progress.log_steps()  # this stops the clock
             if evaluating:
                 progress.log_validation(*evaluate(run.model, run.rows["val"], options, worker))
             if saving and worker.is_main:
                 save_checkpoint(run)
                 draw_loss(run.out)
-            progress.resume()
+            progress.start_clock()
         if stopped:
             return signals[0] if signals else SIGTERM  # another process may have received it
     return 0
@@ -225,7 +226,7 @@ def pretrain(run: Run) -> int:
 
 # ---- 4. Command line -----------------------------------------------------------------------------
 def parse(argv) -> tuple[Settings, Start, Namespace]:
-    """Read the command line and the run of --init. Exits with code 2 if flags are invalid."""
+    """Read the command line and the run of --init. Flags not given are absent from the result."""
     parser = Parser("train.py", __doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="toy", help="size and recipe (Table 4) [toy]")
@@ -240,8 +241,7 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
     flags.out = flags.out or default_out(flags.preset, flags.ablation, init)
 
     start = load_start(init, flags.out) if init else Start()
-    # With --ablation, a run takes from --init only the shape that the encoder's weights need.
-    inherited = start.fixed if flags.ablation else start.shape
+    inherited = start.encoder_settings if flags.ablation else start.all_settings
     row = ABLATIONS[flags.ablation or "mae-lm"]
     try:  # a flag, if given, overrides --ablation, then the run of --init, then --preset
         check_row(flags.ablation, flags.preset, preset)
@@ -258,7 +258,7 @@ def main(argv=None):
         settings, start, flags = parse(argv)
         config, recipe, options = settings
         worker = make_worker(recipe.precision, options.device, config.encoder_dim)
-        worker.micro_batch(recipe.batch_size, options.micro_batch_size)  # raises an error early
+        worker.micro_batch_size(recipe.batch_size, options.micro_batch_size)  # raises an error early
         code = 0
         if flags.prepare:
             folder = prepared_corpus(settings.fields(), start.tokenizer)

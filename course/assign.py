@@ -17,13 +17,13 @@ import time
 import zipfile
 from pathlib import Path
 
-from course.grade import (BLANKS, HERE, PROJECT, PYTEST_INI, TESTS, TOGETHER, Limits, Result, grade, grade_run,
-                          rights_of, without, write_all)
+from course.grade import (BLANKS, PROJECT, PYTEST_INI, TESTS, TOGETHER, Limits, Result, grade, grade_run, rights_of,
+                          without, write_all)
 from course.hand_in import FILES, HOMEWORK, parts_in
 from course.submissions import read_all
 from support.program.cli import Parser
 from support.program.errors import UserError, clear_errors, printable
-from support.program.files import atomic, write_json, write_text
+from support.program.files import ROOT, atomic, write_json, write_text
 
 HEADER = '"""Functions that you write for a larger program."""\nimport math\n\nimport numpy as np\nimport torch'
 CROSS_ATTENTION = "CrossMAELM = None  # a part of Table 2 that is not homework, but conftest.py imports it\n"
@@ -48,7 +48,7 @@ def hand_out(folder: Path):
     texts = {"pytest.ini": PYTEST_INI, "support/model/cross_attention.py": CROSS_ATTENTION}
     pages = {"README.md": "course/homework.md", "hand_in.py": "course/hand_in.py"}
     for name in ("README.md", "hand_in.py", "conftest.py", "LICENSE"):
-        texts[name] = (HERE / pages.get(name, name)).read_text("utf-8")
+        texts[name] = (ROOT / pages.get(name, name)).read_text("utf-8")
     for file in TESTS:  # without the claims that reveal solutions and the lecturer's command
         text = re.sub(r'\n    python test_maelm.py -h[^\n]*|if __name__ .*?\n\n', "", PROJECT[file], flags=re.DOTALL)
         blocks = [block for block in text.split("\n\n\n") if "@task(" in block or "def test_" not in block]
@@ -64,12 +64,12 @@ def hand_out(folder: Path):
 def make_autograder(path: Path):
     """Make the zip that Gradescope needs: two scripts, and this project in the folder maelm."""
     names = {*PROJECT, "requirements.txt", "requirements-test.txt", "LICENSE"}
-    names |= {file.relative_to(HERE).as_posix() for file in HERE.glob("course/*.[pm][yd]")}
+    names |= {file.relative_to(ROOT).as_posix() for file in ROOT.glob("course/*.[pm][yd]")}
     with atomic(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
         for script in ("setup.sh", "run_autograder"):
-            archive.write(HERE / "course/gradescope" / script, script)
+            archive.write(ROOT / "course/gradescope" / script, script)
         for name in sorted(names):
-            archive.write(HERE / name, f"maelm/{name}")
+            archive.write(ROOT / name, f"maelm/{name}")
     print(f"{path}: upload it as the autograder")
 
 

@@ -1,4 +1,5 @@
-"""Grading: runs the claims about the functions of a submission, and adds up points; see teaching.md.
+"""Grading: runs claims about the functions of a submission, and adds up points; see teaching.md. A claim is a test of
+one task, marked with @task, and is worth a point.
 
 The tasks run one after another, each in a fresh copy of this project: the student's file, with our solutions to earlier
 tasks only, so that no process has seen our solution to a later one. The copy is not a sandbox.
@@ -25,18 +26,19 @@ from xml.etree import ElementTree
 
 from course.hand_in import FILES, HOMEWORK, written_in
 from support.program.errors import UserError
-from support.program.files import ROOT as HERE
+from support.program.files import ROOT
 
 TESTS = ("test_maelm.py", "tests/test_homework.py")  # the claims that students also get
 COPIED = ("*.py", "support/**/*.py", "tests/__init__.py", "tests/random_inputs.py", "tests/test_homework.py")
-PATHS = [path for pattern in COPIED for path in HERE.glob(pattern)]
-PROJECT = {path.relative_to(HERE).as_posix(): path.read_text("utf-8") for path in PATHS}
+PATHS = [path for pattern in COPIED for path in ROOT.glob(pattern)]
+PROJECT = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in PATHS}
 TOGETHER = "together"  # claims about all of a student's functions at once
-RANDOM = "test_random_inputs"  # a claim that only the grader checks; see tests/random_inputs.py
-EFFECTS = "effects.pt"  # what it has written in the folder of a task
-CANARIES = ("assert False", "assert torch.equal(torch.zeros(2), torch.ones(2))", "assert torch.zeros(()) == 1",
-            "torch.testing.assert_close(torch.zeros(2), torch.ones(2))")  # claims that cannot hold
-RUN = {  # a number in a file of a toy's run folder, and the range that counts
+RANDOM_CLAIM = "test_random_inputs"  # a claim of every task that only the grader checks; see tests/random_inputs.py
+EFFECTS = "effects.pt"  # the file of effects that this claim writes
+# Claims that cannot hold. If one of them does, the student's code has changed pytest, torch or the report.
+MUST_FAIL = ("assert False", "assert torch.equal(torch.zeros(2), torch.ones(2))", "assert torch.zeros(()) == 1",
+            "torch.testing.assert_close(torch.zeros(2), torch.ones(2))")
+TOY_RANGES = {  # a number in a file of a toy's run folder (see homework.md), and the range that gets a point
     "validation loss": ("log.jsonl", r'"val_loss": ([\d.]+)', 2.93, 3.13),
     "linear probe": ("result.json", r'(?s)"frozen": "mean".*?"median": ([\d.]+)', 48, 65),
 }
@@ -63,8 +65,9 @@ def blank(name: str) -> str:
     """The signature and docstring of a function, followed by its rules from tasks.md if it is a task."""
     function = SOLUTIONS[name]
     indent = "    " * name.count(".")
-    head = function[:function.index('"""', function.index('"""') + 3)]
-    rules = (HERE / "course/tasks.md").read_text("utf-8").partition(f"## {name}\n")[2].partition("\n## ")[0].strip()
+    start_of_docstring = function.index('"""')
+    head = function[:function.index('"""', start_of_docstring + 3)]
+    rules = (ROOT / "course/tasks.md").read_text("utf-8").partition(f"## {name}\n")[2].partition("\n## ")[0].strip()
     rules = textwrap.indent(f"\n\n{rules}", f"{indent}    ") if rules else ""
     return f'{head}{rules}"""\n{indent}    raise NotImplementedError'
 
@@ -86,16 +89,15 @@ def claims_of(task: str) -> dict[str, bool]:
     """The claims of a task, and whether each is a gate: a task that fails a gate gets no points."""
     text = "\n".join(PROJECT[file] for file in TESTS)
     found = re.findall(rf'^@task\("{task}"(, gate=True)?\)\ndef (\w+)', text, re.MULTILINE)
-    return {name: bool(gate) for gate, name in found} | {RANDOM: True}
+    return {name: bool(gate) for gate, name in found} | {RANDOM_CLAIM: True}
 
 
 # ---- 2. Running a task --------------------------------------------------------------------------------------
 class Limits(NamedTuple):
-    """What students' code may use: seconds of CPU time for a task, time until `end` (of time.monotonic) for all, and
-    the rights of a user of its own, as arguments of subprocess, or ours."""
-    seconds: float
-    end: float = math.inf
-    rights: dict = {}
+    """What students' code may use."""
+    seconds: float  # of CPU time for a task
+    end: float = math.inf  # of all tasks, by time.monotonic
+    rights: dict = {}  # of another user, as arguments of subprocess; by default, ours
 
 
 def rights_of(user: str) -> dict:
@@ -117,39 +119,44 @@ def rights_of(user: str) -> dict:
     return rights
 
 
-class Run(NamedTuple):
-    """A task after its claims have run: the reason why there is no report, or the message of each failed claim."""
+class Outcome(NamedTuple):
+    """A task after its claims have run."""
     task: str
-    problem: str = ""
-    errors: dict[str, str] = {}
+    problem: str = ""  # why no claim counts
+    messages: dict[str, str] = {}  # of each claim, "" if it holds
 
 
 def attempted(task: str, texts: dict[str, str]) -> list[str]:
     """The tasks whose functions are the student's own when a task is graded; none if the task cannot be graded."""
-    own = [name for name, (file, _, parts) in HOMEWORK.items() if not written_in(texts.get(file, "")).isdisjoint(parts)]
+    own = [name for name, row in HOMEWORK.items() if written_in(texts.get(row.file, "")) & {*row.parts}]
     if task != TOGETHER:
-        return [name for name in own if name == task]
-    needed = [name for name in HOMEWORK if HOMEWORK[name].file == "maelm.py"]
-    return own if {*needed} <= {*own} else []
+        return [task] if task in own else []
+    required = {name for name, row in HOMEWORK.items() if row.file == "maelm.py"}
+    return own if required.issubset(own) else []
 
 
 def copy_for(task: str, texts: dict[str, str], own: list[str]) -> dict[str, str]:
-    """The project that a task runs in, by the names of its files: after a student's files, or our blank ones, our
-    solutions to earlier tasks that are not the student's own."""
+    """The files of the copy in which a task runs: ours with blanks, or the student's where a task is their `own`. Our
+    solutions to earlier tasks follow at the end of each file."""
     copy = PROJECT | {file: without(file, HOMEWORK) for file in FILES}
-    copy |= {HOMEWORK[name].file: texts[HOMEWORK[name].file] for name in own}
-    earlier = itertools.takewhile(lambda name: name != task, HOMEWORK)
-    ours = [HOMEWORK[name] for name in earlier if name not in own]
-    for file, part in [(file, part) for file, _, parts in ours for part in parts]:
-        copy[file] += f"\n\n\n{textwrap.dedent(SOLUTIONS[part])}\n"
-        owner, _, method = part.rpartition(".")
-        if owner:
-            copy[file] += f"\n\nif {owner!r} in globals():\n    {part} = {method}\n"
+    for name in own:
+        copy[HOMEWORK[name].file] = texts[HOMEWORK[name].file]
+    for name in itertools.takewhile(lambda name: name != task, HOMEWORK):
+        if name not in own:
+            for part in HOMEWORK[name].parts:
+                copy[HOMEWORK[name].file] += at_the_end(part)
     return copy
 
 
+def at_the_end(part: str) -> str:
+    """Our solution as text for the end of a file. A method is put into its class, if there is one."""
+    text = f"\n\n\n{textwrap.dedent(SOLUTIONS[part])}\n"
+    owner, _, method = part.rpartition(".")
+    return f"{text}\n\nif {owner!r} in globals():\n    {part} = {method}\n" if owner else text
+
+
 def write_all(folder: Path, texts: dict[str, str], owner: int | None = None):
-    """Write files, by their names, to a folder, which then belongs to a user."""
+    """Write files, by their names, to a folder, which then belongs to the owner, if one is named."""
     for file, text in texts.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(text, "utf-8")
@@ -163,19 +170,19 @@ def name_claims(copy: dict[str, str], task: str, aliases: dict[str, str]):
     for file in TESTS:
         for claim in claims_of(task):
             copy[file] = copy[file].replace(f"def {claim}(", f"def {aliases[claim]}(")
-    for wrong in CANARIES:
+    for wrong in MUST_FAIL:
         copy[TESTS[0]] += f"\n\ndef {aliases[wrong]}():\n    {wrong}\n"
-    copy[TESTS[1]] += (f"\n\ndef {aliases[RANDOM]}():\n    from tests import random_inputs\n"
+    copy[TESTS[1]] += (f"\n\ndef {aliases[RANDOM_CLAIM]}():\n    from tests import random_inputs\n"
                        f"    random_inputs.torch.save([*random_inputs.effects({task!r})], {EFFECTS!r})\n")
 
 
-def run_task(task: str, texts: dict[str, str], limits: Limits, effects: Path) -> Run:
+def run_task(task: str, texts: dict[str, str], limits: Limits, effects: Path) -> Outcome:
     """Run the claims of a task in a copy of the project. Its random effects are moved to the path `effects`."""
     own = attempted(task, texts)
     if not own:
-        return Run(task, "not attempted")
+        return Outcome(task, "not attempted")
     copy = copy_for(task, texts, own) | {"pytest.ini": PYTEST_INI}
-    aliases = {claim: f"test_{secrets.token_hex(8)}" for claim in (*claims_of(task), *CANARIES)}
+    aliases = {claim: f"test_{secrets.token_hex(8)}" for claim in (*claims_of(task), *MUST_FAIL)}
     name_claims(copy, task, aliases)  # with names that students cannot know, so that only pytest can report them
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -188,28 +195,31 @@ def run_task(task: str, texts: dict[str, str], limits: Limits, effects: Path) ->
         if is_plain(folder / EFFECTS):
             shutil.move(folder / EFFECTS, effects)
     if problem or cases is None:
-        return Run(task, problem or "no report: the code ends Python")
+        return Outcome(task, problem or "no report: the code ends Python")
     if cases.keys().isdisjoint(aliases.values()):  # pytest could not even collect the tests
-        return Run(task, f"cannot be imported: {said_in(next(iter(cases.values()), None), {})}")
-    failed = [wrong for wrong in CANARIES if len(cases.get(aliases[wrong], ())) > 0]  # its message is in its case
-    if code == 0 or len(failed) < len(CANARIES):
-        return Run(task, "read by hand: claims that cannot hold did not fail")
-    return Run(task, errors={claim: said_in(cases.get(aliases[claim]), texts) for claim in claims_of(task)})
+        return Outcome(task, f"cannot be imported: {message_of(next(iter(cases.values()), None), {})}")
+    failed = [wrong for wrong in MUST_FAIL if len(cases.get(aliases[wrong], ())) > 0]  # its message is in its case
+    if code == 0 or len(failed) < len(MUST_FAIL):
+        return Outcome(task, "read by hand: claims that cannot hold did not fail")
+    return Outcome(task, messages={claim: message_of(cases.get(aliases[claim]), texts) for claim in claims_of(task)})
 
 
 def run_limited(command: list[str], folder: Path, limits: Limits) -> tuple[int, str]:
     """Run a command with a limit of CPU time (not on Windows), and ten times as much in all, because other programs may
     run. Returns the exit code, and the reason if the command was ended. Its processes are killed."""
-    hidden = [name for name, value in os.environ.items() if name.startswith("PYTEST_") or str(HERE) in value]
+    # No variable may tell where our solutions are.
+    hidden = [name for name, value in os.environ.items() if name.startswith("PYTEST_") or str(ROOT) in value]
     environment = {name: value for name, value in os.environ.items() if name not in (*hidden, "PWD", "OLDPWD")}
-    if os.name == "posix":
+    environment["HOME"] = str(folder)
+    if os.name == "posix":  # the system first warns the process (SIGXCPU), and kills it 5 seconds later
         most = math.ceil(limits.seconds)
         command = ["sh", "-c", f'ulimit -S -t {most}; ulimit -H -t {most + 5}; "$@"; exit $?', "sh", *command]
     nothing = subprocess.DEVNULL
-    process = subprocess.Popen(command, cwd=folder, env=environment | {"HOME": str(folder)}, stdin=nothing,
-                               stdout=nothing, stderr=nothing, start_new_session=True, **limits.rights)
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdin=nothing, stdout=nothing, stderr=nothing,
+                               start_new_session=True, **limits.rights)
+    left = limits.end - time.monotonic()
     try:
-        code = process.wait(max(0, min(10 * limits.seconds, limits.end - time.monotonic())))
+        code = process.wait(max(0, min(10 * limits.seconds, left)))
     except subprocess.TimeoutExpired:
         return -1, "ran out of time: the whole grade, or a task that waits, took too long"
     finally:
@@ -238,7 +248,7 @@ def read_report(path: Path) -> dict[str, ElementTree.Element] | None:
     return None if root is None else {case.get("name"): case for case in root.iter("testcase")}
 
 
-def said_in(case: ElementTree.Element | None, texts: dict[str, str]) -> str:
+def message_of(case: ElementTree.Element | None, texts: dict[str, str]) -> str:
     """The message of a test case and the student's own lines from pytest's short traceback; "" if the test passed."""
     if case is None:
         return "has no result"
@@ -268,39 +278,39 @@ def grade(texts: dict[str, str], tasks: list[str], limits: Limits) -> list[Resul
     """Grade tasks of a submission or, for `together`, all tasks that the student has attempted."""
     with tempfile.TemporaryDirectory() as name:
         effects = {task: Path(name, f"{number}.pt") for number, task in enumerate(tasks)}
-        runs = [run_task(task, texts, limits, effects[task]) for task in tasks]
-        differences = compare({run.task: effects[run.task] for run in runs if effects[run.task].exists()})
-    return [points_of(run, differences.get(run.task, "the effects are missing")) for run in runs]
+        outcomes = [run_task(task, texts, limits, effects[task]) for task in tasks]
+        differences = first_differences({task: path for task, path in effects.items() if path.exists()})
+    return [points_of(outcome, differences.get(outcome.task, "the effects are missing")) for outcome in outcomes]
 
 
-def compare(effects: dict[str, Path]) -> dict[str, str]:
+def first_differences(effects: dict[str, Path]) -> dict[str, str]:
     """The first difference of a student's effects from ours for each task, "" for none; see tests/random_inputs.py."""
     if not effects:
         return {}
     command = [sys.executable, "-m", "tests.random_inputs", *[f"{task}={path}" for task, path in effects.items()]]
-    done = subprocess.run(command, cwd=HERE, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     failed = dict.fromkeys(effects, "the effects cannot be compared")
     return json.loads(done.stdout) if done.returncode == 0 else failed
 
 
-def points_of(run: Run, difference: str) -> Result:
+def points_of(outcome: Outcome, difference: str) -> Result:
     """The points for a task, given the difference between its random effects and ours."""
-    claims = claims_of(run.task)
-    if run.problem:
-        return Result(run.task, 0, len(claims), run.problem)
-    errors = run.errors | {RANDOM: run.errors[RANDOM] or difference}
-    failed = [claim for claim in claims if errors[claim]]
+    claims = claims_of(outcome.task)
+    if outcome.problem:
+        return Result(outcome.task, 0, len(claims), outcome.problem)
+    messages = outcome.messages | {RANDOM_CLAIM: outcome.messages[RANDOM_CLAIM] or difference}
+    failed = [claim for claim in claims if messages[claim]]
     gates = [claim for claim in failed if claims[claim]]
     status = f"failed: {', '.join(failed)}" if failed else "full marks"
     status = f"no points without {gates[0]}; {status}" if gates else status
-    details = "\n".join(f"{claim}: {errors[claim]}" for claim in failed)
-    return Result(run.task, 0 if gates else len(claims) - len(failed), len(claims), status, details)
+    details = "\n".join(f"{claim}: {messages[claim]}" for claim in failed)
+    return Result(outcome.task, 0 if gates else len(claims) - len(failed), len(claims), status, details)
 
 
 def grade_run(texts: dict[str, str]) -> list[Result]:
     """Grade the run folder of a toy: the last validation loss, and the linear probe of the mean vector."""
     results = []
-    for task, (file, pattern, least, most) in RUN.items():
+    for task, (file, pattern, least, most) in TOY_RANGES.items():
         value = float((re.findall(pattern, texts.get(file, "")) or ["nan"])[-1])
         results.append(Result(task, int(least <= value <= most), 1, f"{value:.4g}, expected {least:g} to {most:g}"))
     return results

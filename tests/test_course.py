@@ -17,14 +17,14 @@ from nbclient import NotebookClient
 import rank
 from course import assign, hand_in
 from course.assign import main
-from course.grade import BLANKS, HERE, TESTS, TOGETHER, Limits, Result, claims_of, run_limited, source, without
+from course.grade import BLANKS, TESTS, TOGETHER, Limits, Result, claims_of, run_limited, source, without
 from course.hand_in import FILES, HOMEWORK, written_in
 from course.submissions import read_all
 from support.program.files import read_json, write_json
-from tests.common import fails, write_corpus
+from tests.common import ROOT, fails, write_corpus
 
-NOTEBOOK = HERE / "course" / "lecture.ipynb"
-OURS = {file: (HERE / file).read_text("utf-8") for file in FILES}
+NOTEBOOK = ROOT / "course" / "lecture.ipynb"
+OURS = {file: (ROOT / file).read_text("utf-8") for file in FILES}
 
 
 def solved(*names):
@@ -74,12 +74,12 @@ def test_the_table_of_tasks_is_the_graders():
     for name, (file, level, parts) in HOMEWORK.items():
         rows.append(f"| {', '.join(f'`{part}`' for part in parts)} | `{file}` | {level} | {len(claims_of(name))} |")
     rows += [f"| together | all | hard | {len(claims_of(TOGETHER))} |"]
-    assert "\n".join(rows) + "\n\n" in (HERE / "course/homework.md").read_text()
+    assert "\n".join(rows) + "\n\n" in (ROOT / "course/homework.md").read_text()
 
 
 def test_every_assert_of_a_task_has_a_message():
     for file in TESTS:
-        for block in (HERE / file).read_text().split("\n\n\n"):
+        for block in (ROOT / file).read_text().split("\n\n\n"):
             if block.startswith("@task("):
                 assert re.findall(r'^ +assert (?!.*, f?".*"$).*(?<!# App. C)$', block, re.MULTILINE) == []
 
@@ -175,7 +175,7 @@ def test_every_entry_of_a_class_has_a_line(tmp_path, capsys, monkeypatch):
     with tarfile.open(room / "cleo.tar.gz", "w:gz") as archive:
         archive.add(room / "ben.py", "code/maelm.py")
     (room / "dan.rar").touch()
-    (room / "eve").symlink_to(HERE)
+    (room / "eve").symlink_to(ROOT)
     expected = {"anna": "4/4", "ben.py": "0/4", "broken.zip": "0/4; cannot read all of it", "cleo.tar.gz": "0/4",
                 "dan.rar": "0/4; no Python file", "eve": "0/4; no Python file"}
     found = dict(line.split(": ", 1) for line in grades(capsys, room, "--only", "attention"))
@@ -279,7 +279,7 @@ def test_lecture_draws_what_rank_measures(tmp_path):
     found = json.loads(notebook.cells[-1].outputs[0].text)
     assert pictures(notebook) == committed == 18
 
-    models = [str(HERE / "models" / name) for name in ("mae-lm", "mlm")]
+    models = [str(ROOT / "models" / name) for name in ("mae-lm", "mlm")]
     rank.main([*models, "--data", str(text), "--val-share=1", "--out", str(tmp_path / "rank")])
     measured = read_json(tmp_path / "rank" / "rank.json")["models"]
     assert list(found.values()) == list(measured.values())

@@ -31,7 +31,6 @@ from support.program.worker import Worker
 from tests.common import fails, little_documents, sentence
 from tests.test_tasks import write_glue
 
-DIVERGED = {"value": None, "metrics": {}, "ranks": None}
 CONTEXT = f"{sentence(0)} İstanbul'da  ÇOK \"naïve\" café—数学🙂 ΣΑΣα [MASK]\tend.\u00a0x {sentence(18)}"
 WORDS = [Question(str(word.start()), "where is it, and why so long?", CONTEXT, ((word.start(), word[0]),))
          for word in re.finditer(r"\w+", CONTEXT)]
@@ -294,7 +293,7 @@ def fake_runs(monkeypatch, value):
 
     def run_once(setup, tune, seed):
         seeds.append(seed)
-        return DIVERGED | {"value": value(setup, tune, seed)}
+        return results.DIVERGED | {"value": value(setup, tune, seed)}
 
     monkeypatch.setattr(finetune, "run_once", run_once)
     return seeds
@@ -323,7 +322,7 @@ def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
 
     def sleep(seconds):  # meanwhile the first process writes its files
         for run in runs:
-            write_json(results.path_of_run(tmp_path, *run), DIVERGED | dict(setting={}, seed=run[1], seconds=1))
+            write_json(results.path_of_run(tmp_path, *run), results.DIVERGED | dict(setting={}, seed=run[1], seconds=1))
 
     monkeypatch.setattr(results.time, "sleep", sleep)
     lines = finetune.finish_runs(shared, runs)

@@ -16,9 +16,9 @@ from maelm import MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head, corrupt
 from support import fill_mask
 from support.model import optim
 from support.model.checkpoints import load_model
-from support.text.rows import Rows, evenly, indices_of_step, unigram_entropy
+from support.text.rows import Rows, evenly_spaced, indices_of_step, unigram_entropy
 from support.program.errors import UserError
-from support.training import begin
+from support.training import run as runs
 from support.training.log import flops, read_log
 from support.program.worker import Worker
 from tests.common import contents, last_checkpoint, losses, make_config, same, short_run
@@ -86,7 +86,7 @@ def test_sequences_and_masks_depend_on_seed_start_and_step_alone():
 def test_evaluation_sequences_are_spread_over_the_validation_split(total, wanted):
     rows = random_tokens(total).numpy()
     rows[:, -1] = NUM_SPECIAL + np.arange(total)
-    tokens = evenly(rows, wanted)
+    tokens = evenly_spaced(rows, wanted)
     read = (tokens[:, -1] - NUM_SPECIAL).tolist()
     assert read[0] == 0 and read[-1] == total - 1 and len(read) == min(total, wanted)
     assert np.ptp(np.diff(read)) <= 1 and np.diff(read).min() > 0
@@ -197,7 +197,7 @@ def test_groups_of_parameters_keep_their_own_rates_and_decays(text, tmp_path, mo
         groups = [dict(params=parts[0], weight_decay=0.3), dict(params=parts[1], lr=2e-3, weight_decay=0.0)]
         return [torch.optim.AdamW(groups, lr=1e-3)]
 
-    monkeypatch.setattr(begin, "make_optimizers", two_groups)
+    monkeypatch.setattr(runs, "make_optimizers", two_groups)
     whole = short_run(text, tmp_path / "whole", "--max-steps", 7)
     out = short_run(text, tmp_path / "run", "--max-steps", 7, "--stop-at", 4)
     assert same(short_run(text, out, "--max-steps", 7), whole)

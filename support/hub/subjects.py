@@ -15,7 +15,7 @@ from support.program.cli import path_of
 from support.program.errors import UserError, root_cause
 from support.text.corpus import VAL_SHARE, in_validation, prepared_corpus, sample
 from support.text.documents import documents, sources
-from support.text.rows import Rows, evenly
+from support.text.rows import Rows, evenly_spaced
 
 
 class Subject(NamedTuple):
@@ -24,14 +24,14 @@ class Subject(NamedTuple):
     encode: Callable[[Tensor], list[Tensor]]  # (B, n) int64 on the CPU -> H^0 ... H^L, (B, n, d) float32
     rows: np.ndarray | Rows  # sequences: rows[indices] is (B, n) int64
     text: str  # the source of the text, such as docs
-    mask: int  # id of [MASK]
+    mask_id: int  # of [MASK]
     specials: list[int]  # ids of the tokens that are never masked
     reads_mask: bool  # whether the encoder read [MASK] in training
 
     def sample(self, tokens: int) -> Tensor:
         """Sequences (N, n) int64, spaced evenly over the text, of about this many tokens in total, or all sequences."""
         n = self.rows[[0]].shape[1]
-        return evenly(self.rows, math.ceil(tokens / n))
+        return evenly_spaced(self.rows, math.ceil(tokens / n))
 
 
 # ---- 1. A run -----------------------------------------------------------------------------------------------

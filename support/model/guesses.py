@@ -6,7 +6,7 @@ import torch
 
 from maelm import MAELM, MASK, apply_masks
 from support.program.errors import UserError, printable
-from support.text.rows import Rows, evenly
+from support.text.rows import Rows, evenly_spaced
 from support.text.tokenizer import Tokenizer
 
 SHOWN = 6  # examples at the end of a run
@@ -54,7 +54,7 @@ def held_out_guesses(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
     two spaces if there are any."""
     model.eval()
     lines = ["held-out text: the word in [brackets] was masked; below it are the model's three best guesses"]
-    for row in evenly(rows, 20 * SHOWN):  # some sequences have no such word
+    for row in evenly_spaced(rows, 20 * SHOWN):  # some sequences have no such word
         pieces = [tokenizer.decode([i]).replace("\n", " ") for i in row]
         has_spaces = any(piece.startswith(" ") for piece in pieces)
         for at in range(len(row) // 2, len(row) - 1):

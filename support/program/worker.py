@@ -34,7 +34,7 @@ class Worker(NamedTuple):
         """Whether this is the process that decides, prints and writes."""
         return self.rank == 0
 
-    def micro_batch(self, batch_size: int, most: int) -> int:
+    def micro_batch_size(self, batch_size: int, most: int) -> int:
         """Sequences per forward pass: the largest divisor, at most `most`, of this process's share of a batch."""
         share, rest = divmod(batch_size, self.world_size)
         if rest:  # unequal shares would make the mean of the gradients wrong
@@ -53,9 +53,9 @@ class Worker(NamedTuple):
         """Move a batch to memory from which a copy does not wait for a GPU, if this process has one."""
         return tree_map(torch.Tensor.pin_memory, batch) if self.device.type == "cuda" else batch
 
-    def accumulate(self, network: nn.Module, more_follow: bool) -> AbstractContextManager:
-        """A context for the backward pass of a micro-batch. Gradients are averaged over processes in the last one."""
-        return network.no_sync() if self.world_size > 1 and more_follow else nullcontext()
+    def average_if(self, is_last: bool, network: nn.Module) -> AbstractContextManager:
+        """A context for the backward pass of a micro-batch. The last one averages the gradients over processes."""
+        return nullcontext() if self.world_size == 1 or is_last else network.no_sync()
 
     def lock(self, folder: Path, *signs: str) -> AbstractContextManager:
         """A context in which the first process has locked a folder for all; see lock_folder."""

@@ -42,7 +42,7 @@ class Pretrained:
         return encoder
 
 
-def states(encoder: nn.Module, tokens, padding):
+def last_states(encoder: nn.Module, tokens, padding):
     """tokens (B, m) int64, padding (B, m) bool -> H^L (B, m, d)."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     return encoder(tokens, positions, padding)
@@ -56,7 +56,7 @@ class Tuned(nn.Module):
 
     def forward(self, tokens, padding):
         """tokens (B, m) int64, padding (B, m) bool -> the head's float32 logits."""
-        return self.head(states(self.encoder, tokens, padding), padding).float()
+        return self.head(last_states(self.encoder, tokens, padding), padding).float()
 
 
 def write_tuned(path: Path, model: Tuned, pretrained: Pretrained, task: str, labels: Labels, longest: int):

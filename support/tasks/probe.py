@@ -4,8 +4,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from support.tasks.batches import by_length, in_order
-from support.tasks.encoder import states
-from support.tasks.results import scores, write_predictions
+from support.tasks.encoder import last_states
+from support.tasks.results import FIRST_SEED, scores, write_predictions
 from support.tasks.setup import Setup
 from support.tasks.types import Encoded
 
@@ -19,7 +19,7 @@ def vectors_of(encoder: nn.Module, encoded: Encoded, pooling: str, batch_size: i
     encoder.eval()
     vectors = []
     for tokens, padding, _ in by_length(encoded, batch_size, device):
-        h = states(encoder, tokens, padding).float()
+        h = last_states(encoder, tokens, padding).float()
         if pooling == "cls":
             vectors.append(h[:, 0].cpu())
         else:
@@ -81,9 +81,8 @@ def choose_strength(vectors, targets, classes: int) -> float:
 def probe_once(setup: Setup, tune, seed: int) -> dict:
     """Fit a linear model to the vectors of the frozen encoder of a task; `tune` is a finetune.TuneConfig. Returns its
     value, metrics and strength of regularization. The encoder's ranks do not change, so `ranks` is None."""
-    labels = setup.kind.labels
     targets = setup.train.targets
-    classes = len(labels.names) or 1
+    classes = len(setup.kind.labels.names) or 1
     encoder = setup.pretrained.new_encoder(seed).to(setup.worker.device)
 
     def vectors(encoded):
@@ -94,6 +93,6 @@ def probe_once(setup: Setup, tune, seed: int) -> dict:
     linear = fit(train, targets, classes, strength)
     outputs = {split: linear(vectors(encoded)) for split, encoded in setup.dev_splits.items()}
     metrics, files = scores(outputs, setup)
-    if seed == 1:
+    if seed == FIRST_SEED:
         write_predictions(setup.out, files)
-    return {"value": metrics[labels.first_metric], "metrics": metrics, "l2": strength, "ranks": None}
+    return {"value": metrics[setup.metric], "metrics": metrics, "l2": strength, "ranks": None}

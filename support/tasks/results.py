@@ -18,10 +18,14 @@ from support.program.worker import Worker
 from support.tasks.settings import SWEPT
 
 
+FIRST_SEED = 1  # of a result; a sweep uses seed 0
+DIVERGED = {"value": None, "metrics": {}, "ranks": None}  # a run whose outputs contain NaN
+
+
 class Checkpoint(NamedTuple):
     """A fine-tuned model after `step` steps."""
     step: int
-    value: float | None  # of the first metric; None if the predictions are constant
+    value: float | None  # of the first metric; None for a correlation with constant predictions
     metrics: dict
     files: dict[str, str]  # texts of prediction files by name
     weights: dict
@@ -84,14 +88,14 @@ def scores(outputs: dict, setup) -> tuple[dict | None, dict[str, str]]:
     return metrics, files
 
 
-def height(value: float | None) -> float:
+def or_lowest(value: float | None) -> float:
     """A value as a number for comparisons; None (a diverged run) is the lowest."""
     return -math.inf if value is None else value
 
 
 def median(values: Iterable[float | None]) -> float | None:
     """The median over seeds. A diverged seed (None) counts as the lowest, so the median may be None."""
-    middle = statistics.median([height(value) for value in values])
+    middle = statistics.median([or_lowest(value) for value in values])
     return middle if math.isfinite(middle) else None
 
 

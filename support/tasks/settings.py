@@ -51,8 +51,8 @@ def check_tune(t):
         *[(name, getattr(t, name) >= 1, "1 or more") for name in ("max_query", "doc_stride", "max_answer")])
 
 
-def check_options(options, given: dict):
-    """Raises ValueError for a flag, or one of the `given` fields of TuneConfig, that is missing or has no effect."""
+def check_options(options):
+    """Raises ValueError for a flag that is missing or has no effect."""
     if options.task == "docs" and options.data:
         raise ValueError("--data: docs reads the documentation on this machine; use --task custom for your own files")
     if options.task == "custom" and not options.data:
@@ -60,10 +60,10 @@ def check_options(options, given: dict):
     if options.seeds is not None and options.seeds < 1:
         raise ValueError(f"seeds={options.seeds}: use 1 or more")
     if not options.frozen:
-        if "l2" in given:
+        if "l2" in options.given:
             raise ValueError("--l2: needs --frozen")
         return
-    unused = sorted(given.keys() - PROBED)
+    unused = sorted(options.given.keys() - PROBED)
     if options.sweep:
         unused.append("sweep")
     if options.seeds is not None and not options.init.startswith("random:"):

@@ -33,6 +33,11 @@ class Setup(NamedTuple):
     worker: Worker
     out: Path
 
+    @property
+    def metric(self) -> str:
+        """The metric that selects checkpoints, and is the value of a run."""
+        return self.kind.labels.metrics[0]
+
 
 def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], tune, out: Path,
                options: argparse.Namespace, worker: Worker) -> Setup:

@@ -68,11 +68,6 @@ class Labels(NamedTuple):
     names: tuple[str, ...] = ()
     scale: float = 1.0  # the model predicts the number divided by this
 
-    @property
-    def first_metric(self) -> str:
-        """The metric that selects checkpoints, and is the value of a run."""
-        return self.metrics[0]
-
     def target(self, example: Example) -> int | float:
         """The label in the form of the model's output: the index of its name, or a number."""
         label = example.label

@@ -34,7 +34,7 @@ class Rows:
         return np.insert(self.pieces[indices].astype(np.int64), 0, CLS, axis=1)
 
 
-def evenly(rows: Rows | np.ndarray, most: int):
+def evenly_spaced(rows: Rows | np.ndarray, most: int):
     """At most this many sequences (N, seq_len) int64, spaced evenly over the whole text."""
     indices = np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64)
     return torch.from_numpy(rows[indices])

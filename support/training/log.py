@@ -16,10 +16,10 @@ from maelm import Config, Corruption
 from support.model.build import make_model
 from support.model.checkpoints import checkpoints
 from support.model.guesses import held_out_guesses
-from support.program.errors import UserError, printable, root_cause, say
+from support.program.errors import UserError, printable, say
 from support.program.files import figure, json_lines, write_json, write_text
-from support.text.rows import evenly, unigram_entropy
-from support.training.begin import Run
+from support.text.rows import evenly_spaced, unigram_entropy
+from support.training.run import Run
 
 
 def read_log(out: Path) -> list[dict]:
@@ -57,7 +57,7 @@ class Progress:
         self.run = run
         self.wandb = None
         self.recent = []  # loss and gradient norm of each step since the last log line, scalars on any device
-        self.resume()
+        self.since = 0.0  # when the clock was started
         if run.worker.is_main:
             kept = [line for line in read_log(run.out) if line["step"] <= run.step and run.step > 0]
             write_text(run.out / "log.jsonl", json_lines(kept))  # first, because it marks the folder as ours
@@ -68,13 +68,12 @@ class Progress:
             if project:
                 try:
                     import wandb
-                    self.wandb = wandb.init(project=project, name=str(run.out), config=run.settings.fields())
-                except Exception as error:  # it is not installed, has no key, or cannot reach its server
-                    raise UserError(f"--wandb {project}: {root_cause(error)}; pip install wandb, and log in with "
-                                    "`wandb login`") from error
+                except ImportError as error:
+                    raise UserError(f"--wandb {project}: needs wandb; pip install wandb, and `wandb login`") from error
+                self.wandb = wandb.init(project=project, name=str(run.out), config=run.settings.fields())
 
-    def resume(self):
-        """Start the clock: from here on, time is training time. log_steps stops it."""
+    def start_clock(self):
+        """From here on, time is training time. log_steps stops the clock."""
         self.since = time.perf_counter()
 
     def add(self, loss, norm):
@@ -107,11 +106,11 @@ class Progress:
         run = self.run
         worker = run.worker
         config, recipe, options = run.settings
-        entropy = unigram_entropy(evenly(run.rows["val"], options.eval_rows))
+        entropy = unigram_entropy(evenly_spaced(run.rows["val"], options.eval_rows))
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         available = len(run.rows["train"]) * config.seq_len / 1e6
         wanted = recipe.batch_size * run.settings.last_step * config.seq_len / 1e6
-        micro_batch = worker.micro_batch(recipe.batch_size, options.micro_batch_size)
+        micro_batch = worker.micro_batch_size(recipe.batch_size, options.micro_batch_size)
         lines = [
             f"{run.out}: {parameters:,} parameters, encoder {config.encoder_layers} x {config.encoder_dim}, "
             f"decoder {config.decoder_layers} x {config.decoder_width}",

@@ -1,4 +1,4 @@
-"""How a run begins: with new weights, with those of the run that --init names, or from its own last checkpoint."""
+"""A run: how it begins, with new weights, with those of --init or from its last checkpoint; and its checkpoints."""
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -26,15 +26,15 @@ NOT_OF_ENCODER = {"decoder_layers", "dropout", "mask_rate", "init_std", "decoder
 # ---- 1. The run that --init names ---------------------------------------------------------------------------
 class Start(NamedTuple):
     """The weights and the tokenizer with which a run begins; by default, both are new."""
-    fixed: dict = {}  # settings on which the encoder's weights and its tokens depend
-    shape: dict = {}  # these, and all other fields of the Config of the run that --init names
+    encoder_settings: dict = {}  # settings on which the encoder's weights and its tokens depend
+    all_settings: dict = {}  # these, and all other fields of the Config of the run that --init names
     tokenizer: Tokenizer | None = None
     weights: dict | None = None  # by name
 
     def check(self, init: str, settings: Settings):
-        """Raises UserError if a flag changes a fixed setting."""
-        now = {name: settings.fields()[name] for name in self.fixed}
-        compare(Path(init), self.fixed, now, advice="with --init, these cannot change")
+        """Raises UserError if a flag changes a setting of the encoder."""
+        now = {name: settings.fields()[name] for name in self.encoder_settings}
+        compare(Path(init), self.encoder_settings, now, advice="with --init, these cannot change")
 
 
 def load_start(init: str, out: Path) -> Start:
@@ -45,9 +45,9 @@ def load_start(init: str, out: Path) -> Start:
     if state is None or state["settings"].get("init") != init:
         state = read_checkpoint(checkpoint_of(path_of(init)), "step")
     config = asdict(state["config"])
-    fixed = {name: value for name, value in config.items() if name not in NOT_OF_ENCODER}
-    fixed["uncased"] = state["tokenizer"].uncased
-    return Start(fixed, fixed | config, state["tokenizer"], state["model"])
+    encoder_settings = {name: value for name, value in config.items() if name not in NOT_OF_ENCODER}
+    encoder_settings["uncased"] = state["tokenizer"].uncased
+    return Start(encoder_settings, encoder_settings | config, state["tokenizer"], state["model"])
 
 
 # ---- 2. A run -----------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def copy_fitting_weights(weights: dict, model: MAELM):
     model.load_state_dict(mine | fitting)
 
 
-# ---- 3. Its files -------------------------------------------------------------------------------------------
+# ---- 3. Its checkpoints -------------------------------------------------------------------------------------------
 def save_checkpoint(run: Run):
     """Write a checkpoint and remove older ones, as --keep-checkpoints says."""
     config, recipe, options = run.settings
