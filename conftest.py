@@ -26,6 +26,20 @@ def task(name, gate=False):
     return getattr(pytest.mark, name)
 
 
+def close(found, expected, hint="", rtol=1e-6, atol=1e-5, any_dtype=False):
+    """Fails with a hint unless two tensors, or all tensors in two lists, are nearly equal, in shape and dtype too. (The
+    first call of torch.testing.assert_close takes a second.)"""
+    if isinstance(expected, (list, tuple)):
+        for x, y in zip(found, expected, strict=True):
+            close(x, y, hint, rtol, atol, any_dtype)
+        return
+    assert found.shape == expected.shape, f"{hint}\nshape {tuple(found.shape)}, not {tuple(expected.shape)}"
+    assert any_dtype or found.dtype == expected.dtype, f"{hint}\n{found.dtype}, not {expected.dtype}"
+    gap = (found.double() - expected.double()).abs()
+    near = (found == expected) | (gap <= atol + rtol * expected.double().abs())  # also infinities
+    assert near.all(), f"{hint}\nthe largest difference is {gap.max()}"
+
+
 # ---- A small model and a batch --------------------------------------------------------------------------------------
 TINY = dict(vocab_size=300, seq_len=24, encoder_layers=2, encoder_dim=32, encoder_heads=4, dropout=0.0, mask_rate=0.25,
             decoder_layers=2, init_std=0.2)

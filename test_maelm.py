@@ -13,14 +13,9 @@ import torch
 import torch.nn.functional as F
 
 import maelm
-from conftest import generator, model_and_batch, random_tokens, task, tiny
+from conftest import close, generator, model_and_batch, random_tokens, task, tiny
 
 OTHER = dict(vocab_size=50, seq_len=40, encoder_dim=24, encoder_heads=2, rel_pos_buckets=8, rel_pos_max_distance=20)
-
-
-def close(found, expected, hint="", **tolerances):
-    """Fails with a hint unless two tensors are nearly equal and have the same shape and dtype."""
-    torch.testing.assert_close(found, expected, msg=lambda message: f"{hint}\n{message}", **tolerances)
 
 
 def exact(found, expected, hint=""):
@@ -282,7 +277,7 @@ def test_attention_and_its_gradients_are_the_formulas():
             found = torch.autograd.grad(results[-1].sin().sum(), leaves, allow_unused=True)
             assert all(x is not None for x in found), "q, k, v or bias has no gradient: is it detached?"
             gradients.append(found)
-        close(*results, f"d_h = {d}: not the formula", check_dtype=False, atol=1e-6, rtol=1e-6)
+        close(*results, f"d_h = {d}: not the formula", any_dtype=True, atol=1e-6, rtol=1e-6)
         close(*gradients, "the gradients of q, k, v and bias differ from the formula's", atol=1e-6, rtol=1e-5)
         assert torch.initial_seed() == seed, "torch's random generator was seeded: only the program may do this"
 
@@ -305,7 +300,7 @@ def test_attention_drops_weights_out():
     assert 0.015 < out[..., 0].std(-1).mean() < 0.03, "each query must drop its own share p of the keys"
     assert len(torch.cat([out, again]).flatten(0, 1).unique(dim=0)) == 12, "heads, sequences or calls share a mask"
     sharp = 1000 * torch.eye(50)[None, None]  # query i sees key i only
-    found = maelm.attention(sharp, sharp, torch.ones(1, 1, 50, 1), None, 0.2).unique().tolist()
+    found = maelm.attention(sharp, sharp, torch.ones(1, 1, 50, 50), None, 0.2).unique().tolist()
     assert found == [0, 1.25], "dropout must act on the softmax, not on q or k"
 
 
@@ -434,9 +429,9 @@ def test_embeddings_have_dropout_in_training_only():
     exact(calm, again, "two results differ in evaluation mode")
     assert (training == 0).float().mean().item() == pytest.approx(0.3, abs=0.05), "a share p of H^0 must be 0"
     assert len((training == 0).flatten(0, 1).unique(dim=0)) == 6 * 24, "each vector must drop its own numbers"
+    model.encoder.stack.forward = lambda h, *given, **named: [h, 2 * h]
     many = [model.encoder.hidden_states(tokens[:1], torch.arange(24)[None])[0] for _ in range(2000)]
     close(sum(many) / 2000, calm[:1], "dropout changes the mean: does it act before the LayerNorm?", atol=0.3, rtol=0)
-    model.encoder.stack.forward = lambda h, *given, **named: [h, 2 * h]
     first, last = model.encoder.hidden_states(tokens, torch.arange(24)[None], tokens < 0)
     exact(last, 2 * first, "the stack must get H^0 after dropout, and its results must stay as they are")
     assert (first == 0).any(), "with padding, H^0 has no dropout"

@@ -156,7 +156,7 @@ def main(argv=None) -> int:
     command.add_argument("--gradescope", type=Path, metavar="ZIP", help="make an autograder for Gradescope")
     command.add_argument("--grade", type=Path, metavar="PATH", help="grade a folder, a zip, a maelm.py, or a class")
     add = parser.add_argument
-    add("--only", nargs="+", metavar="TASK", choices=HOMEWORK, default=[], help="grade only these")
+    add("--only", nargs="+", metavar="TASK", choices=[*HOMEWORK, TOGETHER], default=[], help="grade only these")
     add("--verbose", action="store_true", help="show the message of each claim that failed")
     add("--json", type=Path, metavar="FILE", help="also write a submission's grade for Gradescope")
     add("--out", type=Path, metavar="DIR", help="also write grades.csv, and a text per student")

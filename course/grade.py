@@ -37,10 +37,10 @@ RANDOM_CLAIM = "test_random_inputs"  # a claim of every task that only the grade
 EFFECTS = "effects.pt"  # the file of effects that this claim writes
 # Claims that cannot hold. If one of them does, the student's code has changed pytest, torch or the report.
 MUST_FAIL = ("assert False", "assert torch.equal(torch.zeros(2), torch.ones(2))", "assert torch.zeros(()) == 1",
-            "torch.testing.assert_close(torch.zeros(2), torch.ones(2))")
+            "close(torch.zeros(2), torch.ones(2))")
 TOY_RANGES = {  # a number in a file of a toy's run folder (see homework.md), and the range that gets a point
-    "validation loss": ("log.jsonl", r'"val_loss": ([\d.]+)', 2.93, 3.13),
-    "linear probe": ("result.json", r'(?s)"frozen": "mean".*?"median": ([\d.]+)', 48, 65),
+    "validation loss": ("log.jsonl", r'"val_loss": (\d+\.?\d*)', 2.93, 3.13),
+    "linear probe": ("result.json", r'(?s)"frozen": "mean".*?"median": (\d+\.?\d*)', 48, 65),
 }
 PYTEST_INI = """[pytest]
 addopts = --import-mode=importlib --tb=short
@@ -193,7 +193,9 @@ def run_task(task: str, texts: dict[str, str], limits: Limits, effects: Path) ->
         code, problem = run_limited(command, folder, limits)
         cases = read_report(folder / "report.xml")
         if is_plain(folder / EFFECTS):
-            shutil.move(folder / EFFECTS, effects)
+            shutil.copyfile(folder / EFFECTS, effects)
+    if limits.rights:  # otherwise, a task could leave our solutions to the next one
+        delete_files(limits.rights["user"])
     if problem or cases is None:
         return Outcome(task, problem or "no report: the code ends Python")
     if cases.keys().isdisjoint(aliases.values()):  # pytest could not even collect the tests
@@ -210,7 +212,7 @@ def run_limited(command: list[str], folder: Path, limits: Limits) -> tuple[int, 
     # No variable may tell where our solutions are.
     hidden = [name for name, value in os.environ.items() if name.startswith("PYTEST_") or str(ROOT) in value]
     environment = {name: value for name, value in os.environ.items() if name not in (*hidden, "PWD", "OLDPWD")}
-    environment["HOME"] = str(folder)
+    environment |= {"HOME": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # without plugins, pytest starts faster
     if os.name == "posix":  # the system first warns the process (SIGXCPU), and kills it 5 seconds later
         most = math.ceil(limits.seconds)
         command = ["sh", "-c", f'ulimit -S -t {most}; ulimit -H -t {most + 5}; "$@"; exit $?', "sh", *command]
@@ -227,11 +229,26 @@ def run_limited(command: list[str], folder: Path, limits: Limits) -> tuple[int, 
         if hasattr(os, "killpg"):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        if limits.rights:  # this also ends processes in other sessions: it reaches all that this user may end
-            subprocess.run(["sh", "-c", "kill -KILL -1"], stderr=nothing, **limits.rights)
+        if limits.rights:  # their processes may be in other sessions
+            kill_all(limits.rights["user"])
     reasons = {128 + 24: f"ran out of time: more than {limits.seconds:g} s of computing",  # SIGXCPU
                128 + 9: "killed by the system: it probably ran out of memory"}  # SIGKILL
     return code, reasons.get(code, "")
+
+
+def kill_all(user: int):
+    """Kill all processes of a user (only on Linux)."""
+    for _ in range(20):  # until now, they may have started others
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                if path.stat().st_uid == user:
+                    os.kill(int(path.name), signal.SIGKILL)
+
+
+def delete_files(user: int):
+    """Delete a user's files where everyone can write (only on Linux)."""
+    command = ["find", "/tmp", "/var/tmp", "/dev/shm", "-user", str(user), "-delete"]
+    subprocess.run(command, stderr=subprocess.DEVNULL)
 
 
 def is_plain(path: Path) -> bool:

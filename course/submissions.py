@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from course.hand_in import FILES, parts_in, written_in
+from support.program.errors import printable
 
 RESULTS = ("log.jsonl", "result.json")  # of a run folder
 PROBLEM = "problem"
@@ -37,12 +38,12 @@ def unpack(path: Path, folder: Path):
 
 def texts_in(path: Path, place: tuple[str, ...] = ()) -> Iterator[Found]:
     """The texts in a file, or in a folder and in archives inside archives. Links are not followed, and hidden files,
-    virtual environments and our models are left out."""
+    installed packages and our models are left out."""
     name = place[-1].lower() if place else path.name.lower()
-    if name in ("models", "__macosx") or name.startswith(".") or (path / "pyvenv.cfg").exists():
+    if name in ("models", "site-packages", "__macosx") or name.startswith("."):
         return
     yield Found(place)
-    if path.is_symlink():
+    if path.is_symlink() or not (path.is_dir() or path.is_file()):  # a pipe would wait
         return
     if path.is_dir():
         for entry in path.iterdir():
@@ -55,10 +56,10 @@ def texts_in(path: Path, place: tuple[str, ...] = ()) -> Iterator[Found]:
                 yield Found(place, PROBLEM, f"cannot read all of it: {error}")
             for entry in Path(folder).iterdir():
                 yield from texts_in(entry, (*place, entry.name))
-    elif path.is_file() and name.endswith(".py"):
+    elif name.endswith(".py"):
         text = path.read_text("utf-8-sig", "replace")
         yield from [Found(place, file, text) for file in FILES if not written_in(text).isdisjoint(parts_in(file))]
-    elif path.is_file():
+    else:
         yield from [Found(place, file, path.read_text("utf-8", "replace")) for file in RESULTS if name.endswith(file)]
 
 
@@ -86,8 +87,8 @@ def students_in(found: list[Found]) -> dict[str, list[Found]]:
 
 
 def read_all(path: Path, as_one: bool) -> dict[str, dict[str, str]]:
-    """The texts of a submission by its name or, for a class, of each student. In a class, two students have the same
-    functions, so code/ beside toy/ or answers.pdf is none; Canvas names the students."""
+    """The texts of a submission by its name or, for a class, of each student, in printable names. In a class, two
+    students have the same functions, so code/ beside toy/ or answers.pdf is none; Canvas names the students."""
     path = path.resolve()
     found = [*texts_in(path)]
     students = students_in(found)
@@ -98,5 +99,5 @@ def read_all(path: Path, as_one: bool) -> dict[str, dict[str, str]]:
         written += FILES if PROBLEM in roles else roles.intersection(FILES)
     is_class = from_canvas or len(written) > len({*written})
     if as_one or not is_class or any(OURS.fullmatch(name) for name in students):
-        return {path.name: by_role(found)}
-    return {name: by_role(theirs) for name, theirs in sorted(students.items())}
+        return {printable(path.name): by_role(found)}
+    return {printable(name): by_role(theirs) for name, theirs in sorted(students.items())}

@@ -17,7 +17,7 @@ from nbclient import NotebookClient
 import rank
 from course import assign, hand_in
 from course.assign import main
-from course.grade import BLANKS, TESTS, TOGETHER, Limits, Result, claims_of, run_limited, source, without
+from course.grade import BLANKS, TESTS, TOGETHER, Limits, Result, claims_of, delete_files, run_limited, source, without
 from course.hand_in import FILES, HOMEWORK, written_in
 from course.submissions import read_all
 from support.program.files import read_json, write_json
@@ -112,7 +112,7 @@ def test_an_error_in_a_task_costs_points_of_that_task_only(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("code, status", [
-    ("import torch.testing\ntorch.testing.assert_close = lambda *found, **options: None", "read by hand: claims that"),
+    ("torch.Tensor.all = lambda x: torch.tensor(True)", "read by hand: claims that cannot hold did not fail"),
     ("torch.equal = lambda a, b: True", "read by hand: claims that cannot hold did not fail"),
     ("import os\nos._exit(0)", "no report: the code ends Python"),
     ("raise SystemExit", "cannot be imported: SystemExit"),
@@ -127,7 +127,7 @@ def test_wrong_or_dishonest_code_gives_no_points(code, status, tmp_path, capsys)
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root may run code as another user")
-def test_another_user_cannot_read_our_files_and_leaves_no_process(tmp_path):
+def test_another_user_cannot_read_our_files_and_leaves_nothing(tmp_path):
     rights = dict(user=61234, group=61234, extra_groups=[])
     (tmp_path / "solution").write_text("ours")
     tmp_path.chmod(0o700)
@@ -136,13 +136,16 @@ def test_another_user_cannot_read_our_files_and_leaves_no_process(tmp_path):
         os.mkfifo(f"{name}/late")
         os.chown(f"{name}/late", 61234, 61234)
         late = os.open(f"{name}/late", os.O_RDONLY | os.O_NONBLOCK)
-        script = (f"cat {tmp_path}/solution > copy; setsid sh -c 'echo hi; touch ready; sleep 60; echo no' > late & "
+        script = (f"cat {tmp_path}/solution > copy; touch /var/tmp/maelm-{os.getpid()}; "
+                  "setsid sh -c 'echo hi; touch ready; sleep 60; echo no' > late & "
                   "while [ ! -e ready ]; do sleep 0.1; done")
         assert run_limited(["sh", "-c", script], Path(name), Limits(60, rights=rights)) == (0, "")
         assert (Path(name) / "copy").read_text() == ""
         os.set_blocking(late, True)
         assert os.read(late, 99) == b"hi\n" and os.read(late, 99) == b""  # the process has ended, and says no more
         os.close(late)
+        delete_files(61234)
+        assert not Path(f"/var/tmp/maelm-{os.getpid()}").exists()
 
 
 def test_time_for_all_tasks_ends(tmp_path, capsys):
@@ -176,8 +179,11 @@ def test_every_entry_of_a_class_has_a_line(tmp_path, capsys, monkeypatch):
         archive.add(room / "ben.py", "code/maelm.py")
     (room / "dan.rar").touch()
     (room / "eve").symlink_to(ROOT)
+    (room / "fay/lib/site-packages").mkdir(parents=True)  # a virtual environment around the homework
+    (room / "fay/lib/site-packages/better.py").write_text(OURS["maelm.py"])
+    (room / "fay/maelm.py").write_text(text + "\n" + BLANKS["attention"])
     expected = {"anna": "4/4", "ben.py": "0/4", "broken.zip": "0/4; cannot read all of it", "cleo.tar.gz": "0/4",
-                "dan.rar": "0/4; no Python file", "eve": "0/4; no Python file"}
+                "dan.rar": "0/4; no Python file", "eve": "0/4; no Python file", "fay": "0/4; no Python file"}
     found = dict(line.split(": ", 1) for line in grades(capsys, room, "--only", "attention"))
     assert found.keys() == expected.keys() and all(found[name].startswith(expected[name]) for name in expected), found
     for name in ("ben.py", "cleo.tar.gz"):
@@ -255,7 +261,8 @@ def test_a_submission_is_packed_and_checked(tmp_path, capsys, monkeypatch):
 
 def test_a_run_folder_is_graded_by_its_loss_and_probe(tmp_path, capsys):
     (tmp_path / "toy" / "probe").mkdir(parents=True)
-    (tmp_path / "toy" / "log.jsonl").write_text('{"step": 9, "val_loss": 9.5}\n{"step": 10, "val_loss": 3.031}\n')
+    log = '{"step": 9, "val_loss": 9.5}\n{"step": 10, "val_loss": 3.031}\n"val_loss": ..'
+    (tmp_path / "toy" / "log.jsonl").write_text(log)
     write_json(tmp_path / "toy" / "probe" / "result.json", {"frozen": "mean", "value": {"median": 40.5}})
     assert grades(capsys, tmp_path / "toy") == ["validation loss 1/1 3.031, expected 2.93 to 3.13",
                                                 "linear probe 0/1 40.5, expected 48 to 65", "total 1/2"]

@@ -151,6 +151,13 @@ RANDOM = [  # task; a piece of our code; wrong code in its place. Only the effec
     ("Encoder.hidden_states", "h = self.token_embedding(tokens)",
      "self.register_buffer('at', positions); h = self.token_embedding(tokens)",
      "torch.manual_seed(1); h = self.token_embedding(tokens)"),
+    ("attention", "logits = logits + bias", "logits = logits + bias.squeeze(1)",
+     "logits = logits + bias.clamp(min=-100)"),
+    ("Attention.forward", "self.p if self.training else", "self.p if self.training and torch.is_grad_enabled() else"),
+    ("Encoder.hidden_states", "self.position_embedding(positions)",
+     "vars(self).setdefault(str(positions), self.position_embedding(positions))"),
+    ("learning_rate_factor", "(max_steps - step) / (max_steps - warmup_steps)",
+     "max(0.01, (max_steps - step) / (max_steps - warmup_steps))"),
     ("together", "/ (max_steps - warmup_steps)", "/ (max_steps - warmup_steps + 1)"),
 ]
 CASES, RANDOM_CASES = [[(claim, piece, mistake) for claim, piece, *mistakes in rows for mistake in mistakes]
