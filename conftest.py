@@ -35,8 +35,9 @@ def close(found, expected, hint="", rtol=1e-6, atol=1e-5, any_dtype=False):
         return
     assert found.shape == expected.shape, f"{hint}\nshape {tuple(found.shape)}, not {tuple(expected.shape)}"
     assert any_dtype or found.dtype == expected.dtype, f"{hint}\n{found.dtype}, not {expected.dtype}"
-    gap = (found.double() - expected.double()).abs()
-    near = (found == expected) | (gap <= atol + rtol * expected.double().abs())  # also infinities
+    wide = torch.promote_types(found.dtype, torch.float64)  # complex128 for complex numbers
+    gap = (found.to(wide) - expected.to(wide)).abs()
+    near = (found == expected) | (gap <= atol + rtol * expected.to(wide).abs())  # also infinities
     assert near.all(), f"{hint}\nthe largest difference is {gap.max()}"
 
 
