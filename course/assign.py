@@ -17,9 +17,10 @@ import time
 import zipfile
 from pathlib import Path
 
-from course.grade import (BLANKS, PROJECT, PYTEST_INI, TESTS, TOGETHER, Limits, Result, grade, grade_run, rights_of,
-                          without, write_all)
+from course.blanks import BLANKS, PROJECT, without
+from course.grade import PYTEST_INI, TESTS, TOGETHER, Result, grade, grade_run, write_all
 from course.hand_in import FILES, HOMEWORK, parts_in
+from course.running import Limits, rights_of
 from course.submissions import read_all
 from support.program.cli import Parser
 from support.program.errors import UserError, clear_errors, printable

@@ -4,34 +4,25 @@ one task, marked with @task, and is worth a point.
 The tasks run one after another, each in a fresh copy of this project: the student's file, with our solutions to earlier
 tasks only, so that no process has seen our solution to a later one. The copy is not a sandbox.
 """
-import ast
 import itertools
 import json
-import math
-import os
 import re
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
-import time
-from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
+from course.blanks import PROJECT, SOLUTIONS, without
 from course.hand_in import FILES, HOMEWORK, written_in
-from support.program.errors import UserError
+from course.running import Limits, delete_files, is_plain, run_limited
 from support.program.files import ROOT
 
 TESTS = ("test_maelm.py", "tests/test_homework.py")  # the claims that students also get
-COPIED = ("*.py", "support/**/*.py", "tests/__init__.py", "tests/random_inputs.py", "tests/test_homework.py")
-PATHS = [path for pattern in COPIED for path in ROOT.glob(pattern)]
-PROJECT = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in PATHS}
 TOGETHER = "together"  # claims about all of a student's functions at once
 RANDOM_CLAIM = "test_random_inputs"  # a claim of every task that only the grader checks; see tests/random_inputs.py
 EFFECTS = "effects.pt"  # the file of effects that this claim writes
@@ -49,40 +40,12 @@ filterwarnings = ignore:Unknown pytest
 """
 
 
-# ---- 1. Our code --------------------------------------------------------------------------------------------
-def source(text: str, name: str) -> str:
-    """The lines of a function or Class.method in one of our texts, including a comment at the end of its last line."""
-    node = ast.parse(text)
-    for part in name.split("."):
-        node, = [inner for inner in node.body if getattr(inner, "name", None) == part]
-    return "\n".join(text.split("\n")[node.lineno - 1:node.end_lineno])
-
-
-SOLUTIONS = {part: source(PROJECT[task.file], part) for task in HOMEWORK.values() for part in task.parts}
-
-
-def blank(name: str) -> str:
-    """The signature and docstring of a function, followed by its rules from tasks.md if it is a task."""
-    function = SOLUTIONS[name]
-    indent = "    " * name.count(".")
-    start_of_docstring = function.index('"""')
-    head = function[:function.index('"""', start_of_docstring + 3)]
-    rules = (ROOT / "course/tasks.md").read_text("utf-8").partition(f"## {name}\n")[2].partition("\n## ")[0].strip()
-    rules = textwrap.indent(f"\n\n{rules}", f"{indent}    ") if rules else ""
-    return f'{head}{rules}"""\n{indent}    raise NotImplementedError'
-
-
-BLANKS = {name: blank(name) for name in SOLUTIONS}
-
-
-def without(file: str, tasks: Iterable[str]) -> str:
-    """One of our files, without the solutions to these tasks."""
-    text = PROJECT[file]
-    for task in tasks:
-        if HOMEWORK[task].file == file:
-            for part in HOMEWORK[task].parts:
-                text = text.replace(SOLUTIONS[part], BLANKS[part])
-    return text
+# ---- 1. Running a task --------------------------------------------------------------------------------------
+class Outcome(NamedTuple):
+    """A task after its claims have run."""
+    task: str
+    problem: str = ""  # why no claim counts
+    messages: dict[str, str] = {}  # of each claim, "" if it holds
 
 
 def claims_of(task: str) -> dict[str, bool]:
@@ -90,40 +53,6 @@ def claims_of(task: str) -> dict[str, bool]:
     text = "\n".join(PROJECT[file] for file in TESTS)
     found = re.findall(rf'^@task\("{task}"(, gate=True)?\)\ndef (\w+)', text, re.MULTILINE)
     return {name: bool(gate) for gate, name in found} | {RANDOM_CLAIM: True}
-
-
-# ---- 2. Running a task --------------------------------------------------------------------------------------
-class Limits(NamedTuple):
-    """What students' code may use."""
-    seconds: float  # of CPU time for a task
-    end: float = math.inf  # of all tasks, by time.monotonic
-    rights: dict = {}  # of another user, as arguments of subprocess; by default, ours
-
-
-def rights_of(user: str) -> dict:
-    """The rights of a user, or {} for "". Raises UserError if they cannot be had."""
-    if not user:
-        return {}
-    try:
-        import pwd  # which Windows lacks
-        entry = pwd.getpwnam(user)
-    except (ImportError, KeyError):
-        raise UserError(f"--user {user}: there is no such user; make one with useradd") from None
-    if os.geteuid() != 0 or entry.pw_uid == 0:
-        raise UserError(f"--user {user}: grade as root, and name a user that is only for students' code")
-    rights = dict(user=entry.pw_uid, group=entry.pw_gid, extra_groups=[])
-    try:
-        subprocess.run([sys.executable, "-c", ""], cwd="/", check=True, **rights)
-    except (OSError, subprocess.CalledProcessError):
-        raise UserError(f"--user {user}: cannot run {sys.executable}; install Python where this user can") from None
-    return rights
-
-
-class Outcome(NamedTuple):
-    """A task after its claims have run."""
-    task: str
-    problem: str = ""  # why no claim counts
-    messages: dict[str, str] = {}  # of each claim, "" if it holds
 
 
 def attempted(task: str, texts: dict[str, str]) -> list[str]:
@@ -206,56 +135,6 @@ def run_task(task: str, texts: dict[str, str], limits: Limits, effects: Path) ->
     return Outcome(task, messages={claim: message_of(cases.get(aliases[claim]), texts) for claim in claims_of(task)})
 
 
-def run_limited(command: list[str], folder: Path, limits: Limits) -> tuple[int, str]:
-    """Run a command with a limit of CPU time (not on Windows), and ten times as much in all, because other programs may
-    run. Returns the exit code, and the reason if the command was ended. Its processes are killed."""
-    # No variable may tell where our solutions are.
-    hidden = [name for name, value in os.environ.items() if name.startswith("PYTEST_") or str(ROOT) in value]
-    environment = {name: value for name, value in os.environ.items() if name not in (*hidden, "PWD", "OLDPWD")}
-    environment |= {"HOME": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # without plugins, pytest starts faster
-    if os.name == "posix":  # the system first warns the process (SIGXCPU), and kills it 5 seconds later
-        most = math.ceil(limits.seconds)
-        command = ["sh", "-c", f'ulimit -S -t {most}; ulimit -H -t {most + 5}; "$@"; exit $?', "sh", *command]
-    nothing = subprocess.DEVNULL
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdin=nothing, stdout=nothing, stderr=nothing,
-                               start_new_session=True, **limits.rights)
-    left = limits.end - time.monotonic()
-    try:
-        code = process.wait(max(0, min(10 * limits.seconds, left)))
-    except subprocess.TimeoutExpired:
-        return -1, "ran out of time: the whole grade, or a task that waits, took too long"
-    finally:
-        process.kill()
-        if hasattr(os, "killpg"):
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        if limits.rights:  # their processes may be in other sessions
-            kill_all(limits.rights["user"])
-    reasons = {128 + 24: f"ran out of time: more than {limits.seconds:g} s of computing",  # SIGXCPU
-               128 + 9: "killed by the system: it probably ran out of memory"}  # SIGKILL
-    return code, reasons.get(code, "")
-
-
-def kill_all(user: int):
-    """Kill all processes of a user (only on Linux)."""
-    for _ in range(20):  # until now, they may have started others
-        for path in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended
-                if path.stat().st_uid == user:
-                    os.kill(int(path.name), signal.SIGKILL)
-
-
-def delete_files(user: int):
-    """Delete a user's files where everyone can write (only on Linux)."""
-    command = ["find", "/tmp", "/var/tmp", "/dev/shm", "-user", str(user), "-delete"]
-    subprocess.run(command, stderr=subprocess.DEVNULL)
-
-
-def is_plain(path: Path) -> bool:
-    """Whether a file that students' code may have written is one: a link could lead to ours, a pipe would wait."""
-    return path.is_file() and not path.is_symlink()
-
-
 def read_report(path: Path) -> dict[str, ElementTree.Element] | None:
     """pytest's test cases by their names, or None if there is no report."""
     try:
@@ -281,7 +160,7 @@ def message_of(case: ElementTree.Element | None, texts: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-# ---- 3. Points ----------------------------------------------------------------------------------------------
+# ---- 2. Points ----------------------------------------------------------------------------------------------
 class Result(NamedTuple):
     """The result of a task: its points, the maximum, a status line, and a paragraph for each failed claim."""
     task: str

@@ -17,8 +17,10 @@ from nbclient import NotebookClient
 import rank
 from course import assign, hand_in
 from course.assign import main
-from course.grade import BLANKS, TESTS, TOGETHER, Limits, Result, claims_of, delete_files, run_limited, source, without
+from course.blanks import BLANKS, source, without
+from course.grade import TESTS, TOGETHER, Result, claims_of
 from course.hand_in import FILES, HOMEWORK, written_in
+from course.running import Limits, delete_files, run_limited
 from course.submissions import read_all
 from support.program.files import read_json, write_json
 from tests.common import ROOT, fails, write_corpus
