@@ -2,7 +2,7 @@
 
     python finetune.py --init out/toy --task docs               # classify documentation by its library
     python finetune.py --init out/toy --task docs --frozen      # a linear probe: the encoder is not trained
-    python finetune.py --init out/base --task rte --sweep       # the grid, then the median of five seeds
+    python finetune.py --init out/base --task rte --sweep       # Table 5's grid, then the median of five seeds
     python finetune.py --init out/base --task glue --data DIR   # all eight tasks, and their average
 
 --task custom reads the files train and dev (.csv, .tsv, .jsonl or .parquet, or compressed) in --data,
@@ -12,7 +12,7 @@ The best of at most 20 checkpoints is chosen on dev, so scores are slightly opti
 command to complete missing runs; torchrun's processes share the runs.
 
 main -> parse; for each task: make_setup, run_task -> finish_runs -> run_once or probe_once.
-A Setup (support/tasks/setup.py) holds all that a task's runs share; its kind has head and loss.
+A Setup (support/tasks/setup.py) has what these runs share; its kind has head, loss and scores.
 """
 import argparse
 import copy
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from rank import CENTERINGS, ENOUGH, Moments, tau_rank
+from rank import CENTERINGS, VECTORS_PER_DIM, Moments, tau_rank
 from support.model.optim import set_rates
 from support.program.cli import Parser, add_flags, fields_of, path_of, short_name
 from support.program.errors import clear_errors, say
@@ -80,7 +80,7 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), lr=tune.learning_rate, betas=(0.9, 0.98),
                                   eps=1e-6, weight_decay=tune.weight_decay, fused=True)
     steps = math.ceil(tune.epochs * math.ceil(len(setup.train.ids) / tune.batch_size))
-    evaluations = min(20, math.ceil(2 * tune.epochs))  # one per half epoch
+    evaluations = min(20, math.ceil(2 * tune.epochs))  # one per half epoch, if 20 suffice
     evaluate_after = {math.ceil(steps * i / evaluations) for i in range(1, evaluations + 1)}
     best = None
     index_batches = batches(setup.train, seed, tune.batch_size)  # without end
@@ -137,7 +137,7 @@ def ranks(encoder: nn.Module, setup: Setup) -> dict[str, int] | None:
     dev = setup.dev_splits["dev"]
     for tokens, padding, _ in by_length(dev, setup.tune.batch_size, setup.worker.device):
         moments.add(last_states(encoder, tokens, padding)[~padding])
-    if moments.count < ENOUGH * setup.pretrained.config.encoder_dim:
+    if moments.count < VECTORS_PER_DIM * setup.pretrained.config.encoder_dim:
         return None
     return {name: tau_rank(moments.spectrum(centered), 0.9) for name, centered in CENTERINGS.items()}
 
@@ -173,11 +173,11 @@ def run_task(setup: Setup, options: argparse.Namespace) -> dict:
         sweep = finish_runs(setup, [(replace(tune, **point), 0) for point in points])
         sweep.sort(key=lambda run: results.or_lowest(run["value"]), reverse=True)
         tune = replace(tune, **sweep[0]["setting"])
-    first = results.FIRST_SEED
-    runs = finish_runs(setup, [(tune, first + number) for number in range(options.seeds)])
+    seeds = range(results.FIRST_SEED, results.FIRST_SEED + options.seeds)
+    runs = finish_runs(setup, [(tune, seed) for seed in seeds])
     if not setup.worker.is_main:
         return {}
-    ranks_before = ranks(setup.pretrained.new_encoder(1).to(setup.worker.device), setup)
+    ranks_before = ranks(setup.pretrained.new_encoder(results.FIRST_SEED).to(setup.worker.device), setup)
     result = {"task": setup.task, "init": options.init, "frozen": setup.frozen, "metric": setup.metric}
     result |= results.summarize(runs, ranks_before, dim) | {"tune": asdict(tune), "sweep": sweep}
     write_json(setup.out / "result.json", result)
@@ -218,7 +218,7 @@ def parse(argv) -> argparse.Namespace:
 def main(argv=None):
     with clear_errors("finetune.py"):
         options = parse(argv)
-        precision = getattr(options, "precision", "auto")  # the flag may be absent
+        precision = options.given.get("precision", "auto")
         worker = make_worker("fp32" if options.frozen else precision, options.device)
         tasks = GLUE if options.task == "glue" else [options.task]
         pretrained = Pretrained(options.init)

@@ -11,7 +11,7 @@ removes the masked positions M from the encoder; a shallow decoder predicts them
                          |                 |
                         sat               mat     predicted at masked positions only
 
-Letters as in the paper, with the values of its base model:
+Letters, mostly the paper's, with the values of its base model:
     B   sequences in a batch                        d     dimensions of the encoder (768); d_h of a head (64)
     n   tokens in a sequence (512)                  V     tokens in the vocabulary (32,768)
     m   masked positions in a sequence (77)         e_x   embedding of token x
@@ -39,7 +39,7 @@ class Config:
     encoder_layers: int = 12  # L, layers of the encoder
     encoder_dim: int = 768  # d, dimensions
     encoder_heads: int = 12  # attention heads, of size d / heads each; the decoder's have the same size
-    decoder_layers: int = 4  # layers of the decoder; 0 in a standard MLM, see ABLATIONS
+    decoder_layers: int = 4  # layers of the decoder; 0 in a standard MLM
     dropout: float = 0.1  # in the encoder; the decoder has none (App. C)
     rel_pos_buckets: int = 32  # groups of distances between tokens; 0 for no relative positions
     rel_pos_max_distance: int = 128  # larger distances share one group on each side
@@ -203,7 +203,7 @@ class Stack(nn.Module):
         return [*states, self.final_norm(x)]
 
     def attention_bias(self, positions, padding=None):
-        """The relative bias, -inf at padded keys (B, t); broadcasts to (B, heads, t, t), or is None."""
+        """The relative bias plus -inf at padded keys, broadcastable to (B, heads, t, t); or None."""
         bias = self.relative_bias(positions) if self.relative_bias is not None else None
         if padding is not None:
             hidden = torch.where(padding, -torch.inf, 0.0)[:, None, None, :]  # (B, 1, 1, t)
@@ -224,8 +224,8 @@ class Encoder(nn.Module):
         self.stack = Stack(config, d, config.encoder_layers, config.dropout, relative=True)
 
     def forward(self, tokens, positions, padding=None, at=None):
-        """tokens, positions (B, r) int64 -> H^L (B, r, d), or (B, m, d) at the indices `at` (B, m) int64. Keys
-        with padding (B, r) bool are hidden."""
+        """tokens, positions (B, r) int64 -> H^L (B, r, d), or (B, m, d) at the indices `at` (B, m) int64.
+        padding (B, r) bool hides keys."""
         return self.hidden_states(tokens, positions, padding, at)[-1]
 
     def hidden_states(self, tokens, positions, padding=None, at=None):
@@ -311,8 +311,8 @@ class MAELM(nn.Module):
         """H^L (B, r, d) at the kept positions; in a standard MLM (r = n), (B, m, d) at the positions `at`."""
         seen = corruption.corrupted.gather(1, corruption.kept)  # (B, r)
         positions = corruption.kept  # in MAE-LM
-        nothing_removed = seen.shape == corruption.corrupted.shape  # then one row of positions serves all
-        if nothing_removed or not self.config.aligned_positions:  # or Table 2: misaligned
+        if not self.config.aligned_positions or seen.shape == corruption.corrupted.shape:
+            # Table 2: misaligned; or nothing is removed, and one row of positions serves all sequences.
             positions = torch.arange(seen.shape[1], device=seen.device)[None]
         return self.encoder(seen, positions, at=at)
 
@@ -356,7 +356,7 @@ ABLATIONS = {  # the rows of Table 2, as differences from MAE-LM
 def relative_bucket(distance, num_buckets, max_distance):
     """T5's bucket (Raffel et al., 2019) of each distance, key minus query, int64 -> int64. With 32 buckets
     up to distance 128, the distances -200 -9 -1 0 1 9 fall into the buckets 15 8 1 0 17 24."""
-    # Differs from the authors' code, which uses a different formula.
+    # Differs from the authors' code, whose buckets are not T5's.
     half = num_buckets // 2  # keys to the right of the query get the upper half
     max_exact = half // 2  # distances below this have buckets of their own
     size = distance.abs()
@@ -369,7 +369,7 @@ def relative_bucket(distance, num_buckets, max_distance):
 
 
 def lookup(values, index):
-    """values (2n - 1, heads), index (B, t, t) -> (B, heads, t, t). The gradient of gather is faster."""
+    """values (2n - 1, heads), index (B, t, t) -> (B, heads, t, t). Faster than values[index]."""
     B, t, _ = index.shape
     flat = index.view(B, 1, t * t).expand(-1, values.shape[1], -1)  # (B, heads, t * t)
     return values.t().expand(B, -1, -1).gather(2, flat).unflatten(2, (t, t))

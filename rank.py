@@ -31,7 +31,7 @@ from support.program.worker import make_worker
 
 CENTERINGS = {"uncentered": False, "centered": True}
 MASK_RATE = 0.15  # section 2.2
-ENOUGH = 10  # vectors per dimension, by a rule of thumb: too few would cap the rank
+VECTORS_PER_DIM = 10  # at least, by a rule of thumb: too few would cap the rank
 
 
 # ---- 1. Effective rank: section 2.2 -------------------------------------------------------------------------
@@ -48,8 +48,8 @@ def tau_rank(values, tau: float) -> int:
 
 
 def effective_rank(h, tau: float = 0.9) -> int:
-    """rank_tau(H) of H (N, d) in float64, by its definition in section 2.2. Raises ValueError if H is empty or not
-    finite."""
+    """rank_tau(H) of H (N, d) in float64, by its definition in section 2.2. Raises ValueError if H is not 2-D,
+    empty or not finite."""
     x = torch.as_tensor(h).double()
     if x.ndim != 2 or x.numel() == 0 or not x.isfinite().all():
         raise ValueError(f"effective_rank: needs finite numbers of shape (N, d), not {tuple(x.shape)}")
@@ -73,7 +73,7 @@ class Moments:
         self.gram += h.T @ h
 
     def spectrum(self, centered: bool):
-        """sigma_i^2 of H, or of H minus its mean row: (d,) float64, descending. Raises UserError if H has NaN."""
+        """sigma_i^2 of H, or of H minus its mean row: (d,) float64, descending. Raises UserError if H is not finite."""
         gram = self.gram
         if centered:
             gram = gram - torch.outer(self.total, self.total) / self.count
@@ -113,7 +113,7 @@ class RankConfig:
 
 
 def masks_for(maskable, seed: int):
-    """Choose 15% of the positions in each sequence, where maskable (B, n) bool is True -> (B, n) bool."""
+    """Choose round(0.15 n) positions of each sequence where maskable (B, n) bool is True -> (B, n) bool."""
     generator = torch.Generator().manual_seed(seed)
     positions = draw_masks(maskable, round(MASK_RATE * maskable.shape[1]), generator)  # (B, m)
     return torch.zeros_like(maskable).scatter(1, positions, True)
@@ -138,23 +138,22 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
     count, n = rows.shape
     example = subject.encode(rows[:1])  # H^0 ... H^L, (1, n, d) each, to get L and d
     mask_count = count * round(MASK_RATE * n)
-    least = ENOUGH * example[-1].shape[-1]
+    least = VECTORS_PER_DIM * example[-1].shape[-1]
     if mask_count < least:
-        raise UserError(f"{subject.name}: {mask_count:,} [MASK] are fewer than {ENOUGH} d = {least:,}, which a "
-                        "rank needs; raise --tokens, or give more text: --data, --val-share 1")
+        raise UserError(f"{subject.name}: {mask_count:,} [MASK] are fewer than {VECTORS_PER_DIM} d = {least:,}, which "
+                        "a rank needs; raise --tokens, or give more text: --data, --val-share 1")
     maskable = ~torch.isin(rows, torch.tensor(subject.specials))
     masks = masks_for(maskable, config.seed)  # of all sequences, so that the batch size does not matter
     texts = texts_for(subject, rows, maskable, masks, config)
-    curves_of = {text: [name for name, curve in CURVES.items() if curve.text == text] for text in texts}
     moments = {name: [Moments() for _ in example] for name, curve in CURVES.items() if curve.text in texts}
     for start in tqdm(range(0, count, config.batch_size), subject.name, leave=False, disable=None):
         batch = slice(start, start + config.batch_size)
-        at = masks[batch].to(example[0].device)  # (B, n)
+        is_masked = masks[batch].to(example[0].device)  # (B, n)
         for text, sequences in texts.items():
             states = subject.encode(sequences[batch])
-            for name in curves_of[text]:
+            for name in [name for name in moments if CURVES[name].text == text]:
                 for layer, h in enumerate(states):
-                    vectors = h[at] if CURVES[name].masked_only else h
+                    vectors = h[is_masked] if CURVES[name].masked_only else h
                     moments[name][layer].add(vectors)
     return moments
 
@@ -196,7 +195,7 @@ def main(argv=None):
         settings = asdict(config) | {"models": options.models, "code": code_hash(*CODE)}
         saved = read_json(path) if path.is_file() else {"settings": settings, "models": {}}
         compare(out, saved["settings"], settings, may_change=["out", "device", "batch_size"])
-        entries = saved["models"]  # kept in case a model can no longer be measured
+        entries = saved["models"]  # replaced one by one; those of models that are gone stay
         device = make_worker("fp32", config.device).device
         for name in options.models:
             open_subject = subject_of_hub if name.startswith("hf:") else subject_of_run

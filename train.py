@@ -39,7 +39,7 @@ from support.training.settings import RunOptions, Settings, check_recipe, check_
 # The comment after a field is also its text in -h.
 @dataclass(frozen=True)
 class Recipe:
-    """The settings that, with Config, define a run. The defaults are the paper's base model."""
+    """The settings of training. The defaults are those of the paper's base model."""
     data: str = "docs"  # docs, a file, a folder, or hf:NAME[:CONFIG]; join several with +
     column: str = "text"  # field that holds the text of a record (.jsonl, .parquet, hf:)
     uncased: bool = True  # whether to lower-case all text
@@ -65,16 +65,16 @@ class Recipe:
 
 
 # Differs from the paper: small models learn faster with these; see bench/results/presets.md.
-SHARED = dict(norm="pre", decoder_relative=True, position_init="sinusoid", optimizer="muon", log_interval=20)
+SMALL_MODELS = dict(norm="pre", decoder_relative=True, position_init="sinusoid", optimizer="muon")
 PRESETS = {  # differences from the defaults of Config, Recipe and RunOptions; Table 4
-    "toy": SHARED | dict(
+    "toy": SMALL_MODELS | dict(
         vocab_size=2048, seq_len=64, encoder_layers=3, encoder_dim=128, encoder_heads=2, decoder_layers=1,
         dropout=0.0, init_std=0.06, batch_size=64, max_steps=1900, warmup_steps=100, learning_rate=6e-3,
-        weight_decay=0.1, eval_interval=100, eval_rows=512, checkpoint_interval=500),
-    "small": SHARED | dict(
+        weight_decay=0.1, log_interval=20, eval_interval=100, eval_rows=512, checkpoint_interval=500),
+    "small": SMALL_MODELS | dict(
         vocab_size=8192, seq_len=128, encoder_layers=6, encoder_dim=384, encoder_heads=6,
         decoder_layers=2, init_std=0.03, batch_size=256, micro_batch_size=256, max_steps=20_000,
-        learning_rate=2e-3, warmup_steps=1000, eval_interval=500, checkpoint_interval=1000),
+        learning_rate=2e-3, warmup_steps=1000, log_interval=20, eval_interval=500, checkpoint_interval=1000),
     "base": dict(),
     "base++": dict(
         vocab_size=64000, rel_pos_buckets=64, uncased=False, max_steps=2_000_000, learning_rate=2e-4),
@@ -109,9 +109,9 @@ def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> 
     config, recipe, options = settings
     indices = indices_of_step(settings.data_seed, step, recipe.batch_size, len(rows))  # (B,)
     tokens = torch.from_numpy(rows[indices])  # (B, n)
-    mask_seed = seed_of(settings.data_seed, step, 0, 0)  # ends with 0 for masks, 1 for dropout
+    mask_seed = seed_of(settings.data_seed, step, 0, 0)  # seed, step, micro-batch, 0: masks
     corruption = corrupt(tokens, config, torch.Generator().manual_seed(mask_seed))
-    size = worker.micro_batch_size(recipe.batch_size, options.micro_batch_size)
+    size = worker.equal_micro_batch(recipe.batch_size, options.micro_batch_size)
     return [worker.pin(batch) for batch in micro_batches(tokens, corruption, size, worker)]
 
 
@@ -130,7 +130,7 @@ def train_step(model: nn.Module, optimizers: list, batches: list[tuple], step: i
     total = torch.zeros((), device=worker.device)
     for i, batch in enumerate(batches):  # gradients accumulate in p.grad
         number = worker.rank + i * worker.world_size  # of this micro-batch in the whole batch
-        torch.manual_seed(seed_of(recipe.seed, step, number, 1))  # for dropout
+        torch.manual_seed(seed_of(recipe.seed, step, number, 1))  # 1: dropout
         # In the last backward pass, DDP takes the mean over all processes. They have equally many
         # micro-batches of equal size, so this is the mean over the whole batch.
         is_last = i == len(batches) - 1
@@ -150,13 +150,13 @@ def train_step(model: nn.Module, optimizers: list, batches: list[tuple], step: i
 
 @torch.no_grad()
 def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> tuple[float, float]:
-    """Mean loss in nats per masked token, and accuracy in [0, 1], on sequences with fixed masks."""
+    """Mean loss in nats, and accuracy at the masks in [0, 1], on sequences with fixed masks."""
     model.eval()
     tokens = evenly_spaced(rows, options.eval_rows)
     corruption = corrupt(tokens, model.config, torch.Generator().manual_seed(0))
     total = 0.0
     right = 0
-    count = 0
+    sequences = 0
     for batch in micro_batches(tokens, corruption, options.micro_batch_size, worker):
         truth, masks = worker.put(batch)
         with worker.autocast():  # two passes: the loss of uni+cross also covers unmasked tokens
@@ -164,10 +164,10 @@ def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> t
             guess = model.logits(masks).argmax(-1)  # (B, m)
         total += loss.item() * len(truth)  # the last batch may be smaller
         right += int((guess == truth.gather(1, masks.masked)).sum())
-        count += len(truth)
+        sequences += len(truth)
     model.train()
-    total, right, count = worker.all_reduce(total, right, count)
-    return total / count, right / (count * corruption.masked.shape[1])
+    total, right, sequences = worker.all_reduce(total, right, sequences)
+    return total / sequences, right / (sequences * corruption.masked.shape[1])
 
 
 # ---- 3. The loop ---------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def loop(run: Run, progress: Progress, signals: list[int]) -> int:
     network = worker.parallel(run.model)  # only for train_step
     prepare = partial(batch_of_step, rows=run.rows["train"], settings=run.settings, worker=worker)
     progress.start_clock()
-    for batches in prepared_ahead(prepare, range(run.step, run.settings.last_step)):
+    for batches in prepared_ahead(prepare, range(run.step, run.settings.last_step)):  # in a thread
         loss, norm = train_step(network, run.optimizers, batches, run.step, recipe, worker)
         progress.add(loss, norm)
         run.step += 1
@@ -226,7 +226,7 @@ def pretrain(run: Run) -> int:
 
 # ---- 4. Command line -----------------------------------------------------------------------------
 def parse(argv) -> tuple[Settings, Start, Namespace]:
-    """Read the command line and the run of --init. Flags not given are absent from the result."""
+    """Read the command line and the run of --init. Settings not given are absent from the result."""
     parser = Parser("train.py", __doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="toy", help="size and recipe (Table 4) [toy]")
@@ -243,9 +243,9 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
     start = load_start(init, flags.out) if init else Start()
     inherited = start.encoder_settings if flags.ablation else start.all_settings
     row = ABLATIONS[flags.ablation or "mae-lm"]
-    try:  # a flag, if given, overrides --ablation, then the run of --init, then --preset
+    try:
         check_row(flags.ablation, flags.preset, preset)
-        settings = make_settings(preset | inherited | row | vars(flags))
+        settings = make_settings(preset | inherited | row | vars(flags))  # the last one wins
     except ValueError as error:
         parser.error(str(error))
     start.check(init, settings)
@@ -258,7 +258,7 @@ def main(argv=None):
         settings, start, flags = parse(argv)
         config, recipe, options = settings
         worker = make_worker(recipe.precision, options.device, config.encoder_dim)
-        worker.micro_batch_size(recipe.batch_size, options.micro_batch_size)  # raises an error early
+        worker.equal_micro_batch(recipe.batch_size, options.micro_batch_size)  # raises an error early
         code = 0
         if flags.prepare:
             folder = prepared_corpus(settings.fields(), start.tokenizer)

@@ -1,5 +1,5 @@
 """Grading: runs claims about the functions of a submission, and adds up points; see teaching.md. A claim is a test of
-one task, marked with @task, and is worth a point.
+one task, and is worth a point.
 
 The tasks run one after another, each in a fresh copy of this project: the student's file, with our solutions to earlier
 tasks only, so that no process has seen our solution to a later one. The copy is not a sandbox.
@@ -25,7 +25,7 @@ from support.program.files import ROOT
 TESTS = ("test_maelm.py", "tests/test_homework.py")  # the claims that students also get
 TOGETHER = "together"  # claims about all of a student's functions at once
 RANDOM_CLAIM = "test_random_inputs"  # a claim of every task that only the grader checks; see tests/random_inputs.py
-EFFECTS = "effects.pt"  # the file of effects that this claim writes
+EFFECTS = "effects.pt"  # the file to which it writes the results, gradients and changed arguments of random calls
 # Claims that cannot hold. If one of them does, the student's code has changed pytest, torch or the report.
 MUST_FAIL = ("assert False", "assert torch.equal(torch.zeros(2), torch.ones(2))", "assert torch.zeros(()) == 1",
             "close(torch.zeros(2), torch.ones(2))")
@@ -42,7 +42,7 @@ filterwarnings = ignore:Unknown pytest
 
 # ---- 1. Running a task --------------------------------------------------------------------------------------
 class Outcome(NamedTuple):
-    """A task after its claims have run."""
+    """A task, and how its claims have ended."""
     task: str
     problem: str = ""  # why no claim counts
     messages: dict[str, str] = {}  # of each claim, "" if it holds
@@ -50,6 +50,7 @@ class Outcome(NamedTuple):
 
 def claims_of(task: str) -> dict[str, bool]:
     """The claims of a task, and whether each is a gate: a task that fails a gate gets no points."""
+    # Such as: @task("corrupt", gate=True) above def test_every_sequence_has_exactly_m_masks():
     text = "\n".join(PROJECT[file] for file in TESTS)
     found = re.findall(rf'^@task\("{task}"(, gate=True)?\)\ndef (\w+)', text, re.MULTILINE)
     return {name: bool(gate) for gate, name in found} | {RANDOM_CLAIM: True}
@@ -57,31 +58,33 @@ def claims_of(task: str) -> dict[str, bool]:
 
 def attempted(task: str, texts: dict[str, str]) -> list[str]:
     """The tasks whose functions are the student's own when a task is graded; none if the task cannot be graded."""
-    own = [name for name, row in HOMEWORK.items() if written_in(texts.get(row.file, "")) & {*row.parts}]
+    by_student = [name for name, row in HOMEWORK.items() if written_in(texts.get(row.file, "")) & {*row.parts}]
     if task != TOGETHER:
-        return [task] if task in own else []
+        return [task] if task in by_student else []
     required = {name for name, row in HOMEWORK.items() if row.file == "maelm.py"}
-    return own if required.issubset(own) else []
+    return by_student if required.issubset(by_student) else []
 
 
-def copy_for(task: str, texts: dict[str, str], own: list[str]) -> dict[str, str]:
-    """The files of the copy in which a task runs: ours with blanks, or the student's where a task is their `own`. Our
+def copy_for(task: str, texts: dict[str, str], by_student: list[str]) -> dict[str, str]:
+    """The files of the copy in which a task runs: ours with blanks or, for the tasks `by_student`, the student's. Our
     solutions to earlier tasks follow at the end of each file."""
-    copy = PROJECT | {file: without(file, HOMEWORK) for file in FILES}
-    for name in own:
-        copy[HOMEWORK[name].file] = texts[HOMEWORK[name].file]
+    files = PROJECT | {file: without(file, HOMEWORK) for file in FILES}
+    for name in by_student:
+        files[HOMEWORK[name].file] = texts[HOMEWORK[name].file]
     for name in itertools.takewhile(lambda name: name != task, HOMEWORK):
-        if name not in own:
+        if name not in by_student:
             for part in HOMEWORK[name].parts:
-                copy[HOMEWORK[name].file] += at_the_end(part)
-    return copy
+                files[HOMEWORK[name].file] += at_the_end(part)
+    return files
 
 
 def at_the_end(part: str) -> str:
     """Our solution as text for the end of a file. A method is put into its class, if there is one."""
     text = f"\n\n\n{textwrap.dedent(SOLUTIONS[part])}\n"
     owner, _, method = part.rpartition(".")
-    return f"{text}\n\nif {owner!r} in globals():\n    {part} = {method}\n" if owner else text
+    if owner:  # if 'Attention' in globals(): Attention.forward = forward
+        text += f"\n\nif {owner!r} in globals():\n    {part} = {method}\n"
+    return text
 
 
 def write_all(folder: Path, texts: dict[str, str], owner: int | None = None):
@@ -94,28 +97,28 @@ def write_all(folder: Path, texts: dict[str, str], owner: int | None = None):
             shutil.chown(path, owner)
 
 
-def name_claims(copy: dict[str, str], task: str, aliases: dict[str, str]):
+def name_claims(files: dict[str, str], task: str, aliases: dict[str, str]):
     """In a copy of the project, rename the claims of a task, and add the grader's own."""
     for file in TESTS:
         for claim in claims_of(task):
-            copy[file] = copy[file].replace(f"def {claim}(", f"def {aliases[claim]}(")
+            files[file] = files[file].replace(f"def {claim}(", f"def {aliases[claim]}(")
     for wrong in MUST_FAIL:
-        copy[TESTS[0]] += f"\n\ndef {aliases[wrong]}():\n    {wrong}\n"
-    copy[TESTS[1]] += (f"\n\ndef {aliases[RANDOM_CLAIM]}():\n    from tests import random_inputs\n"
+        files[TESTS[0]] += f"\n\ndef {aliases[wrong]}():\n    {wrong}\n"
+    files[TESTS[1]] += (f"\n\ndef {aliases[RANDOM_CLAIM]}():\n    from tests import random_inputs\n"
                        f"    random_inputs.torch.save([*random_inputs.effects({task!r})], {EFFECTS!r})\n")
 
 
 def run_task(task: str, texts: dict[str, str], limits: Limits, effects: Path) -> Outcome:
-    """Run the claims of a task in a copy of the project. Its random effects are moved to the path `effects`."""
-    own = attempted(task, texts)
-    if not own:
+    """Run the claims of a task in a copy of the project. Its file of effects is copied to the path `effects`."""
+    by_student = attempted(task, texts)
+    if not by_student:
         return Outcome(task, "not attempted")
-    copy = copy_for(task, texts, own) | {"pytest.ini": PYTEST_INI}
+    files = copy_for(task, texts, by_student) | {"pytest.ini": PYTEST_INI}
     aliases = {claim: f"test_{secrets.token_hex(8)}" for claim in (*claims_of(task), *MUST_FAIL)}
-    name_claims(copy, task, aliases)  # with names that students cannot know, so that only pytest can report them
+    name_claims(files, task, aliases)  # with names that students cannot know, so that only pytest can report them
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        write_all(folder, copy, limits.rights.get("user"))
+        write_all(folder, files, limits.rights.get("user"))
         # conftest.py is not loaded as a plugin, so that the report includes files that cannot be imported.
         command = [sys.executable, "-m", "pytest", "--noconftest", "-s", "-p", "no:cacheprovider", *TESTS,
                    "--junitxml=report.xml", "-k", " or ".join(aliases.values())]
@@ -123,14 +126,19 @@ def run_task(task: str, texts: dict[str, str], limits: Limits, effects: Path) ->
         cases = read_report(folder / "report.xml")
         if is_plain(folder / EFFECTS):
             shutil.copyfile(folder / EFFECTS, effects)
-    if limits.rights:  # otherwise, a task could leave our solutions to the next one
+    if limits.rights:  # otherwise, the code could leave our solutions to the next student
         delete_files(limits.rights["user"])
-    if problem or cases is None:
-        return Outcome(task, problem or "no report: the code ends Python")
+    return Outcome(task, problem) if problem else outcome_of(task, code, cases, aliases, texts)
+
+
+def outcome_of(task: str, code: int, cases: dict | None, aliases: dict[str, str], texts: dict[str, str]) -> Outcome:
+    """The outcome of a task from pytest's exit code and its test cases."""
+    if cases is None:
+        return Outcome(task, "no report: the code ends Python")
     if cases.keys().isdisjoint(aliases.values()):  # pytest could not even collect the tests
         return Outcome(task, f"cannot be imported: {message_of(next(iter(cases.values()), None), {})}")
-    failed = [wrong for wrong in MUST_FAIL if len(cases.get(aliases[wrong], ())) > 0]  # its message is in its case
-    if code == 0 or len(failed) < len(MUST_FAIL):
+    held = [wrong for wrong in MUST_FAIL if len(cases.get(aliases[wrong], ())) == 0]  # its case is empty, or missing
+    if code == 0 or held:
         return Outcome(task, "read by hand: claims that cannot hold did not fail")
     return Outcome(task, messages={claim: message_of(cases.get(aliases[claim]), texts) for claim in claims_of(task)})
 
@@ -171,7 +179,7 @@ class Result(NamedTuple):
 
 
 def grade(texts: dict[str, str], tasks: list[str], limits: Limits) -> list[Result]:
-    """Grade tasks of a submission or, for `together`, all tasks that the student has attempted."""
+    """Grade these tasks of a submission."""
     with tempfile.TemporaryDirectory() as name:
         effects = {task: Path(name, f"{number}.pt") for number, task in enumerate(tasks)}
         outcomes = [run_task(task, texts, limits, effects[task]) for task in tasks]

@@ -34,7 +34,7 @@ class Worker(NamedTuple):
         """Whether this is the process that decides, prints and writes."""
         return self.rank == 0
 
-    def micro_batch_size(self, batch_size: int, most: int) -> int:
+    def equal_micro_batch(self, batch_size: int, most: int) -> int:
         """Sequences per forward pass: the largest divisor, at most `most`, of this process's share of a batch."""
         share, rest = divmod(batch_size, self.world_size)
         if rest:  # unequal shares would make the mean of the gradients wrong

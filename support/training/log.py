@@ -110,7 +110,7 @@ class Progress:
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         available = len(run.rows["train"]) * config.seq_len / 1e6
         wanted = recipe.batch_size * run.settings.last_step * config.seq_len / 1e6
-        micro_batch = worker.micro_batch_size(recipe.batch_size, options.micro_batch_size)
+        micro_batch = worker.equal_micro_batch(recipe.batch_size, options.micro_batch_size)
         lines = [
             f"{run.out}: {parameters:,} parameters, encoder {config.encoder_layers} x {config.encoder_dim}, "
             f"decoder {config.decoder_layers} x {config.decoder_width}",
