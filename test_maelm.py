@@ -424,8 +424,9 @@ def test_padding_and_other_sequences_change_nothing():
 @task("Encoder.hidden_states")
 def test_embeddings_have_dropout_in_training_only():
     model, tokens, _ = model_and_batch(dropout=0.3, encoder_layers=1)
-    calm, again, training = (model.encoder.train(on).hidden_states(tokens, torch.arange(24)[None])[0]
-                             for on in (False, False, True))
+    with torch.no_grad():  # training mode, not the gradients, decides
+        calm, again, training = (model.encoder.train(on).hidden_states(tokens, torch.arange(24)[None])[0]
+                                 for on in (False, False, True))
     exact(calm, again, "two results differ in evaluation mode")
     assert (training == 0).float().mean().item() == pytest.approx(0.3, abs=0.05), "a share p of H^0 must be 0"
     assert len((training == 0).flatten(0, 1).unique(dim=0)) == 6 * 24, "each vector must drop its own numbers"
