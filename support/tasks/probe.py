@@ -5,7 +5,7 @@ from torch import nn
 
 from support.tasks.batches import by_length, in_order
 from support.tasks.encoder import last_states
-from support.tasks.results import FIRST_SEED, scores, write_predictions
+from support.tasks.results import DIVERGED, FIRST_SEED, scores, write_predictions
 from support.tasks.setup import Setup
 from support.tasks.types import Encoded
 
@@ -89,6 +89,8 @@ def probe_once(setup: Setup, tune, seed: int) -> dict:
         return vectors_of(encoder, encoded, setup.frozen, tune.batch_size, setup.worker.device)
 
     train = vectors(setup.train)
+    if not train.isfinite().all():
+        return DIVERGED
     strength = tune.l2 or choose_strength(train, targets, classes)
     linear = fit(train, targets, classes, strength)
     outputs = {split: linear(vectors(encoded)) for split, encoded in setup.dev_splits.items()}
