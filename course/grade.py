@@ -2,7 +2,7 @@
 one task, and is worth a point.
 
 The tasks run one after another, each in a fresh copy of this project: the student's file, with our solutions to earlier
-tasks only, so that no process has seen our solution to a later one. The copy is not a sandbox.
+tasks only (all others in `together`), so that no process has seen our solution to a later one. It is no sandbox.
 """
 import itertools
 import json
@@ -26,7 +26,7 @@ TESTS = ("test_maelm.py", "tests/test_homework.py")  # the claims that students 
 TOGETHER = "together"  # claims about all of a student's functions at once
 RANDOM_CLAIM = "test_random_inputs"  # a claim of every task that only the grader checks; see tests/random_inputs.py
 EFFECTS = "effects.pt"  # the file to which it writes the results, gradients and changed arguments of random calls
-# Claims that cannot hold. If one of them does, the student's code has changed pytest, torch or the report.
+# Claims that cannot hold. If one does not fail, the student's code has changed pytest, torch or the report.
 MUST_FAIL = ("assert False", "assert torch.equal(torch.zeros(2), torch.ones(2))", "assert torch.zeros(()) == 1",
             "close(torch.zeros(2), torch.ones(2))")
 TOY_RANGES = {  # a number in a file of a toy's run folder (see homework.md), and the range that gets a point
@@ -56,22 +56,22 @@ def claims_of(task: str) -> dict[str, bool]:
     return {name: bool(gate) for gate, name in found} | {RANDOM_CLAIM: True}
 
 
-def attempted(task: str, texts: dict[str, str]) -> list[str]:
+def tasks_by_student(task: str, texts: dict[str, str]) -> list[str]:
     """The tasks whose functions are the student's own when a task is graded; none if the task cannot be graded."""
-    by_student = [name for name, row in HOMEWORK.items() if written_in(texts.get(row.file, "")) & {*row.parts}]
+    written = [name for name, row in HOMEWORK.items() if written_in(texts.get(row.file, "")) & {*row.parts}]
     if task != TOGETHER:
-        return [task] if task in by_student else []
+        return [task] if task in written else []
     required = {name for name, row in HOMEWORK.items() if row.file == "maelm.py"}
-    return by_student if required.issubset(by_student) else []
+    return written if required.issubset(written) else []
 
 
 def copy_for(task: str, texts: dict[str, str], by_student: list[str]) -> dict[str, str]:
     """The files of the copy in which a task runs: ours with blanks or, for the tasks `by_student`, the student's. Our
-    solutions to earlier tasks follow at the end of each file."""
+    solutions to earlier tasks follow at the end of each file, where they replace the student's."""
     files = PROJECT | {file: without(file, HOMEWORK) for file in FILES}
     for name in by_student:
         files[HOMEWORK[name].file] = texts[HOMEWORK[name].file]
-    for name in itertools.takewhile(lambda name: name != task, HOMEWORK):
+    for name in itertools.takewhile(lambda name: name != task, HOMEWORK):  # all of them in `together`
         if name not in by_student:
             for part in HOMEWORK[name].parts:
                 files[HOMEWORK[name].file] += at_the_end(part)
@@ -98,26 +98,26 @@ def write_all(folder: Path, texts: dict[str, str], owner: int | None = None):
 
 
 def name_claims(files: dict[str, str], task: str, aliases: dict[str, str]):
-    """In a copy of the project, rename the claims of a task, and add the grader's own."""
+    """In a copy of the project, rename the claims that students also have, and add MUST_FAIL and RANDOM_CLAIM."""
     for file in TESTS:
         for claim in claims_of(task):
             files[file] = files[file].replace(f"def {claim}(", f"def {aliases[claim]}(")
     for wrong in MUST_FAIL:
         files[TESTS[0]] += f"\n\ndef {aliases[wrong]}():\n    {wrong}\n"
     files[TESTS[1]] += (f"\n\ndef {aliases[RANDOM_CLAIM]}():\n    from tests import random_inputs\n"
-                       f"    random_inputs.torch.save([*random_inputs.effects({task!r})], {EFFECTS!r})\n")
+                       f"    torch.save([*random_inputs.effects({task!r})], {EFFECTS!r})\n")
 
 
-def run_task(task: str, texts: dict[str, str], limits: Limits, effects: Path) -> Outcome:
-    """Run the claims of a task in a copy of the project. Its file of effects is copied to the path `effects`."""
-    by_student = attempted(task, texts)
+def run_task(task: str, texts: dict[str, str], limits: Limits, effects_path: Path) -> Outcome:
+    """Run the claims of a task in a copy of the project. Its file of effects is copied to a path."""
+    by_student = tasks_by_student(task, texts)
     if not by_student:
         return Outcome(task, "not attempted")
     files = copy_for(task, texts, by_student) | {"pytest.ini": PYTEST_INI}
     aliases = {claim: f"test_{secrets.token_hex(8)}" for claim in (*claims_of(task), *MUST_FAIL)}
     name_claims(files, task, aliases)  # with names that students cannot know, so that only pytest can report them
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary)
         write_all(folder, files, limits.rights.get("user"))
         # conftest.py is not loaded as a plugin, so that the report includes files that cannot be imported.
         command = [sys.executable, "-m", "pytest", "--noconftest", "-s", "-p", "no:cacheprovider", *TESTS,
@@ -125,8 +125,8 @@ def run_task(task: str, texts: dict[str, str], limits: Limits, effects: Path) ->
         code, problem = run_limited(command, folder, limits)
         cases = read_report(folder / "report.xml")
         if is_plain(folder / EFFECTS):
-            shutil.copyfile(folder / EFFECTS, effects)
-    if limits.rights:  # otherwise, the code could leave our solutions to the next student
+            shutil.copyfile(folder / EFFECTS, effects_path)
+    if limits.rights:  # so that the code cannot leave our solutions to the next student
         delete_files(limits.rights["user"])
     return Outcome(task, problem) if problem else outcome_of(task, code, cases, aliases, texts)
 
@@ -136,9 +136,10 @@ def outcome_of(task: str, code: int, cases: dict | None, aliases: dict[str, str]
     if cases is None:
         return Outcome(task, "no report: the code ends Python")
     if cases.keys().isdisjoint(aliases.values()):  # pytest could not even collect the tests
-        return Outcome(task, f"cannot be imported: {message_of(next(iter(cases.values()), None), {})}")
-    held = [wrong for wrong in MUST_FAIL if len(cases.get(aliases[wrong], ())) == 0]  # its case is empty, or missing
-    if code == 0 or held:
+        first = next(iter(cases.values()), None)
+        return Outcome(task, f"cannot be imported: {message_of(first, {})}")
+    not_failed = [wrong for wrong in MUST_FAIL if len(cases.get(aliases[wrong], ())) == 0]  # or missing
+    if code == 0 or not_failed:
         return Outcome(task, "read by hand: claims that cannot hold did not fail")
     return Outcome(task, messages={claim: message_of(cases.get(aliases[claim]), texts) for claim in claims_of(task)})
 
@@ -180,20 +181,20 @@ class Result(NamedTuple):
 
 def grade(texts: dict[str, str], tasks: list[str], limits: Limits) -> list[Result]:
     """Grade these tasks of a submission."""
-    with tempfile.TemporaryDirectory() as name:
-        effects = {task: Path(name, f"{number}.pt") for number, task in enumerate(tasks)}
-        outcomes = [run_task(task, texts, limits, effects[task]) for task in tasks]
-        differences = first_differences({task: path for task, path in effects.items() if path.exists()})
+    with tempfile.TemporaryDirectory() as temporary:
+        paths = {task: Path(temporary, f"{number}.pt") for number, task in enumerate(tasks)}
+        outcomes = [run_task(task, texts, limits, paths[task]) for task in tasks]
+        differences = first_differences({task: path for task, path in paths.items() if path.exists()})
     return [points_of(outcome, differences.get(outcome.task, "the effects are missing")) for outcome in outcomes]
 
 
-def first_differences(effects: dict[str, Path]) -> dict[str, str]:
+def first_differences(paths: dict[str, Path]) -> dict[str, str]:
     """The first difference of a student's effects from ours for each task, "" for none; see tests/random_inputs.py."""
-    if not effects:
+    if not paths:
         return {}
-    command = [sys.executable, "-m", "tests.random_inputs", *[f"{task}={path}" for task, path in effects.items()]]
+    command = [sys.executable, "-m", "tests.random_inputs", *[f"{task}={path}" for task, path in paths.items()]]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    failed = dict.fromkeys(effects, "the effects cannot be compared")
+    failed = dict.fromkeys(paths, "the effects cannot be compared")
     return json.loads(done.stdout) if done.returncode == 0 else failed
 
 

@@ -15,7 +15,7 @@ RESULTS = ("log.jsonl", "result.json")  # of a run folder
 PROBLEM = "problem"
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 CANVAS = re.compile(r"^(.+?(?:_LATE)?_\d+)_\d+_.+")  # a file in a download from Canvas, such as anna_123_456_maelm.py
-OURS = re.compile(r"(maelm|train|rank|metrics)[\W\d_]*\.py|log\.jsonl", re.IGNORECASE)  # also maelm (1).py
+HOMEWORK_FILE = re.compile(r"(maelm|train|rank|metrics)[\W\d_]*\.py|log\.jsonl", re.IGNORECASE)  # also maelm (1).py
 
 
 class Found(NamedTuple):
@@ -39,7 +39,7 @@ def unpack(path: Path, folder: Path):
 def texts_in(path: Path, place: tuple[str, ...] = ()) -> Iterator[Found]:
     """The texts in a file, or in a folder and in archives inside archives. Links are not followed, and hidden files,
     installed packages and our models are left out."""
-    name = place[-1].lower() if place else path.name.lower()
+    name = path.name.lower()
     if name in ("models", "site-packages", "__macosx") or name.startswith("."):
         return
     yield Found(place)
@@ -65,18 +65,18 @@ def texts_in(path: Path, place: tuple[str, ...] = ()) -> Iterator[Found]:
 
 def by_role(found: list[Found]) -> dict[str, str]:
     """The texts of one submission. If several have the same role, the one with the most functions counts or, of equals,
-    the one with the shortest name."""
+    the one with the shortest path."""
     def weight(each):
         functions = written_in(each.text).intersection(parts_in(each.role))
         return len(functions), -len("/".join(each.place))
 
-    texts = {each.role: each.text for each in sorted(found, key=weight) if each.role}
+    texts = {each.role: each.text for each in sorted(found, key=weight) if each.role}  # the last one stays
     return texts or {PROBLEM: "no Python file with a written function of the homework"}
 
 
 def students_in(found: list[Found]) -> dict[str, list[Found]]:
-    """What belongs to each entry, by its name, below all folders that have only one entry. Files from Canvas belong to
-    the student in their names."""
+    """The texts of each top entry by its name, after opening folders that hold only one entry. Files from Canvas belong
+    to the student in their names."""
     inside = [each for each in found if each.place]
     while len({each.place[0] for each in inside}) == 1 and any(len(each.place) > 1 for each in inside):
         inside = [each._replace(place=each.place[1:]) for each in inside if len(each.place) > 1]
@@ -88,16 +88,16 @@ def students_in(found: list[Found]) -> dict[str, list[Found]]:
 
 def read_all(path: Path, as_one: bool) -> dict[str, dict[str, str]]:
     """The texts of a submission by its name or, for a class, of each student, in printable names. In a class, two
-    students have the same functions, so code/ beside toy/ or answers.pdf is none; Canvas names the students."""
+    students have the same file, and none is at the top, so code/ beside toy/ is no class; Canvas names the students."""
     path = path.resolve()
     found = [*texts_in(path)]
     students = students_in(found)
-    from_canvas = any(each.place[0] not in students for theirs in students.values() for each in theirs)
+    from_canvas = any(CANVAS.match(each.place[0]) for theirs in students.values() for each in theirs)
     written = []  # the files of each student, one after another; a broken archive may have had any of them
     for theirs in students.values():
         roles = {each.role for each in theirs}
         written += FILES if PROBLEM in roles else roles.intersection(FILES)
     is_class = from_canvas or len(written) > len({*written})
-    if as_one or not is_class or any(OURS.fullmatch(name) for name in students):
+    if as_one or not is_class or any(HOMEWORK_FILE.fullmatch(name) for name in students):
         return {printable(path.name): by_role(found)}
     return {printable(name): by_role(theirs) for name, theirs in sorted(students.items())}
