@@ -216,6 +216,10 @@ def grade_run(texts: dict[str, str]) -> list[Result]:
     """Grade the run folder of a toy: the last validation loss, and the linear probe of the mean vector."""
     results = []
     for task, (file, pattern, least, most) in TOY_RANGES.items():
-        value = float((re.findall(pattern, texts.get(file, "")) or ["nan"])[-1])
+        found = re.findall(pattern, texts.get(file, ""))
+        if not found:
+            results.append(Result(task, 0, 1, f"not found in {file}"))
+            continue
+        value = float(found[-1])
         results.append(Result(task, int(least <= value <= most), 1, f"{value:.4g}, expected {least:g} to {most:g}"))
     return results
