@@ -30,8 +30,8 @@ from support.program.seeds import seed_of
 from support.program.worker import Worker, compile_model, join_processes, make_worker, prepared_ahead
 from support.text.corpus import VAL_SHARE, prepared_corpus
 from support.text.rows import Rows, evenly_spaced, indices_of_step
-from support.training.run import Run, Start, begin, load_start, save_checkpoint
 from support.training.log import Progress, draw_loss
+from support.training.run import Run, Start, begin, load_start, save_checkpoint
 from support.training.settings import RunOptions, Settings, check_recipe, check_row, default_out
 
 

@@ -21,7 +21,7 @@ from course.blanks import BLANKS, PROJECT, without
 from course.grade import PYTEST_INI, TESTS, TOGETHER, Result, grade, grade_run, write_all
 from course.hand_in import FILES, HOMEWORK, parts_in
 from course.running import Limits, rights_of
-from course.submissions import read_all
+from course.submissions import PROBLEM, read_all
 from support.program.cli import Parser
 from support.program.errors import UserError, clear_errors, printable
 from support.program.files import ROOT, atomic, write_json, write_text
@@ -131,7 +131,7 @@ def grade_students(options) -> bool:
     for name, texts in submissions.items():
         limits = Limits(options.time_limit, time.monotonic() + options.total_limit, rights)
         results = grade(texts, tasks, limits) + (grade_run(texts) if "log.jsonl" in texts else [])
-        problem = texts.get("problem", "")
+        problem = texts.get(PROBLEM, "")
         perfect = perfect and not problem and all(row.points == row.most for row in results)
         if len(submissions) > 1:
             print(summary(name, results, problem), flush=True)

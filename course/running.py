@@ -71,7 +71,7 @@ def run_limited(command: list[str], folder: Path, limits: Limits) -> tuple[int, 
 
 def kill_all(user: int):
     """Kill all processes of a user (only on Linux)."""
-    for _ in range(20):  # until now, they may have started others
+    for _ in range(20):  # because they may start others meanwhile
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended
                 if path.stat().st_uid == user:

@@ -54,8 +54,7 @@ def texts_in(path: Path, place: tuple[str, ...] = ()) -> Iterator[Found]:
                 unpack(path, Path(folder))
             except Exception as error:  # a broken archive must not stop a class
                 yield Found(place, PROBLEM, f"cannot read all of it: {error}")
-            for entry in Path(folder).iterdir():
-                yield from texts_in(entry, (*place, entry.name))
+            yield from texts_in(Path(folder), place)
     elif name.endswith(".py"):
         text = path.read_text("utf-8-sig", "replace")
         yield from [Found(place, file, text) for file in FILES if not written_in(text).isdisjoint(parts_in(file))]

@@ -5,6 +5,7 @@
 Files of effects are compared in this process of ours, so the one that runs a student's code has no results of ours.
 """
 import copy
+import itertools
 import json
 import math
 import random
@@ -44,8 +45,7 @@ def effect(function, arguments):
     names = [*module.state_dict()]
     with torch.random.fork_rng(devices=[]):  # so that later arguments are the same
         torch.manual_seed(12345)
-        state = torch.get_rng_state()
-        draws = []
+        states = [torch.get_rng_state()]  # of torch's generator, before and after calls
         if parameters:
             with torch.no_grad():  # nothing may remain of calls with other positions or other weights
                 torch._foreach_mul_(parameters, 2)
@@ -53,14 +53,13 @@ def effect(function, arguments):
                 function(*copy.deepcopy(flip))
                 function(*copy.deepcopy(arguments))
                 torch._foreach_div_(parameters, 2)
-            draws.append(module.training and not torch.equal(torch.get_rng_state(), state))
-        state = torch.get_rng_state()
+        states.append(torch.get_rng_state())
         try:
             results = function(*given)
         except ValueError:
             return [1.0]
-        if parameters:
-            draws.append(module.training and not torch.equal(torch.get_rng_state(), state))
+        states.append(torch.get_rng_state())
+        draws = [bool(parameters) and module.training and not torch.equal(*two) for two in itertools.pairwise(states)]
         flags = [*draws, torch.initial_seed() == 12345, names == [*module.state_dict()]]
     gradients = []
     learning = [x for x in tree_leaves(results) if learns(x)]

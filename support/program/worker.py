@@ -1,4 +1,4 @@
-"""The device and the processes of a run: ranks, autocast, compilation."""
+"""The device, the processes and the second thread of a run: ranks, autocast, batches prepared ahead, compilation."""
 import ctypes
 import os
 import re

@@ -17,7 +17,6 @@ from support.program.files import compare, read_json, write_json, write_text
 from support.program.worker import Worker
 from support.tasks.settings import SWEPT
 
-
 FIRST_SEED = 1  # of a result; a sweep uses seed 0
 DIVERGED = {"value": None, "metrics": {}, "ranks": None}  # a run whose outputs contain NaN
 

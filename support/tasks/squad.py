@@ -39,8 +39,8 @@ def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
 
 
 class Spans:
-    """Inputs `[CLS] question [SEP] window of the context [SEP]`. The target is the answer's first and last
-    token, or [CLS] if the answer is elsewhere."""
+    """Inputs `[CLS] question [SEP] window of the context [SEP]`. The target is the answer's first and last token, or
+    [CLS] if the answer is elsewhere."""
     def __init__(self, tokenizer: Tokenizer, config: Config, tune, labels: Labels):
         self.tokenizer, self.config, self.tune, self.labels = tokenizer, config, tune, labels
         self.n = min(tune.seq_len, config.seq_len)

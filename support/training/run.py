@@ -136,7 +136,7 @@ def copy_fitting_weights(weights: dict, model: MAELM):
     model.load_state_dict(mine | fitting)
 
 
-# ---- 3. Its checkpoints -------------------------------------------------------------------------------------------
+# ---- 3. Its checkpoints -------------------------------------------------------------------------------------
 def save_checkpoint(run: Run):
     """Write a checkpoint and remove older ones, as --keep-checkpoints says."""
     config, recipe, options = run.settings
