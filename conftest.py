@@ -68,7 +68,7 @@ def model_and_batch(**fields):
     """A small model in evaluation mode, tokens (6, 24) and their corruption."""
     config = tiny(**fields)
     torch.manual_seed(0)
-    kind = maelm.MAELM if config.decoder == "bi" else cross_attention.CrossMAELM
+    kind = maelm.MAELM if config.decoder == "bi" else cross_attention.DECODERS[config.decoder]
     model = kind(config).eval()
     for name, parameter in model.named_parameters():  # zeros and ones could hide errors
         gain = parameter.ndim == 1 and name.endswith("weight")

@@ -71,6 +71,10 @@ class Corruption(NamedTuple):
     masked: Tensor  # (B, m) int64, the masked positions M, in random order
     kept: Tensor  # (B, r) int64, the positions that the encoder sees, ascending
 
+    @property
+    def is_complete(self):  # whether nothing is removed, as in an MLM
+        return self.kept.shape == self.corrupted.shape
+
 
 def corrupt(tokens, config, generator):
     """Mask a fraction mask_rate of the tokens (B, n) int64, but never a special token -> Corruption."""
@@ -100,7 +104,6 @@ def apply_masks(tokens, masked, config, generator):
     if config.encoder_fill == "random":
         replacement.random_(NUM_SPECIAL, config.vocab_size, generator=generator)
     corrupted = tokens.scatter(1, masked, replacement)
-
     seen_masks = masked[:, :round(config.mask_in_encoder * m)]  # a random part: masks are in random order
     is_removed = is_masked.scatter(1, seen_masks, False)
     kept = (~is_removed).nonzero()[:, 1].view(B, -1)  # ascending; r per sequence
@@ -111,7 +114,7 @@ def apply_masks(tokens, masked, config, generator):
 def attention(q, k, v, bias=None, p=0.0):
     """Softmax(Q K^T / sqrt(d_h) + bias) V, with dropout p on the softmax. q (B, heads, t, d_h); k and v for s
     keys, (B, heads, s, d_h); bias broadcastable to (B, heads, t, s) -> (B, heads, t, d_h)."""
-    if q.is_cuda:  # the same formula in one kernel
+    if q.is_cuda:  # the same formula in one kernel; on a CPU, the lines below are faster
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
     d_h = q.shape[-1]
     logits = (q * d_h ** -0.5) @ k.transpose(-2, -1)
@@ -155,7 +158,7 @@ class Block(nn.Module):
     def forward(self, x, bias=None, at=None):
         """x (B, t, d) -> (B, t, d), or only the outputs at the indices `at`, (B, m, d)."""
         x = self.sublayer(x, self.self_attention, self.attention_norm, bias)
-        if at is not None:  # for speed: the loss needs only masked positions, and the FFN mixes no positions
+        if at is not None:
             x = x.take_along_dim(at[:, :, None], dim=1)
         return self.sublayer(x, self.ffn, self.ffn_norm)
 
@@ -163,7 +166,7 @@ class Block(nn.Module):
         """A layer with its dropout, skip connection and LayerNorm: last, as in the paper, or first."""
         if self.post_norm:
             y = self.dropout(layer(x, *arguments))
-            return norm(x + y).to(y.dtype)  # autocast's LayerNorm returns float32
+            return norm(x + y).to(y.dtype)  # bf16 under autocast; in pre-LN, x stays float32
         return x + self.dropout(layer(norm(x), *arguments))
 
 
@@ -188,7 +191,8 @@ class Stack(nn.Module):
     """Transformer layers 1 to L, which share one RelativeBias. Pre-LN ends with a LayerNorm."""
     def __init__(self, config, dim, layers, dropout, relative):
         super().__init__()
-        heads = dim * config.encoder_heads // config.encoder_dim  # of the same size as in the encoder
+        head_dim = config.encoder_dim // config.encoder_heads  # d_h
+        heads = dim // head_dim
         self.relative_bias = RelativeBias(config, heads) if relative and config.rel_pos_buckets > 0 else None
         self.blocks = nn.ModuleList([Block(config, dim, heads, dropout) for _ in range(layers)])
         self.final_norm = nn.Identity() if config.norm == "post" else nn.LayerNorm(dim)
@@ -199,15 +203,16 @@ class Stack(nn.Module):
         states = [x]
         for block in self.blocks[:-1]:
             states.append(block(states[-1], bias))
-        x = self.blocks[-1](states[-1], bias, at)  # only the last layer may drop positions
+        # For speed, layer L can continue at M only: the loss needs no other position, and an FFN mixes none.
+        x = self.blocks[-1](states[-1], bias, at)
         return [*states, self.final_norm(x)]
 
     def attention_bias(self, positions, padding=None):
         """The relative bias plus -inf at padded keys, broadcastable to (B, heads, t, t); or None."""
         bias = self.relative_bias(positions) if self.relative_bias is not None else None
         if padding is not None:
-            hidden = torch.where(padding, -torch.inf, 0.0)[:, None, None, :]  # (B, 1, 1, t)
-            bias = hidden if bias is None else bias + hidden
+            key_bias = torch.where(padding, -torch.inf, 0.0)[:, None, None, :]  # (B, 1, 1, t)
+            bias = key_bias if bias is None else bias + key_bias
         return align_for_cuda(bias)
 
 
@@ -224,12 +229,10 @@ class Encoder(nn.Module):
         self.stack = Stack(config, d, config.encoder_layers, config.dropout, relative=True)
 
     def forward(self, tokens, positions, padding=None, at=None):
-        """tokens, positions (B, r) int64 -> H^L (B, r, d), or (B, m, d) at the indices `at` (B, m) int64.
-        padding (B, r) bool hides keys."""
-        return self.hidden_states(tokens, positions, padding, at)[-1]
+        return self.hidden_states(tokens, positions, padding, at)[-1]  # H^L (B, r, d)
 
     def hidden_states(self, tokens, positions, padding=None, at=None):
-        """The same arguments as forward -> [H^0, ..., H^L], as in Stack."""
+        """tokens, positions (B, r) int64 -> [H^0, ..., H^L], as in Stack. padding (B, r) bool hides keys."""
         h = self.token_embedding(tokens) + self.position_embedding(positions)  # h_i^0 = e_{x_i} + p_i
         # Differs from the paper: the formula has no LayerNorm here; the authors' code has one.
         h = self.dropout(self.norm(h))
@@ -249,7 +252,7 @@ class Decoder(nn.Module):
         self.stack = Stack(config, width, config.decoder_layers, 0.0, config.decoder_relative)  # no dropout
 
     def forward(self, x, positions, padding=None, at=None):
-        """x (B, n, d), its gaps filled -> (B, n, decoder_width), or (B, m, decoder_width) at `at` (B, m)."""
+        """x (B, n, d), its gaps filled -> (B, n, decoder_width), or (B, m, decoder_width) at `at`."""
         h = self.project(x) + self.position_embedding(positions)  # h-hat_i^0; e_[MASK] is also projected
         return self.stack(self.norm(h), positions, padding, at)[-1]
 
@@ -273,8 +276,6 @@ class MAELM(nn.Module):
     """The masked autoencoder or, without a decoder, a standard MLM."""
     def __init__(self, config):
         super().__init__()
-        if config.decoder != "bi":
-            raise ValueError(f"decoder={config.decoder!r}: use make_model, which knows all decoders")
         self.config = config
         self.encoder = Encoder(config)
         self.decoder = Decoder(config) if config.decoder_layers > 0 else None
@@ -299,8 +300,6 @@ class MAELM(nn.Module):
     def logits(self, corruption):
         """Predictions at the masked positions, (B, m, V)."""
         if self.decoder is None:  # a standard MLM
-            if corruption.kept.shape != corruption.corrupted.shape:
-                raise ValueError("without a decoder, the encoder must see all masks: use mask_in_encoder=1")
             h = self.encode(corruption, at=corruption.masked)  # (B, m, d)
         else:
             h = self.encode(corruption)  # H^L, (B, r, d)
@@ -311,8 +310,9 @@ class MAELM(nn.Module):
         """H^L (B, r, d) at the kept positions; in a standard MLM (r = n), (B, m, d) at the positions `at`."""
         seen = corruption.corrupted.gather(1, corruption.kept)  # (B, r)
         positions = corruption.kept  # in MAE-LM
-        if not self.config.aligned_positions or seen.shape == corruption.corrupted.shape:
-            # Table 2: misaligned; or nothing is removed, and one row of positions serves all sequences.
+        if corruption.is_complete:  # all rows are equal, and one of them saves time
+            positions = positions[:1]
+        if not self.config.aligned_positions:  # Table 2: misaligned
             positions = torch.arange(seen.shape[1], device=seen.device)[None]
         return self.encoder(seen, positions, at=at)
 

@@ -4,14 +4,14 @@ import math
 import torch
 
 from maelm import MAELM, Config
-from support.model.cross_attention import CrossMAELM
+from support.model.cross_attention import DECODERS
 from support.program.cli import require
 
 
 def make_model(config: Config, position_init: str = "normal") -> MAELM:
-    """A new model, which is a CrossMAELM if the decoder has cross-attention. position_init: normal | sinusoid."""
+    """A new model, of the class that DECODERS names. position_init: normal | sinusoid."""
     check(config)
-    model = MAELM(config) if config.decoder == "bi" else CrossMAELM(config)
+    model = DECODERS[config.decoder](config)
     if position_init == "sinusoid":
         sinusoid_(model.encoder.position_embedding.weight, config.init_std)
         if model.decoder is not None:
@@ -51,7 +51,8 @@ def check(config: Config) -> Config:
         ("init_std", 0 < c.init_std < math.inf, "a number above 0"),
         ("mask_in_encoder", 0 <= c.mask_in_encoder <= 1, "0 to 1"),
         ("encoder_fill", c.encoder_fill in ("mask", "random"), "mask or random"),
-        ("decoder", c.decoder in ("bi", "bi+cross", "uni+cross", "cross"), "bi, bi+cross, uni+cross or cross"),
+        ("decoder", c.decoder in DECODERS, ", ".join(DECODERS)),
+        ("mask_in_encoder", c.decoder != "uni+cross" or c.mask_in_encoder == 0, "0 with uni+cross"),
         ("decoder_layers", 1 <= c.decoder_layers <= 1000 or mlm, "1 to 1,000, or 0 with mask_in_encoder=1"),
         ("decoder_dim", whole, f"0 or, with a decoder, a multiple of {width}"))
     return config

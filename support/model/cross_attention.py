@@ -7,10 +7,9 @@
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from maelm import MAELM, Attention, Block, Decoder, align_for_cuda
+from maelm import MAELM, Attention, Block, Corruption, Decoder, align_for_cuda
 
 
 class CrossBlock(Block):
@@ -57,27 +56,29 @@ class CrossDecoder(Decoder):
 class CrossMAELM(MAELM):
     """An MAE-LM with a CrossDecoder."""
     def __init__(self, config):
-        super().__init__(replace(config, decoder="bi"))
-        self.config, self.decoder = config, CrossDecoder(config)
+        super().__init__(config)
+        self.decoder = CrossDecoder(config)
         self.init_parameters()
 
     def forward(self, tokens, corruption):
         """As in MAELM, but uni+cross predicts all tokens except the first, each from the true tokens before it."""
-        if self.config.decoder != "uni+cross":
-            return super().forward(tokens, corruption)
-        B, n = tokens.shape
-        after_first = torch.arange(1, n, device=tokens.device).expand(B, -1)
-        z = self.decode_text(self.encode(corruption), tokens, after_first)
-        logits = self.head(z, self.encoder.token_embedding.weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        if self.config.decoder == "uni+cross":
+            B, n = tokens.shape
+            after_first = torch.arange(1, n, device=tokens.device).expand(B, -1)
+            corruption = Corruption(tokens, after_first, corruption.kept)  # no kept position is masked; see `check`
+        return super().forward(tokens, corruption)
 
     def decode(self, h, corruption):
-        """As in MAELM. uni+cross does not know the true tokens here, so it reads x-hat."""
-        if self.config.decoder == "uni+cross":
-            return self.decode_text(h, corruption.corrupted, corruption.masked)
+        """As in MAELM; the decoder also reads h = H^L (B, r, d)."""
         return self.decoder(self.fill_gaps(h, corruption), h, corruption.masked)
 
-    def decode_text(self, h, tokens, at):
-        """For uni+cross: h = H^L (B, r, d), tokens (B, n) int64 -> the decoder's output at the positions `at`."""
-        shifted = torch.cat([tokens[:, :1], tokens[:, :-1]], dim=1)  # position i sees x_{i-1}
-        return self.decoder(self.encoder.token_embedding(shifted), h, at)
+    def fill_gaps(self, h, corruption):
+        """As in MAELM, but uni+cross reads e_{x_{i-1}} at position i, of the true tokens in training, else of x-hat."""
+        if self.config.decoder != "uni+cross":
+            return super().fill_gaps(h, corruption)
+        text = corruption.corrupted
+        shifted = torch.cat([text[:, :1], text[:, :-1]], dim=1)
+        return self.encoder.token_embedding(shifted)
+
+
+DECODERS = {"bi": MAELM, "bi+cross": CrossMAELM, "uni+cross": CrossMAELM, "cross": CrossMAELM}  # by Config.decoder
