@@ -30,7 +30,6 @@ from support.model.optim import set_rates
 from support.program.cli import Parser, add_flags, fields_of, path_of, short_name
 from support.program.errors import clear_errors, say
 from support.program.files import write_json
-from support.program.seeds import seed_of
 from support.program.worker import make_worker
 from support.tasks import probe, results
 from support.tasks.batches import batches, by_length, collate, in_order
@@ -40,6 +39,7 @@ from support.tasks.settings import DEFAULTS, check_options, check_tune, grid
 from support.tasks.setup import Setup, make_setup
 from support.tasks.types import GLUE, TASKS
 from support.text.corpus import VAL_SHARE
+from support.training.settings import seed_of
 from train import learning_rate_factor
 
 # ---- 1. Settings ---------------------------------------------------------------------------------

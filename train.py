@@ -23,16 +23,14 @@ from torch import nn
 from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
 from support.model.build import check
 from support.model.optim import set_rates
-from support.program.cli import Parser, add_flags, fields_of, path_of
+from support.program.cli import Parser, add_flags, fields_of, path_of, require
 from support.program.errors import clear_errors, noted_signals, say
 from support.program.files import read_json
-from support.program.seeds import seed_of
 from support.program.worker import Worker, compile_model, join_processes, make_worker, prepared_ahead
-from support.text.corpus import VAL_SHARE, prepared_corpus
-from support.text.rows import Rows, evenly_spaced, indices_of_step
+from support.text.corpus import VAL_SHARE, Rows, evenly_spaced, indices_of_step, prepared_corpus
 from support.training.log import Progress, draw_loss
 from support.training.run import Run, Start, begin, load_start, save_checkpoint
-from support.training.settings import RunOptions, Settings, check_recipe, check_row, default_out
+from support.training.settings import RunOptions, Settings, default_out, seed_of
 
 
 # ---- 1. Settings: Table 4 ------------------------------------------------------------------------
@@ -61,7 +59,16 @@ class Recipe:
     seed: int = 0  # seed of weights, data order, masks and dropout
 
     def __post_init__(self):
-        check_recipe(self)
+        require(
+            self,
+            ("val_share", 0 < self.val_share < 1, "a number between 0 and 1"),
+            ("batch_size", self.batch_size >= 1, "1 or more"),
+            ("max_steps", 0 < self.max_steps < 10 ** 7, "1 to 9,999,999"),
+            ("warmup_steps", 0 <= self.warmup_steps <= self.max_steps, f"0 to max_steps={self.max_steps}"),
+            ("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon"),
+            ("position_init", self.position_init in ("normal", "sinusoid"), "normal or sinusoid"),
+            ("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16"),
+            ("seed", 0 <= self.seed < 2 ** 63, "0 or more, below 2^63"))
 
 
 # Differs from the paper: small models learn faster with these; see bench/results/presets.md.
@@ -93,7 +100,7 @@ def make_settings(values: dict) -> Settings:
     config = Config(**fields_of(Config, values))
     recipe = Recipe(**fields_of(Recipe, values))
     options = RunOptions(**fields_of(RunOptions, values))
-    return Settings(check(config), recipe, options)  # recipe and options have checked themselves
+    return Settings(check(config), recipe, options)
 
 
 # ---- 2. One training step, and evaluation --------------------------------------------------------
@@ -109,37 +116,36 @@ def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> 
     config, recipe, options = settings
     indices = indices_of_step(settings.data_seed, step, recipe.batch_size, len(rows))  # (B,)
     tokens = torch.from_numpy(rows[indices])  # (B, n)
-    mask_seed = seed_of(settings.data_seed, step, 0, 0)  # seed, step, micro-batch, 0: masks
+    mask_seed = seed_of(settings.data_seed, step, 0, 0)  # the last 0: masks, of the whole batch
     corruption = corrupt(tokens, config, torch.Generator().manual_seed(mask_seed))
-    size = worker.equal_micro_batch(recipe.batch_size, options.micro_batch_size)
-    return [worker.pin(batch) for batch in micro_batches(tokens, corruption, size, worker)]
+    return [worker.pin(batch) for batch in micro_batches(tokens, corruption, options.micro_batch_size, worker)]
 
 
 def micro_batches(tokens, corruption: Corruption, size: int, worker: Worker) -> list[tuple]:
-    """This process's share of a batch (B, n) and its masks, in micro-batches of `size`."""
-    batches = []
-    stride = worker.world_size * size  # the processes take turns
-    for start in range(worker.rank * size, len(tokens), stride):
-        part = slice(start, start + size)
-        batches.append((tokens[part], Corruption(*[x[part] for x in corruption])))
-    return batches
+    """This process's share of a batch (B, n) and its masks, in micro-batches of at most `size`."""
+    whole = (tokens, *corruption)
+    share = [x.tensor_split(worker.world_size)[worker.rank] for x in whole]
+    pieces = zip(*[x.split(size) for x in share])
+    return [(piece, Corruption(*masks)) for piece, *masks in pieces]
 
 
-def train_step(model: nn.Module, optimizers: list, batches: list[tuple], step: int, recipe: Recipe, worker: Worker):
+def train_step(network: nn.Module, optimizers: list, batches: list[tuple], step: int, recipe: Recipe, worker: Worker):
     """Take one optimizer step. Returns two scalars: this process's mean loss, and the unclipped gradient's norm."""
     total = torch.zeros((), device=worker.device)
+    share = sum(len(tokens) for tokens, _ in batches)  # sequences of this process
     for i, batch in enumerate(batches):  # gradients accumulate in p.grad
-        number = worker.rank + i * worker.world_size  # of this micro-batch in the whole batch
+        number = worker.rank * len(batches) + i  # of this micro-batch in the whole batch
         torch.manual_seed(seed_of(recipe.seed, step, number, 1))  # 1: dropout
-        # In the last backward pass, DDP takes the mean over all processes. They have equally many
-        # micro-batches of equal size, so this is the mean over the whole batch.
+        tokens, corruption = worker.put(batch)
+        # In the last backward pass, DDP takes the mean over all processes. Their shares are equal, so
+        # this is the mean over the whole batch.
         is_last = i == len(batches) - 1
-        with worker.average_if(is_last, model):
+        with worker.average_if(is_last, network):
             with worker.autocast():
-                loss = model(*worker.put(batch)) / len(batches)
+                loss = network(tokens, corruption) * (len(tokens) / share)  # the last micro-batch may be smaller
             loss.backward()
         total += loss.detach()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+    norm = nn.utils.clip_grad_norm_(network.parameters(), recipe.clip_norm)
     factor = learning_rate_factor(step, recipe.warmup_steps, recipe.max_steps)
     for optimizer in optimizers:
         set_rates(optimizer, factor)  # of the peaks
@@ -237,14 +243,13 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
     for part in (Config, Recipe, RunOptions):
         add_flags(parser, part, preset)
     flags = parser.parse_args(argv)
-    init = getattr(flags, "init", "")
+    init = vars(flags).get("init", "")
     flags.out = flags.out or default_out(flags.preset, flags.ablation, init)
 
     start = load_start(init, flags.out) if init else Start()
     inherited = start.encoder_settings if flags.ablation else start.all_settings
     row = ABLATIONS[flags.ablation or "mae-lm"]
     try:
-        check_row(flags.ablation, flags.preset, preset)
         settings = make_settings(preset | inherited | row | vars(flags))  # the last one wins
     except ValueError as error:
         parser.error(str(error))
@@ -258,7 +263,7 @@ def main(argv=None):
         settings, start, flags = parse(argv)
         config, recipe, options = settings
         worker = make_worker(recipe.precision, options.device, config.encoder_dim)
-        worker.equal_micro_batch(recipe.batch_size, options.micro_batch_size)  # raises an error early
+        worker.share_of(recipe.batch_size)  # raises an error early
         code = 0
         if flags.prepare:
             folder = prepared_corpus(settings.fields(), start.tokenizer)

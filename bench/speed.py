@@ -48,7 +48,7 @@ def main(argv=None):
             generator = torch.Generator().manual_seed(0)
             tokens = torch.randint(NUM_SPECIAL, config.vocab_size, (rows, config.seq_len), generator=generator)
             batch = worker.put((tokens, corrupt(tokens, config, generator)))
-            batches = micro_batches(*batch, worker.equal_micro_batch(rows, run_options.micro_batch_size), worker)
+            batches = micro_batches(*batch, run_options.micro_batch_size, worker)
             step = partial(train_step, model, make_optimizers(model, recipe, worker.dtype), batches, 0, recipe, worker)
             timers[name] = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
             size[name], cost[name] = rows * config.seq_len, flops(config) / config.seq_len  # tokens; FLOPs per token

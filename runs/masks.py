@@ -28,7 +28,7 @@ from support.tasks.classification import Classification  # noqa: E402
 from support.tasks.examples import read_task  # noqa: E402
 from support.tasks.types import labels_of  # noqa: E402
 from support.text.corpus import prepared_corpus  # noqa: E402
-from support.text.rows import Rows  # noqa: E402
+from support.text.corpus import Rows  # noqa: E402
 from support.training.log import commit, read_log  # noqa: E402
 from train import evaluate, make_settings  # noqa: E402
 

@@ -16,7 +16,7 @@ import train
 from maelm import CLS
 from support.program.errors import UserError
 from support.text import corpus, documents, tokenizer as tokenizers
-from support.text.rows import Rows, indices_of_step
+from support.text.corpus import Rows, indices_of_step
 from support.program import files
 from support.program.files import json_lines
 from tests.common import contents, fails, little_documents, sentence, write_corpus

@@ -215,7 +215,6 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
 @pytest.mark.parametrize("program, flags, message", [
     (train, "--\x1b[31m\x07é\u202e 3", r"unknown flag --\\x1b\[31m\\x07é\\u202e; the flags are "),  # not obeyed
     (train, "--ablation bert", "invalid choice: 'bert' .*mae-lm.*dec-1024"),
-    (train, "--preset mlm --ablation enc-mask", "--preset mlm is such a row; name the preset of an MAE-LM"),
     (train, "--batch-size 0", "batch_size=0: use 1 or more"),
     (train, "--max-steps 30 --warmup-steps 100", "warmup_steps=100: use 0 to max_steps=30"),
     (train, "--init RUN --encoder-layers 1", "encoder_layers=2 there, 1 here; with --init, these cannot change"),

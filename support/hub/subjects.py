@@ -15,7 +15,7 @@ from support.program.cli import path_of
 from support.program.errors import UserError, root_cause
 from support.text.corpus import VAL_SHARE, in_validation, prepared_corpus, sample
 from support.text.documents import documents, sources
-from support.text.rows import Rows, evenly_spaced
+from support.text.corpus import Rows, evenly_spaced
 
 
 class Subject(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 
 from maelm import MAELM, MASK, apply_masks
 from support.program.errors import UserError, printable
-from support.text.rows import Rows, evenly_spaced
+from support.text.corpus import Rows, evenly_spaced
 from support.text.tokenizer import Tokenizer
 
 SHOWN = 6  # examples at the end of a run

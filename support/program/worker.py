@@ -34,12 +34,11 @@ class Worker(NamedTuple):
         """Whether this is the process that decides, prints and writes."""
         return self.rank == 0
 
-    def equal_micro_batch(self, batch_size: int, most: int) -> int:
-        """Sequences per forward pass: the largest divisor, at most `most`, of this process's share of a batch."""
-        share, rest = divmod(batch_size, self.world_size)
-        if rest:  # unequal shares would make the mean of the gradients wrong
+    def share_of(self, batch_size: int) -> int:
+        """The number of a batch's sequences that each process computes. Raises UserError if shares would differ."""
+        if batch_size % self.world_size > 0:  # the mean of the processes' gradients would not be that of the batch
             raise UserError(f"batch_size={batch_size}: use a multiple of the {self.world_size} processes")
-        return max(size for size in range(1, min(share, most) + 1) if share % size == 0)
+        return batch_size // self.world_size
 
     def autocast(self) -> torch.autocast:
         """A new context in which matrix products are computed in `dtype`."""

@@ -17,7 +17,7 @@ from support.tasks.types import TASKS, Encoded, labels_of
 # The kinds of tasks (see Task in types.py). finetune.py calls encode, head, loss, decode and score of each.
 KINDS = {"classification": Classification, "spans": Spans}
 # The code that makes a run. A result never mixes runs of different code.
-CODE = ("maelm.py", "train.py", "rank.py", "finetune.py", "support/program/seeds.py", "support/model/*.py",
+CODE = ("maelm.py", "train.py", "rank.py", "finetune.py", "support/model/*.py",
         "support/tasks/*.py", "support/text/*.py")
 
 

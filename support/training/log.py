@@ -18,7 +18,7 @@ from support.model.checkpoints import checkpoints
 from support.model.guesses import held_out_guesses
 from support.program.errors import UserError, printable, say
 from support.program.files import figure, json_lines, write_json, write_text
-from support.text.rows import evenly_spaced, unigram_entropy
+from support.text.corpus import evenly_spaced, unigram_entropy
 from support.training.run import Run
 
 
@@ -110,7 +110,7 @@ class Progress:
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         available = len(run.rows["train"]) * config.seq_len / 1e6
         wanted = recipe.batch_size * run.settings.last_step * config.seq_len / 1e6
-        micro_batch = worker.equal_micro_batch(recipe.batch_size, options.micro_batch_size)
+        micro_batch = min(worker.share_of(recipe.batch_size), options.micro_batch_size)
         lines = [
             f"{run.out}: {parameters:,} parameters, encoder {config.encoder_layers} x {config.encoder_dim}, "
             f"decoder {config.decoder_layers} x {config.decoder_width}",

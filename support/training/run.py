@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from maelm import MAELM
+from maelm import MAELM, Config
 from support.model.build import make_model
 from support.model.checkpoints import checkpoint_of, checkpoints, read_checkpoint, write_checkpoint
 from support.model.optim import make_optimizers
@@ -13,8 +13,7 @@ from support.program.cli import path_of
 from support.program.errors import UserError
 from support.program.files import compare
 from support.program.worker import Worker
-from support.text.corpus import SPLITS, prepared_corpus
-from support.text.rows import Rows
+from support.text.corpus import SPLITS, Rows, prepared_corpus
 from support.text.tokenizer import Tokenizer
 from support.training.settings import MAY_CHANGE, RunOptions, Settings
 
@@ -82,12 +81,14 @@ def changes(out: Path, saved: dict, settings: Settings) -> dict[str, list]:
 
 def begin(settings: Settings, out: Path, start: Start, worker: Worker) -> Run:
     """Begin a run, or continue the run in `out` if only settings that may change differ."""
+    config, recipe, _ = settings
+    newest = worker.of_main([path.name for path in checkpoints(out)[-1:]])  # processes may not share a disk
     saved = None
     changed = {}
     corpus = ""  # as the run recorded it
     tokenizer = start.tokenizer
-    if checkpoints(out):
-        saved = read_checkpoint(checkpoints(out)[-1], "corpus", "step")
+    if newest:
+        saved = read_checkpoint(out / newest[0], "corpus", "step")
         changed = changes(out, saved, settings)
         corpus = saved["corpus"]
         tokenizer = saved["tokenizer"] if settings.options.init else None
@@ -95,18 +96,9 @@ def begin(settings: Settings, out: Path, start: Start, worker: Worker) -> Run:
         corpus = prepared_corpus(settings.fields(), tokenizer, corpus, moved="data" in changed).name
     corpus = worker.of_main(corpus)
     folder = prepared_corpus(settings.fields(), tokenizer, corpus)  # reads no text, except on another machine
-    settings = worker.of_main(settings)
-    step = saved["step"] if saved else None
-    chosen = worker.of_main(step)
-    if chosen != step:  # as on a machine that does not share the folder of the first one
-        saved = None if chosen is None else read_checkpoint(out / f"step_{chosen:07d}.pt")
-
-    config, recipe, _ = settings
     tokenizer = Tokenizer.load(folder)
-    if config.encoder_fill != "mask" and len(tokenizer) < config.vocab_size:
-        raise UserError(f"vocab_size={config.vocab_size}: the text has only {len(tokenizer)} different tokens, and "
-                        f"encoder_fill={config.encoder_fill} would draw others; use --vocab-size {len(tokenizer)}")
     rows = {split: Rows(folder, split, config.seq_len) for split in SPLITS}
+    check_text(config, tokenizer, rows)
     torch.manual_seed(recipe.seed)
     model = make_model(config, recipe.position_init).to(worker.device)
     optimizers = make_optimizers(model, recipe, worker.dtype)
@@ -116,6 +108,18 @@ def begin(settings: Settings, out: Path, start: Start, worker: Worker) -> Run:
     elif start.weights is not None:
         copy_fitting_weights(start.weights, model)
     return run
+
+
+def check_text(config: Config, tokenizer: Tokenizer, rows: dict[str, Rows]):
+    """Raises UserError if the Config asks for more masks or tokens than the text has."""
+    m = config.num_masked(config.seq_len)
+    real = min(each.fewest_real() for each in rows.values())
+    if m > real:
+        raise UserError(f"mask_rate={config.mask_rate}: would mask {m} of {config.seq_len} tokens, but a sequence of "
+                        f"this text has only {real} that are not special; use a lower --mask-rate")
+    if config.encoder_fill != "mask" and len(tokenizer) < config.vocab_size:
+        raise UserError(f"vocab_size={config.vocab_size}: the text has only {len(tokenizer)} different tokens, and "
+                        f"encoder_fill={config.encoder_fill} would draw others; use --vocab-size {len(tokenizer)}")
 
 
 def restore(run: Run, saved: dict):

@@ -1,13 +1,18 @@
 """The settings of a run: RunOptions, which values are allowed, which may change later, and what follows from them."""
 from dataclasses import asdict, dataclass, fields
-from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from maelm import Config
 from support.program.cli import require, short_name
-from support.program.seeds import seed_of
 from support.text.documents import CACHE
+
+
+def seed_of(*numbers: int) -> int:
+    """Combine whole numbers into one seed in [0, 2^63). Everything random in a step is a function of (seed, step)."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 @dataclass(frozen=True)
@@ -64,31 +69,6 @@ class Settings(NamedTuple):
     def fields(self) -> dict:
         """All settings by name."""
         return asdict(self.config) | asdict(self.recipe) | asdict(self.options)
-
-
-def check_recipe(r):
-    """Raises ValueError for the first field of a train.Recipe whose value is not allowed."""
-    require(
-        r,
-        ("val_share", 0 < r.val_share < 1, "a number between 0 and 1"),
-        ("batch_size", r.batch_size >= 1, "1 or more"),
-        ("max_steps", 0 < r.max_steps < 10 ** 7, "1 to 9,999,999"),
-        ("warmup_steps", 0 <= r.warmup_steps <= r.max_steps, f"0 to max_steps={r.max_steps}"),
-        ("optimizer", r.optimizer in ("adamw", "muon"), "adamw or muon"),
-        *[(name, 0 < getattr(r, name) < inf, "a number above 0")
-          for name in ("learning_rate", "muon_learning_rate", "adam_epsilon", "clip_norm")],
-        *[(name, 0 <= getattr(r, name) < inf, "0 or more") for name in ("weight_decay", "muon_weight_decay")],
-        *[(name, 0 <= getattr(r, name) < 1, "0 or more, below 1") for name in ("adam_beta1", "adam_beta2")],
-        ("position_init", r.position_init in ("normal", "sinusoid"), "normal or sinusoid"),
-        ("precision", r.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16"),
-        ("seed", 0 <= r.seed < 2 ** 63, "0 or more, below 2^63"))
-
-
-def check_row(ablation: str | None, name: str, preset: dict):
-    """Raises ValueError if --ablation names a row of Table 2, but the preset is already one."""
-    if ablation and preset.keys() & {"mask_in_encoder", "encoder_fill", "decoder_reset", "decoder"}:
-        raise ValueError(f"--ablation {ablation}: rows of Table 2 change an MAE-LM, but --preset {name} is such a row; "
-                         "name the preset of an MAE-LM")
 
 
 def default_out(preset: str, ablation: str | None, init: str) -> Path:
