@@ -14,23 +14,23 @@ with --controls in two more, which the paper does not have:
     token_only    only the vectors at one ordinary token in place of every [MASK]
 
 The paper's formula uses the singular values of H itself ("uncentered"), but the text speaks of variance ("centered":
-the mean vector is subtracted first). support/hub/subjects.py loads the models and their texts.
+the mean vector is subtracted first). support/ranks/subjects.py loads the models and their texts.
 """
 from dataclasses import asdict, dataclass
 
 import torch
 from tqdm import tqdm
 
-from maelm import draw_masks
-from support.hub.figure1 import CURVES, draw, table
-from support.hub.subjects import Subject, subject_of_hub, subject_of_run
+from maelm import Config, draw_masks
+from support.ranks.figure1 import CURVES, draw, table
+from support.ranks.subjects import Subject, subject_of_hub, subject_of_run
 from support.program.cli import Parser, add_flags, fields_of, path_of, require, short_name
 from support.program.errors import UserError, clear_errors, say
-from support.program.files import code_hash, compare, lock_folder, read_json, write_json
+from support.program.files import write_json
 from support.program.worker import make_worker
 
 CENTERINGS = {"uncentered": False, "centered": True}
-MASK_RATE = 0.15  # section 2.2
+MASK_RATE = Config.mask_rate  # of the masked text, whatever the rate in training: 15% (section 2.2)
 VECTORS_PER_DIM = 10  # at least, by a rule of thumb: too few would cap the rank
 
 
@@ -89,7 +89,7 @@ class Moments:
 # ---- 2. Measuring a model -----------------------------------------------------------------------------------
 # The comment after a field is also its text in -h.
 @dataclass(frozen=True)
-class RankConfig:
+class RankOptions:
     """Settings of a measurement; every field is a flag. Raises ValueError if a value is not allowed."""
     data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; default: the text of the run, or docs
     column: str = ""  # field that holds the text of a record; default: the run's field, or text
@@ -119,22 +119,22 @@ def masks_for(maskable, seed: int):
     return torch.zeros_like(maskable).scatter(1, positions, True)
 
 
-def texts_for(subject: Subject, rows, maskable, masks, config: RankConfig) -> dict:
+def texts_for(subject: Subject, rows, maskable, masks, options: RankOptions) -> dict:
     """The texts (N, n) int64 that the encoder reads, by name; they differ at the masked positions. Random tokens are
     drawn from the text itself, and the ordinary token is its most frequent one."""
     texts = {"masked": rows.masked_fill(masks, subject.mask_id), "unmasked": rows}
-    if config.controls:
+    if options.controls:
         real = rows[maskable]
-        drawn = torch.randint(len(real), rows.shape, generator=torch.Generator().manual_seed(config.seed))
+        drawn = torch.randint(len(real), rows.shape, generator=torch.Generator().manual_seed(options.seed))
         texts["random"] = torch.where(masks, real[drawn], rows)
         texts["one token"] = rows.masked_fill(masks, real.mode().values)
     return texts
 
 
 @torch.no_grad()
-def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
+def measure(subject: Subject, options: RankOptions) -> dict[str, list[Moments]]:
     """The moments of layers 0 to L for each curve. Raises UserError if there is too little text."""
-    rows = subject.sample(config.tokens)  # (N, n) int64
+    rows = subject.sample(options.tokens)  # (N, n) int64
     count, n = rows.shape
     example = subject.encode(rows[:1])  # H^0 ... H^L, (1, n, d) each, to get L and d
     mask_count = count * round(MASK_RATE * n)
@@ -143,18 +143,18 @@ def measure(subject: Subject, config: RankConfig) -> dict[str, list[Moments]]:
         raise UserError(f"{subject.name}: {mask_count:,} [MASK] are fewer than {VECTORS_PER_DIM} d = {least:,}, which "
                         "a rank needs; raise --tokens, or give more text: --data, --val-share 1")
     maskable = ~torch.isin(rows, torch.tensor(subject.specials))
-    masks = masks_for(maskable, config.seed)  # of all sequences, so that the batch size does not matter
-    texts = texts_for(subject, rows, maskable, masks, config)
-    moments = {name: [Moments() for _ in example] for name, curve in CURVES.items() if curve.text in texts}
-    for start in tqdm(range(0, count, config.batch_size), subject.name, leave=False, disable=None):
-        batch = slice(start, start + config.batch_size)
+    masks = masks_for(maskable, options.seed)  # of all sequences, so that the batch size does not matter
+    texts = texts_for(subject, rows, maskable, masks, options)
+    moments = {curve: [Moments() for _ in example] for curve in CURVES if CURVES[curve].text in texts}
+    curves_of = {text: [curve for curve in moments if CURVES[curve].text == text] for text in texts}
+    for start in tqdm(range(0, count, options.batch_size), subject.name, leave=False, disable=None):
+        batch = slice(start, start + options.batch_size)
         is_masked = masks[batch].to(example[0].device)  # (B, n)
         for text, sequences in texts.items():
-            states = subject.encode(sequences[batch])
-            for name in [name for name in moments if CURVES[name].text == text]:
-                for layer, h in enumerate(states):
-                    vectors = h[is_masked] if CURVES[name].masked_only else h
-                    moments[name][layer].add(vectors)
+            for layer, h in enumerate(subject.encode(sequences[batch])):  # H^l (B, n, d)
+                for curve in curves_of[text]:
+                    vectors = h[is_masked] if CURVES[curve].masked_only else h
+                    moments[curve][layer].add(vectors)
     return moments
 
 
@@ -173,37 +173,29 @@ def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float)
 
 
 # ---- 3. Command line ----------------------------------------------------------------------------------------
-# The code that measures. rank.json never mixes measurements of different code.
-CODE = ("maelm.py", "rank.py", "support/hub/*.py", "support/model/*.py", "support/text/*.py")
-
-
 def main(argv=None):
     parser = Parser("rank.py", __doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a run folder, a checkpoint, or hf:NAME_OR_FOLDER")
-    add_flags(parser, RankConfig, {})
-    options = parser.parse_args(argv)
+    add_flags(parser, RankOptions, {})
+    flags = parser.parse_args(argv)
     try:
-        config = RankConfig(**fields_of(RankConfig, vars(options)))
+        options = RankOptions(**fields_of(RankOptions, vars(flags)))
     except ValueError as error:
         parser.error(str(error))
-    for name in options.models:
+    for name in flags.models:
         if not name.startswith("hf:") and not path_of(name).exists():  # checked before the first measurement
             parser.error(f"{name}: no such run folder or checkpoint; make one with train.py, or name hf:MODEL")
-    out = path_of(config.out or f"out/{'-'.join(['rank', *map(short_name, options.models)])}")
-    with clear_errors("rank.py"), lock_folder(out, "rank.json"):
-        path = out / "rank.json"
-        settings = asdict(config) | {"models": options.models, "code": code_hash(*CODE)}
-        saved = read_json(path) if path.is_file() else {"settings": settings, "models": {}}
-        compare(out, saved["settings"], settings, may_change=["out", "device", "batch_size"])
-        entries = saved["models"]  # replaced one by one; those of models that are gone stay
-        device = make_worker("fp32", config.device).device
-        for name in options.models:
+    out = path_of(options.out or f"out/{'-'.join(['rank', *map(short_name, flags.models)])}")
+    with clear_errors("rank.py"):
+        entries = {}
+        device = make_worker("fp32", options.device).device
+        for name in flags.models:
             open_subject = subject_of_hub if name.startswith("hf:") else subject_of_run
-            subject = open_subject(name, config, device)
-            entries[name] = model_ranks(subject, measure(subject, config), config.tau)
-            write_json(path, {"tau": config.tau, "settings": settings, "models": entries})  # another model may fail
-            say(table(name, entries[name], config.tau))
-        draw(entries, config.tau, out / "rank.png")
+            subject = open_subject(name, options, device)
+            entries[name] = model_ranks(subject, measure(subject, options), options.tau)
+            say(table(name, entries[name], options.tau))
+        write_json(out / "rank.json", {"tau": options.tau, "settings": asdict(options), "models": entries})
+        draw(entries, options.tau, out / "rank.png")
         say(f"{out}: rank.json, rank.png")
 
 

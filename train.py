@@ -148,7 +148,7 @@ def train_step(network: nn.Module, optimizers: list, batches: list[tuple], step:
     norm = nn.utils.clip_grad_norm_(network.parameters(), recipe.clip_norm)
     factor = learning_rate_factor(step, recipe.warmup_steps, recipe.max_steps)
     for optimizer in optimizers:
-        set_rates(optimizer, factor)  # of the peaks
+        set_rates(optimizer, factor)
         optimizer.step()
         optimizer.zero_grad()
     return total, norm

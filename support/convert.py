@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from maelm import PAD, Config
-from support.hub.subjects import transformers_library
+from support.ranks.subjects import transformers_library
 from support.model.checkpoints import checkpoint_of, read_checkpoint
 from support.program.cli import Parser, path_of
 from support.program.errors import UserError, clear_errors, say
@@ -28,7 +28,7 @@ def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
         # Other decoders cannot fill in a [MASK] in a text, so only the encoder is exported.
         return {name: weight for name, weight in weights.items() if name.startswith("encoder.")}, "", []
     if not state.get("head"):
-        raise UserError("its head names no class of support/hub/modeling_maelm.py; see support/model/heads.py")
+        raise UserError("its head names no class of support/export/modeling_maelm.py; see support/model/heads.py")
     name_there, suffix = state["head"]
     labels = []
     if suffix == "ForSequenceClassification":
@@ -79,7 +79,7 @@ def export(source: Path, out: Path):
     config, longest = state["config"], state["config"].seq_len
     weights, head, labels = weights_of(state)
     out.mkdir(parents=True, exist_ok=True)
-    for code in ("support/hub/modeling_maelm.py", "support/model/heads.py", "maelm.py"):
+    for code in ("support/export/modeling_maelm.py", "support/model/heads.py", "maelm.py"):
         shutil.copy(ROOT / code, out)
     # The inputs of fine-tuning may be shorter than those of pre-training.
     save_tokenizer(state["tokenizer"], min(longest, state.get("longest", longest)), head, out)

@@ -2,7 +2,7 @@
 import itertools
 import re
 from dataclasses import replace
-from unittest.mock import ANY, Mock
+from unittest.mock import Mock
 
 import matplotlib.figure
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 import maelm
 import rank
 from conftest import generator
-from support.hub import subjects
+from support.ranks import subjects
 from support.model.checkpoints import checkpoints, load_encoder
 from support.text.corpus import in_validation
 from support.program.errors import UserError
@@ -87,8 +87,8 @@ def measure(seed, tau=0.9, size=7):
         return made_up(tokens)
 
     subject = subjects.Subject("made up", encode, rows.numpy(), "rows", maelm.MASK, [0, 1, 2, 3], True)
-    config = rank.RankConfig(batch_size=size, tau=tau, seed=seed, controls=True)
-    found = rank.model_ranks(subject, rank.measure(subject, config), tau)
+    options = rank.RankOptions(batch_size=size, tau=tau, seed=seed, controls=True)
+    found = rank.model_ranks(subject, rank.measure(subject, options), tau)
     _, *batches = read  # the first is one sequence, read to count the layers
     masked, unmasked, *controls = [torch.cat(batches[start::4]) for start in range(4)]
     assert torch.equal(unmasked, rows)
@@ -121,7 +121,7 @@ def test_masks_are_15_percent_of_real_tokens_for_any_batch_size():
     assert one[at].unique().tolist() == [int(rows[rows >= 4].mode().values)] and torch.equal(one[~at], rows[~at])
 
 
-def test_the_command_writes_ranks_and_overwrites_no_others(text, finished, tmp_path, capsys, monkeypatch):
+def test_the_command_writes_ranks_and_draws_them(text, finished, tmp_path, capsys, monkeypatch):
     names = [str(path) for path in (finished, *checkpoints(finished))]
     command = [*names, *f"--data {text} --val-share 1 --tau 0.5 --out {tmp_path}".split()]
     with monkeypatch.context() as patch:
@@ -129,17 +129,7 @@ def test_the_command_writes_ranks_and_overwrites_no_others(text, finished, tmp_p
         patch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path, **options: (
             figures.append(figure), path.write_text("a figure")))
         rank.main(command)
-    before, printed = contents(tmp_path), capsys.readouterr().out
-    rank.main(command)  # repeats the same measurement
-    assert contents(tmp_path) == {**before, "rank.png": ANY} and before.keys() == {"rank.json", "rank.png"}
-    for other, setting in (([*command, "--seed", "1"], "seed=0"), (command[1:], "models="), (command, "code=")):
-        with monkeypatch.context() as patch:
-            patch.setattr(rank, "CODE", rank.CODE[1:] if other == command else rank.CODE)
-            assert re.search(f"was made with other settings: .*{setting}", fails(lambda: rank.main(other), capsys))
-        assert contents(tmp_path)["rank.json"] == before["rank.json"]
-    monkeypatch.setattr(rank, "measure", Mock(side_effect=UserError("damaged")))
-    assert "damaged" in fails(lambda: rank.main(command), capsys)
-    assert contents(tmp_path)["rank.json"] == before["rank.json"]
+    printed = capsys.readouterr().out
     models = read_json(tmp_path / "rank.json")["models"]
     assert list(models) == names
     folder, first, last = models.values()
@@ -154,11 +144,16 @@ def test_the_command_writes_ranks_and_overwrites_no_others(text, finished, tmp_p
     lines = [[line.get_ydata().tolist() for line in axis.get_lines()] for axis in (left, right)]
     assert lines[0][:2] == [folder["uncentered"][curve] for curve in ("with_mask", "without_mask")]
     assert lines[1] == [entry["uncentered"]["mask_only"] for entry in models.values()]
-    assert "not empty" in fails(lambda: rank.main([names[0], f"--out={finished}"]), capsys)
+    monkeypatch.setattr(rank, "measure", Mock(side_effect=UserError("damaged")))
+    before = contents(tmp_path)
+    assert "damaged" in fails(lambda: rank.main(command), capsys) and contents(tmp_path) == before
+    monkeypatch.undo()
+    rank.main([*command, "--tau", "0.6"])  # measured anew and replaced
+    assert read_json(tmp_path / "rank.json")["tau"] == 0.6
 
 
 def test_a_run_is_measured_on_its_validation_text(finished):
-    subject = subjects.subject_of_run(str(finished), rank.RankConfig(), CPU)
+    subject = subjects.subject_of_run(str(finished), rank.RankOptions(), CPU)
     encoder, state = load_encoder(finished)
     document = next(text for text in little_documents() if in_validation(text, 0.1))
     tokens = torch.from_numpy(subject.rows[[0, 1, 2]])
@@ -171,29 +166,29 @@ def test_a_text_is_sampled_evenly_and_as_the_run_held_it_out(finished, tmp_path)
     for name, first in (("a.txt", 0), ("b.txt", 2000)):
         (tmp_path / name).write_text("\n\n".join(sentence(i) for i in range(first, first + 2000)))
     data = f"{tmp_path}/a.txt+{tmp_path}/b.txt"
-    found = [subjects.subject_of_run(str(finished), rank.RankConfig(data=data, tokens=2000, val_share=share), CPU)
+    found = [subjects.subject_of_run(str(finished), rank.RankOptions(data=data, tokens=2000, val_share=share), CPU)
              for share in (0.0, 0.1, 1.0)]
     decode = load_encoder(finished)[1]["tokenizer"].decode
     texts = [decode(subject.sample(10 ** 9).flatten()) for subject in found]
     assert texts[0] == texts[1] and len(texts[2]) > len(texts[0])  # the run held out a tenth
     numbers = [int(number) for number in re.findall(r"number (\d+)", decode(found[2].sample(2000).flatten()))]
     assert len(numbers) < 200 and min(numbers) < 400 and max(numbers) > 3600
-    own = subjects.subject_of_run(str(finished), rank.RankConfig(val_share=1.0), CPU)  # also without data
-    assert len(own.rows) > 5 * len(subjects.subject_of_run(str(finished), rank.RankConfig(), CPU).rows)
+    own = subjects.subject_of_run(str(finished), rank.RankOptions(val_share=1.0), CPU)  # also without data
+    assert len(own.rows) > 5 * len(subjects.subject_of_run(str(finished), rank.RankOptions(), CPU).rows)
 
 
 def test_a_hub_encoder_reads_its_own_special_tokens_and_keeps_the_length(text, tmp_path, monkeypatch):
     model, tokenizer = write_hub_model(tmp_path)
-    config = rank.RankConfig(data=str(text), val_share=1.0)
-    subject = subjects.subject_of_hub(f"hf:{tmp_path}", config, CPU)
+    options = rank.RankOptions(data=str(text), val_share=1.0)
+    subject = subjects.subject_of_hub(f"hf:{tmp_path}", options, CPU)
     tokens = torch.from_numpy(subject.rows[:3])
     for row in tokens.tolist():
         assert row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id
     assert tokenizer.decode(tokens[:, 1:-1].flatten()).startswith(little_documents()[0] + "</s>")
     torch.testing.assert_close(subject.encode(tokens)[-1], model.base_model(tokens).last_hidden_state)
-    assert rank.measure(subject, config)["mask_only"][0].count == 4 * len(subject.rows)
+    assert rank.measure(subject, options)["mask_only"][0].count == 4 * len(subject.rows)
     shorter = model.base_model
     shorter.register_forward_hook(lambda module, given, out: replace(out, last_hidden_state=out[0][:, ::2]))
     monkeypatch.setattr(subjects, "encoder_of_hub", lambda name: (shorter, tokenizer))
     with pytest.raises(UserError, match="short: cannot be measured, because its layers change the length"):
-        subjects.subject_of_hub("hf:short", config, CPU)
+        subjects.subject_of_hub("hf:short", options, CPU)

@@ -1,4 +1,5 @@
 """Claims about pre-training: train.py, support/training, support/model/optim.py, support/fill_mask.py."""
+import math
 import shutil
 import sys
 import time

@@ -1,7 +1,7 @@
 """The optimizers: AdamW, and Muon for the matrices of the layers."""
 import torch
 
-from maelm import MAELM, Attention
+from maelm import MAELM, Attention, Block
 
 
 def orthogonalize(x, dtype: torch.dtype):
@@ -52,30 +52,28 @@ class Muon(torch.optim.Optimizer):
 def set_rates(optimizer: torch.optim.Optimizer, factor: float):
     """Set the learning rate of each group of parameters to a fraction of its peak, with which the group was made."""
     for group in optimizer.param_groups:
-        group["lr"] = factor * group.setdefault("peak", group["lr"])
+        peak = group.setdefault("peak", group["lr"])  # here, so that it works for every optimizer
+        group["lr"] = factor * peak
 
 
 def make_optimizers(model: MAELM, recipe, dtype: torch.dtype) -> list:
     """AdamW and, with recipe.optimizer "muon", Muon in `dtype` for the matrices of the layers."""
-    matrices, pairs = set(), set()
-    if recipe.optimizer == "muon":
-        for part in (model.encoder, model.decoder):
-            if part is not None:
-                blocks = part.stack.blocks
-                matrices |= {weight for weight in blocks.parameters() if weight.ndim == 2}
-                pairs |= {layer.key_value.weight for layer in blocks.modules() if isinstance(layer, Attention)}
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    matrices = {weight for block in blocks for weight in block.parameters() if weight.ndim == 2}
+    pairs = {module.key_value.weight for module in model.modules() if isinstance(module, Attention)}
     single, double, rest = [], [], []
     for parameter in model.parameters():
-        if parameter in pairs:
-            double.append(parameter)  # W^K above W^V
-        elif parameter in matrices:
-            single.append(parameter)
-        else:
+        if recipe.optimizer == "adamw" or parameter not in matrices:
             rest.append(parameter)
+        elif parameter in pairs:
+            double.append(parameter)  # W^K above W^V
+        else:
+            single.append(parameter)
     betas = recipe.adam_beta1, recipe.adam_beta2
     adamw = torch.optim.AdamW(rest, lr=recipe.learning_rate, betas=betas, eps=recipe.adam_epsilon,
                               weight_decay=recipe.weight_decay, fused=True)
-    if not matrices:
+    if recipe.optimizer == "adamw":
         return [adamw]
     groups = [{"params": single, "parts": 1}, {"params": double, "parts": 2}]
-    return [adamw, Muon(groups, recipe.muon_learning_rate, recipe.muon_weight_decay, dtype)]
+    muon = Muon(groups, recipe.muon_learning_rate, recipe.muon_weight_decay, dtype)
+    return [adamw, muon]

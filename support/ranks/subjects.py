@@ -35,23 +35,26 @@ class Subject(NamedTuple):
 
 
 # ---- 1. A run -----------------------------------------------------------------------------------------------
-def subject_of_run(name: str, config, device: torch.device) -> Subject:
-    """The encoder in a run folder or checkpoint. The fields data, column, val_share and tokens of a rank.RankConfig
+def subject_of_run(name: str, options, device: torch.device) -> Subject:
+    """The encoder in a run folder or checkpoint. The fields data, column, val_share and tokens of a rank.RankOptions
     select its text. Without the first three, it is the run's validation text."""
     encoder, state = load_encoder(path_of(name))
-    shape, tokenizer, settings = state["config"], state["tokenizer"], state["settings"]
-    encoder, text = encoder.to(device), config.data or settings.get("data", "docs")
-    if "corpus" in state and not (config.data or config.column or config.val_share):
+    encoder = encoder.to(device)
+    config = state["config"]
+    tokenizer = state["tokenizer"]
+    settings = state["settings"]
+    text = options.data or settings.get("data", "docs")
+    if "corpus" in state and not (options.data or options.column or options.val_share):
         given = tokenizer if settings["init"] else None
-        rows = Rows(prepared_corpus(asdict(shape) | settings, given, state["corpus"]), "val", shape.seq_len)
+        rows = Rows(prepared_corpus(asdict(config) | settings, given, state["corpus"]), "val", config.seq_len)
     else:
-        rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), shape.seq_len, config, settings)
-    positions = torch.arange(shape.seq_len, device=device)[None]  # (1, n)
+        rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), config.seq_len, options, settings)
+    positions = torch.arange(config.seq_len, device=device)[None]  # (1, n)
 
     def encode(tokens):
         return encoder.hidden_states(tokens.to(device), positions)
 
-    reads_mask = shape.mask_in_encoder > 0 and shape.encoder_fill != "random"
+    reads_mask = config.mask_in_encoder > 0 and config.encoder_fill != "random"
     return Subject(name, encode, rows, text, MASK, list(range(NUM_SPECIAL)), reads_mask)
 
 
@@ -83,7 +86,7 @@ def encoder_of_hub(name: str) -> tuple[nn.Module, object]:
     return model.float().eval(), tokenizer
 
 
-def subject_of_hub(name: str, config, device: torch.device) -> Subject:
+def subject_of_hub(name: str, options, device: torch.device) -> Subject:
     """An encoder that transformers' AutoModel loads. It reads the validation documents of --data, or of docs."""
     model, tokenizer = encoder_of_hub(name)
     model = model.to(device)
@@ -101,11 +104,11 @@ def subject_of_hub(name: str, config, device: torch.device) -> Subject:
         # In some model families, the last entry of hidden_states lacks the final LayerNorm.
         return [*out.hidden_states[:-1], out.last_hidden_state]
 
-    text = config.data or "docs"
+    text = options.data or "docs"
     # RoBERTa counts positions from its padding id plus 1, so it reads 512 tokens with 514 positions. XLNet has -1.
     positions = getattr(model.config, "max_position_embeddings", 514) - 2
-    n = min(config.seq_len, tokenizer.model_max_length, positions if positions > 0 else 512)
-    rows = text_rows(text, encode_text, ([cls], [sep], [sep]), n, config, {})
+    n = min(options.seq_len, tokenizer.model_max_length, positions if positions > 0 else 512)
+    rows = text_rows(text, encode_text, ([cls], [sep], [sep]), n, options, {})
     try:
         shapes = {tuple(h.shape[:2]) for h in encode(torch.from_numpy(rows[:1]))}
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:  # it needs other inputs
@@ -117,15 +120,15 @@ def subject_of_hub(name: str, config, device: torch.device) -> Subject:
 
 
 # ---- 3. Text of --data --------------------------------------------------------------------------------------
-def text_rows(source: str, encode: Callable, frame: tuple, n: int, config, settings: dict) -> np.ndarray:
-    """Documents of a source, spaced evenly over its text, as sequences (N, n) int64. Their share is that of the config
+def text_rows(source: str, encode: Callable, frame: tuple, n: int, options, settings: dict) -> np.ndarray:
+    """Documents of a source, spaced evenly over its text, as sequences (N, n) int64. Their share is that of the options
     or of the run with these settings. The frame holds the special tokens before a sequence, between documents and after
     a sequence. Raises UserError if the text is too short for one sequence."""
     before, between, after = frame
     room = n - len(before) - len(after)
-    share = config.val_share or settings.get("val_share", VAL_SHARE)
-    read = documents(sources(source), config.column or settings.get("column", "text"))
-    texts = sample((text for text in filter(None, read) if in_validation(text, share)), 20 * config.tokens)
+    share = options.val_share or settings.get("val_share", VAL_SHARE)
+    read = documents(sources(source), options.column or settings.get("column", "text"))
+    texts = sample((text for text in filter(None, read) if in_validation(text, share)), 20 * options.tokens)
     ids = []
     for text in tqdm(texts, "tokenizing", unit="text", leave=False, disable=None):
         ids += [*encode(text.decode()), *between]
