@@ -20,7 +20,7 @@ from signal import SIGTERM
 import torch
 from torch import nn
 
-from maelm import ABLATIONS, MAELM, Config, Corruption, corrupt
+from maelm import ABLATIONS, MAELM, NUM_SPECIAL, Config, Corruption, apply_masks, corrupt, draw_masks
 from support.model.build import check
 from support.model.optim import set_rates
 from support.program.cli import Parser, add_flags, fields_of, path_of, require
@@ -67,8 +67,7 @@ class Recipe:
             ("warmup_steps", 0 <= self.warmup_steps <= self.max_steps, f"0 to max_steps={self.max_steps}"),
             ("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon"),
             ("position_init", self.position_init in ("normal", "sinusoid"), "normal or sinusoid"),
-            ("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16"),
-            ("seed", 0 <= self.seed < 2 ** 63, "0 or more, below 2^63"))
+            ("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16"))
 
 
 # Differs from the paper: small models learn faster with these; see bench/results/presets.md.
@@ -83,12 +82,11 @@ PRESETS = {  # differences from the defaults of Config, Recipe and RunOptions; T
         decoder_layers=2, init_std=0.03, batch_size=256, micro_batch_size=256, max_steps=20_000,
         learning_rate=2e-3, warmup_steps=1000, log_interval=20, eval_interval=500, checkpoint_interval=1000),
     "base": dict(),
-    "base++": dict(
-        vocab_size=64000, rel_pos_buckets=64, uncased=False, max_steps=2_000_000, learning_rate=2e-4),
+    "base++": dict(vocab_size=64000, rel_pos_buckets=64, uncased=False, max_steps=2_000_000, learning_rate=2e-4),
     "large++": dict(
-        vocab_size=64000, encoder_layers=24, encoder_dim=1024, encoder_heads=16,
-        rel_pos_buckets=128, rel_pos_max_distance=256, uncased=False, micro_batch_size=32,
-        max_steps=1_000_000, learning_rate=1e-4, clip_norm=1.0),
+        vocab_size=64000, encoder_layers=24, encoder_dim=1024, encoder_heads=16, rel_pos_buckets=128,
+        rel_pos_max_distance=256, uncased=False, micro_batch_size=32, max_steps=1_000_000, learning_rate=1e-4,
+        clip_norm=1.0),
 }
 PRESETS["laptop"] = PRESETS["toy"] | dict(  # the toy preset, trained on 100 million tokens
     max_steps=24_500, learning_rate=3e-3, muon_learning_rate=1e-2, weight_decay=0.01,
@@ -123,8 +121,7 @@ def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> 
 
 def micro_batches(tokens, corruption: Corruption, size: int, worker: Worker) -> list[tuple]:
     """This process's share of a batch (B, n) and its masks, in micro-batches of at most `size`."""
-    whole = (tokens, *corruption)
-    share = [x.tensor_split(worker.world_size)[worker.rank] for x in whole]
+    share = [x.tensor_split(worker.world_size)[worker.rank] for x in (tokens, *corruption)]
     pieces = zip(*[x.split(size) for x in share])
     return [(piece, Corruption(*masks)) for piece, *masks in pieces]
 
@@ -137,8 +134,7 @@ def train_step(network: nn.Module, optimizers: list, batches: list[tuple], step:
         number = worker.rank * len(batches) + i  # of this micro-batch in the whole batch
         torch.manual_seed(seed_of(recipe.seed, step, number, 1))  # 1: dropout
         tokens, corruption = worker.put(batch)
-        # In the last backward pass, DDP takes the mean over all processes. Their shares are equal, so
-        # this is the mean over the whole batch.
+        # In the last backward pass, DDP takes the mean over all processes, whose shares are equal.
         is_last = i == len(batches) - 1
         with worker.average_if(is_last, network):
             with worker.autocast():
@@ -156,24 +152,27 @@ def train_step(network: nn.Module, optimizers: list, batches: list[tuple], step:
 
 @torch.no_grad()
 def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> tuple[float, float]:
-    """Mean loss in nats, and accuracy at the masks in [0, 1], on sequences with fixed masks."""
+    """Mean loss in nats, and accuracy in [0, 1], at single tokens masked at the paper's rate: the same
+    for all runs, whatever their masks and their loss in training."""
     model.eval()
     tokens = evenly_spaced(rows, options.eval_rows)
-    corruption = corrupt(tokens, model.config, torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    m = max(1, Config().num_masked(tokens.shape[1]))
+    masked = draw_masks(tokens >= NUM_SPECIAL, m, generator)
+    corruption = apply_masks(tokens, masked, model.config, generator)
     total = 0.0
     right = 0
-    sequences = 0
     for batch in micro_batches(tokens, corruption, options.micro_batch_size, worker):
         truth, masks = worker.put(batch)
-        with worker.autocast():  # two passes: the loss of uni+cross also covers unmasked tokens
-            loss = model(truth, masks)
-            guess = model.logits(masks).argmax(-1)  # (B, m)
+        with worker.autocast():
+            logits = model.logits(masks)  # (B, m, V)
+        targets = truth.gather(1, masks.masked)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         total += loss.item() * len(truth)  # the last batch may be smaller
-        right += int((guess == truth.gather(1, masks.masked)).sum())
-        sequences += len(truth)
+        right += int((logits.argmax(-1) == targets).sum())
     model.train()
-    total, right, sequences = worker.all_reduce(total, right, sequences)
-    return total / sequences, right / (sequences * corruption.masked.shape[1])
+    total, right = worker.all_reduce(total, right)
+    return total / len(tokens), right / masked.numel()
 
 
 # ---- 3. The loop ---------------------------------------------------------------------------------
@@ -245,7 +244,6 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
     flags = parser.parse_args(argv)
     init = vars(flags).get("init", "")
     flags.out = flags.out or default_out(flags.preset, flags.ablation, init)
-
     start = load_start(init, flags.out) if init else Start()
     inherited = start.encoder_settings if flags.ablation else start.all_settings
     row = ABLATIONS[flags.ablation or "mae-lm"]
@@ -263,7 +261,6 @@ def main(argv=None):
         settings, start, flags = parse(argv)
         config, recipe, options = settings
         worker = make_worker(recipe.precision, options.device, config.encoder_dim)
-        worker.share_of(recipe.batch_size)  # raises an error early
         code = 0
         if flags.prepare:
             folder = prepared_corpus(settings.fields(), start.tokenizer)

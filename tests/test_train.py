@@ -12,8 +12,8 @@ import scipy.stats
 import torch
 
 import train
-from conftest import random_tokens, tiny
-from maelm import MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head, corrupt
+from conftest import generator, model_and_batch, random_tokens, tiny
+from maelm import MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head, apply_masks, draw_masks
 from support import fill_mask
 from support.model import optim
 from support.model.checkpoints import load_model
@@ -95,17 +95,18 @@ def test_evaluation_sequences_are_spread_over_the_validation_split(total, wanted
     assert unigram_entropy(tokens) == pytest.approx(scipy.stats.entropy(frequency))
 
 
-def test_the_accuracy_is_that_of_the_best_guesses(finished):
-    model, rows = load_model(finished)[0], random_tokens(20).numpy()
-    worker, sizes = Worker(0, 1, CPU, torch.float32), []
-    for size in (20, 3):
-        loss, accuracy = train.evaluate(model, rows, train.RunOptions(micro_batch_size=size), worker)
-        sizes.append((loss, accuracy))
-    tokens = torch.from_numpy(rows)
-    corruption = corrupt(tokens, model.config, torch.Generator().manual_seed(0))
-    guess = model.eval().logits(corruption).argmax(-1)
-    assert sizes[0] == pytest.approx(sizes[1])
-    assert sizes[0][1] == pytest.approx(float((guess == tokens.gather(1, corruption.masked)).float().mean()))
+def test_validation_masks_single_tokens_at_the_papers_rate_in_every_run():
+    tokens = random_tokens(20)
+    masked = draw_masks(tokens >= NUM_SPECIAL, 4, generator(0))  # 15% of 24
+    for fields in (dict(mask_rate=0.5), dict(decoder="uni+cross"), dict(mask_in_encoder=1.0, dropout=0.5)):
+        model, _, _ = model_and_batch(**fields)
+        log_p = model.logits(apply_masks(tokens, masked, model.config, generator(0))).log_softmax(-1)  # (20, 4, V)
+        true = tokens.gather(1, masked)
+        expected = -log_p.gather(2, true[:, :, None]).mean().item(), (log_p.argmax(-1) == true).double().mean().item()
+        for size in (20, 3):
+            options = train.RunOptions(micro_batch_size=size)
+            found = train.evaluate(model, tokens.numpy(), options, Worker(0, 1, CPU, torch.float32))
+            assert found == pytest.approx(expected) and model.training
 
 
 # ---- Starting from weights ------------------------------------------------------------------------------------------

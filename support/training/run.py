@@ -82,6 +82,7 @@ def changes(out: Path, saved: dict, settings: Settings) -> dict[str, list]:
 def begin(settings: Settings, out: Path, start: Start, worker: Worker) -> Run:
     """Begin a run, or continue the run in `out` if only settings that may change differ."""
     config, recipe, _ = settings
+    worker.share_of(recipe.batch_size)  # raises an error early
     newest = worker.of_main([path.name for path in checkpoints(out)[-1:]])  # processes may not share a disk
     saved = None
     changed = {}
