@@ -34,34 +34,34 @@ def main(argv=None):
     add("--compile", action="store_true", help="compile the models")
     add("--turns", type=int, default=7, help="[%(default)s]")
     add("--out", type=path_of, default=Path("out/speed.json"), help="[%(default)s]")
-    options = parser.parse_args(argv)
+    flags = parser.parse_args(argv)
     with clear_errors("bench.speed", "--rows"):
-        worker = make_worker("auto", options.device)
-        timers, speeds, size, cost = {}, {name: [] for name in options.models}, {}, {}
-        for name in options.models:
-            config, recipe, run_options = make_settings(PRESETS[options.preset] | ABLATIONS[name])
-            rows = options.rows or recipe.batch_size
+        worker = make_worker("auto", flags.device)
+        timers, speeds, size, cost = {}, {name: [] for name in flags.models}, {}, {}
+        for name in flags.models:
+            config, recipe, options = make_settings(PRESETS[flags.preset] | ABLATIONS[name])
+            rows = flags.rows or recipe.batch_size
             torch.manual_seed(0)
             model = make_model(config, recipe.position_init).to(worker.device)
-            if options.compile:
+            if flags.compile:
                 compile_model(model, "on", worker.device)
             generator = torch.Generator().manual_seed(0)
             tokens = torch.randint(NUM_SPECIAL, config.vocab_size, (rows, config.seq_len), generator=generator)
             batch = worker.put((tokens, corrupt(tokens, config, generator)))
-            batches = micro_batches(*batch, run_options.micro_batch_size, worker)
+            batches = micro_batches(*batch, options.micro_batch_size, worker)
             step = partial(train_step, model, make_optimizers(model, recipe, worker.dtype), batches, 0, recipe, worker)
             timers[name] = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
             size[name], cost[name] = rows * config.seq_len, flops(config) / config.seq_len  # tokens; FLOPs per token
             timers[name].timeit(3)  # compile, warm up
-        for _ in range(options.turns):
+        for _ in range(flags.turns):
             for name, timer in timers.items():
                 speeds[name].append(size[name] / timer.timeit(1).median)
         machine = torch.cuda.get_device_name() if worker.device.type == "cuda" else platform.processor()
-        write_json(options.out, {"machine": machine, "dtype": str(worker.dtype), "torch": torch.__version__,
-                                 "commit": commit(), "preset": options.preset, "tokens_per_second": speeds})
+        write_json(flags.out, {"machine": machine, "dtype": str(worker.dtype), "torch": torch.__version__,
+                                 "commit": commit(), "preset": flags.preset, "tokens_per_second": speeds})
         for name, values in speeds.items():
             speed = statistics.median(values)
-            say(f"{options.preset} {name:20}{speed:12,.0f} tokens/s  {speed * cost[name] / 1e12:8.2f} TFLOP/s  "
+            say(f"{flags.preset} {name:20}{speed:12,.0f} tokens/s  {speed * cost[name] / 1e12:8.2f} TFLOP/s  "
                 f"({min(values):,.0f} to {max(values):,.0f})")
 
 

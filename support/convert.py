@@ -94,9 +94,9 @@ def main(argv=None):
     parser.add_argument("command", choices=["export"])
     parser.add_argument("source", type=path_of, help="a run folder, a checkpoint or encoder.pt")
     parser.add_argument("out", type=path_of, help="the folder to write")
-    options = parser.parse_args(argv)
+    flags = parser.parse_args(argv)
     with clear_errors("support.convert"):
-        export(options.source, options.out)
+        export(flags.source, flags.out)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ def main(argv=None):
     parser = Parser("support.fill_mask", __doc__)
     parser.add_argument("run", metavar="RUN", type=path_of, help="a run folder or checkpoint of train.py")
     parser.add_argument("text", metavar="TEXT", help="a text with [MASK] in place of one or more words")
-    options = parser.parse_args(argv)
+    flags = parser.parse_args(argv)
     with clear_errors("support.fill_mask"):
-        model, tokenizer = load_model(options.run)
-        for number, guess in enumerate(guess_masks(model, tokenizer, options.text), start=1):
+        model, tokenizer = load_model(flags.run)
+        for number, guess in enumerate(guess_masks(model, tokenizer, flags.text), start=1):
             say(f"[MASK] {number}: {format_guess(guess)}")
 
 

@@ -23,15 +23,15 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, argv=None) -> argparse.Namespace:
         # Added last, because the help for some flags depends on a value that parse_known_args finds first.
         self.add_argument("-h", "--help", action="help", help="show this help")
-        options, unknown = self.parse_known_args(argv)
+        flags, unknown = self.parse_known_args(argv)
         for action in self._actions:
-            empty = getattr(options, action.dest, None) == "" and action.default != ""  # --init "$RUN" without a RUN
+            empty = getattr(flags, action.dest, None) == "" and action.default != ""  # --init "$RUN" without a RUN
             if action.option_strings and empty:
                 self.error(f"{action.option_strings[0]}: the value is empty")
         if unknown:
             valid = sorted(flag for flag in self._option_string_actions if not flag.startswith("--no-"))
             self.error(f"unknown flag {unknown[0]}; the flags are {' '.join(valid)}")
-        return options
+        return flags
 
 
 def path_of(text: str) -> Path:
@@ -46,13 +46,13 @@ def short_name(model: str) -> str:
     return prefix + (f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.name)
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
+def add_flags(parser: argparse.ArgumentParser, part: type, values: dict):
     """Add a flag for every plain field of a dataclass. Its help joins the field's comment and its value in `values`."""
     comments = {}
     with suppress(OSError):  # under a profiler, which hides the source, -h lacks the comments
-        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(config), re.MULTILINE))
-    group = parser.add_argument_group(config.__name__)
-    for field in [field for field in fields(config) if field.type in (bool, int, float, str, Path)]:
+        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(part), re.MULTILINE))
+    group = parser.add_argument_group(part.__name__)
+    for field in [field for field in fields(part) if field.type in (bool, int, float, str, Path)]:
         flag = "--" + field.name.replace("_", "-")
         value = values.get(field.name, field.default)
         shown = "" if value in ("", Path()) else f" [{value}]"
@@ -66,9 +66,9 @@ def add_flags(parser: argparse.ArgumentParser, config: type, values: dict):
 
 
 # ---- 2. Values ----------------------------------------------------------------------------------------------
-def fields_of(config: type, values: dict) -> dict:
+def fields_of(part: type, values: dict) -> dict:
     """The entries of `values` (given flags, for example) whose names are fields of a dataclass."""
-    return {field.name: values[field.name] for field in fields(config) if field.name in values}
+    return {field.name: values[field.name] for field in fields(part) if field.name in values}
 
 
 def require(settings, *checks: tuple[str, bool, str]):

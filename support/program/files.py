@@ -1,4 +1,4 @@
-"""Atomic writes, JSON, hashes, figures, and folders: who may write there, and whether their settings have changed."""
+"""Atomic writes, JSON, hashes, and folders: who may write there, and whether their settings have changed."""
 import ast
 import errno
 import hashlib
@@ -85,17 +85,6 @@ def code_hash(*patterns: str) -> str:
                 del node.body[0]
         code.append(ast.unparse(tree))
     return short_hash("\n".join(code))
-
-
-@contextmanager
-def figure(path: Path, panels: int = 1) -> Iterator[tuple]:
-    """Yield a matplotlib figure and its side-by-side axes; then write the figure to `path`. No display is needed."""
-    import matplotlib.figure
-    with matplotlib.rc_context({"text.parse_math": False}):  # so that a $ in a name stays a $
-        drawn = matplotlib.figure.Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
-        yield drawn, drawn.subplots(1, panels)
-        with atomic(path) as temporary:
-            drawn.savefig(temporary, dpi=120, format="png")
 
 
 # ---- 2. Folders ---------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support.program.errors import printable
-from support.program.files import figure
+from support.program.figures import figure
 
 
 class Curve(NamedTuple):

@@ -17,7 +17,8 @@ from support.model.build import make_model
 from support.model.checkpoints import checkpoints
 from support.model.guesses import held_out_guesses
 from support.program.errors import UserError, printable, say
-from support.program.files import figure, json_lines, write_json, write_text
+from support.program.figures import figure
+from support.program.files import json_lines, write_json, write_text
 from support.text.corpus import evenly_spaced, unigram_entropy
 from support.training.run import Run
 
