@@ -20,7 +20,7 @@ from signal import SIGTERM
 import torch
 from torch import nn
 
-from maelm import ABLATIONS, MAELM, NUM_SPECIAL, Config, Corruption, apply_masks, corrupt, draw_masks
+from maelm import ABLATIONS, MAELM, NUM_SPECIAL, Config, apply_masks, corrupt, draw_masks
 from support.model.build import check
 from support.model.optim import set_rates
 from support.program.cli import Parser, add_flags, fields_of, path_of, require
@@ -116,14 +116,7 @@ def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> 
     tokens = torch.from_numpy(rows[indices])  # (B, n)
     mask_seed = seed_of(settings.data_seed, step, 0, 0)  # the last 0: masks, of the whole batch
     corruption = corrupt(tokens, config, torch.Generator().manual_seed(mask_seed))
-    return [worker.pin(batch) for batch in micro_batches(tokens, corruption, options.micro_batch_size, worker)]
-
-
-def micro_batches(tokens, corruption: Corruption, size: int, worker: Worker) -> list[tuple]:
-    """This process's share of a batch (B, n) and its masks, in micro-batches of at most `size`."""
-    share = [x.tensor_split(worker.world_size)[worker.rank] for x in (tokens, *corruption)]
-    pieces = zip(*[x.split(size) for x in share])
-    return [(piece, Corruption(*masks)) for piece, *masks in pieces]
+    return [worker.pin(batch) for batch in worker.micro_batches(tokens, corruption, options.micro_batch_size)]
 
 
 def train_step(network: nn.Module, optimizers: list, batches: list[tuple], step: int, recipe: Recipe, worker: Worker):
@@ -162,7 +155,7 @@ def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> t
     corruption = apply_masks(tokens, masked, model.config, generator)
     total = 0.0
     right = 0
-    for batch in micro_batches(tokens, corruption, options.micro_batch_size, worker):
+    for batch in worker.micro_batches(tokens, corruption, options.micro_batch_size):
         truth, masks = worker.put(batch)
         with worker.autocast():
             logits = model.logits(masks)  # (B, m, V)
@@ -234,21 +227,26 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
     """Read the command line and the run of --init. Settings not given are absent from the result."""
     parser = Parser("train.py", __doc__)
     add = parser.add_argument
-    add("--preset", choices=PRESETS, default="toy", help="size and recipe (Table 4) [toy]")
+    add("--preset", choices=PRESETS, help="size and recipe (Table 4) [toy; with --init, that run's]")
     add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm; with --init, that run's decoder and masks]")
     add("--out", type=path_of, help="run folder [out/PRESET[-ABLATION]; with --init, that run's name for PRESET]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
-    preset = PRESETS[parser.parse_known_args(argv)[0].preset]  # -h shows its values
+    preset = PRESETS[parser.parse_known_args(argv)[0].preset or "toy"]  # -h shows its values
     for part in (Config, Recipe, RunOptions):
         add_flags(parser, part, preset)
     flags = parser.parse_args(argv)
     init = vars(flags).get("init", "")
-    flags.out = flags.out or default_out(flags.preset, flags.ablation, init)
+    flags.out = flags.out or default_out(flags.preset or "toy", flags.ablation, init)
     start = load_start(init, flags.out) if init else Start()
-    inherited = start.encoder_settings if flags.ablation else start.all_settings
+    inherited = fields_of(Recipe, start.settings) | ({} if flags.ablation else start.config)
+    named = preset if flags.preset else {}
     row = ABLATIONS[flags.ablation or "mae-lm"]
+    values = preset | inherited | named | start.encoder_settings | row  # the last one wins
+    recipe = Recipe(**fields_of(Recipe, values))
+    if "max_steps" in flags:  # warm up for the same share of the steps
+        values["warmup_steps"] = round(recipe.warmup_steps / recipe.max_steps * flags.max_steps)
     try:
-        settings = make_settings(preset | inherited | row | vars(flags))  # the last one wins
+        settings = make_settings(values | vars(flags))
     except ValueError as error:
         parser.error(str(error))
     start.check(init, settings)

@@ -21,7 +21,7 @@ from support.program.errors import clear_errors, say
 from support.program.files import write_json
 from support.program.worker import compile_model, make_worker
 from support.training.log import commit, flops
-from train import PRESETS, make_settings, micro_batches, train_step
+from train import PRESETS, make_settings, train_step
 
 
 def main(argv=None):
@@ -48,7 +48,7 @@ def main(argv=None):
             generator = torch.Generator().manual_seed(0)
             tokens = torch.randint(NUM_SPECIAL, config.vocab_size, (rows, config.seq_len), generator=generator)
             batch = worker.put((tokens, corrupt(tokens, config, generator)))
-            batches = micro_batches(*batch, options.micro_batch_size, worker)
+            batches = worker.micro_batches(*batch, options.micro_batch_size)
             step = partial(train_step, model, make_optimizers(model, recipe, worker.dtype), batches, 0, recipe, worker)
             timers[name] = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
             size[name], cost[name] = rows * config.seq_len, flops(config) / config.seq_len  # tokens; FLOPs per token

@@ -1,5 +1,6 @@
 """Claims about pre-training: train.py, support/training, support/model/optim.py, support/fill_mask.py."""
 import math
+import re
 import shutil
 import sys
 import time
@@ -132,16 +133,26 @@ def test_init_gives_an_mlm_a_new_decoder(text, tmp_path):
     torch.testing.assert_close(after.encoder.state_dict(), before.encoder.state_dict())
 
 
-def test_init_gives_shape_and_tokenizer_and_the_preset_the_rest(finished):
+def test_init_gives_shape_tokenizer_and_recipe_but_a_preset_a_row_and_flags_win(text, finished, monkeypatch):
     config = load_model(finished)[0].config
-    settings, start, flags = train.parse(["--init", str(finished), "--seq-len", "24"])
+    settings, start, flags = train.parse(["--init", str(finished)])
     assert settings.config == config and len(start.tokenizer) <= config.vocab_size and flags.out.name == "run-more"
-    assert settings.recipe == train.make_settings(train.PRESETS["toy"]).recipe
-    small = train.parse(["--init", str(finished), "--preset=small", "--ablation=enc-mask", "--max-steps=3000"])[0]
-    assert (small.recipe.learning_rate, small.recipe.max_steps) == (2e-3, 3000)
-    # small and the row decide decoder and masks
-    assert small.config == replace(config, mask_in_encoder=1.0, decoder_layers=2, dropout=0.1, mask_rate=0.15,
-                                   init_std=0.03, decoder_relative=True)
+    recipe = settings.recipe
+    assert (recipe.data, recipe.batch_size, recipe.max_steps, recipe.warmup_steps) == (str(text), 8, 6, 2)
+    monkeypatch.setitem(train.PRESETS["small"], "mask_in_encoder", 0.5)
+    longer = train.parse(["--init", str(finished), "--preset=small", "--max-steps=3000"])[0]
+    assert (longer.recipe.learning_rate, longer.recipe.max_steps, longer.recipe.warmup_steps) == (2e-3, 3000, 150)
+    # the preset decides decoder and masks, but the encoder keeps its shape
+    fields = dict(decoder_layers=2, dropout=0.1, init_std=0.03, decoder_relative=True)
+    assert longer.config == replace(config, mask_in_encoder=0.5, **fields)
+    row = train.parse(["--init", str(finished), "--preset=small", "--ablation=enc-mask"])[0]
+    assert row.config == replace(config, mask_in_encoder=1.0, **fields)
+    assert train.parse(["--max-steps", "38", "--warmup-steps", "9"])[0].recipe.warmup_steps == 9
+
+
+def test_weights_that_init_lacks_are_listed(finished, capsys, tmp_path, text):
+    short_run(text, tmp_path / "run", "--init", finished, "--decoder-layers", 3, "--stop-at", 1)
+    assert re.search(r"lacks 28 weights .* random: decoder.stack.blocks.1.self_attention", capsys.readouterr().out)
 
 
 def test_a_run_follows_its_settings(text, tmp_path, monkeypatch, capsys):

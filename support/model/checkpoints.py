@@ -50,6 +50,7 @@ def read_checkpoint(path: Path, *wanted: str) -> dict:
     if missing:
         raise UserError(f"{path}: lacks {', '.join(missing)}; use a checkpoint of train.py, from this version of maelm")
     try:
+        state["recorded"] = state["config"]
         state["config"] = Config(**state["config"])  # a missing field gets its default
     except TypeError as error:
         raise UserError(f"{path}: from another version of maelm ({error}); use that version") from error

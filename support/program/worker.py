@@ -40,6 +40,12 @@ class Worker(NamedTuple):
             raise UserError(f"batch_size={batch_size}: use a multiple of the {self.world_size} processes")
         return batch_size // self.world_size
 
+    def micro_batches(self, tokens: torch.Tensor, corruption: tuple, size: int) -> list[tuple]:
+        """This process's share of a batch (B, n) and of its Corruption, in micro-batches of at most `size`."""
+        share = [x.tensor_split(self.world_size)[self.rank] for x in (tokens, *corruption)]
+        pieces = zip(*[x.split(size) for x in share])
+        return [(piece, type(corruption)(*masks)) for piece, *masks in pieces]
+
     def autocast(self) -> torch.autocast:
         """A new context in which matrix products are computed in `dtype`."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)

@@ -10,7 +10,7 @@ from support.model.build import make_model
 from support.model.checkpoints import checkpoint_of, checkpoints, read_checkpoint, write_checkpoint
 from support.model.optim import make_optimizers
 from support.program.cli import path_of
-from support.program.errors import UserError
+from support.program.errors import UserError, say
 from support.program.files import compare
 from support.program.worker import Worker
 from support.text.corpus import SPLITS, Rows, prepared_corpus
@@ -25,8 +25,9 @@ NOT_OF_ENCODER = {"decoder_layers", "dropout", "mask_rate", "init_std", "decoder
 # ---- 1. The run that --init names ---------------------------------------------------------------------------
 class Start(NamedTuple):
     """The weights and the tokenizer with which a run begins; by default, both are new."""
-    encoder_settings: dict = {}  # settings on which the encoder's weights and its tokens depend
-    all_settings: dict = {}  # these, and all other fields of the Config of the run that --init names
+    config: dict = {}  # the fields of the Config that the run of --init recorded
+    settings: dict = {}  # its other settings
+    encoder_settings: dict = {}  # those on which the encoder's weights and its tokens depend
     tokenizer: Tokenizer | None = None
     weights: dict | None = None  # by name
 
@@ -43,10 +44,9 @@ def load_start(init: str, out: Path) -> Start:
     state = read_checkpoint(begun[-1]) if begun else None
     if state is None or state["settings"].get("init") != init:
         state = read_checkpoint(checkpoint_of(path_of(init)), "step")
-    config = asdict(state["config"])
-    encoder_settings = {name: value for name, value in config.items() if name not in NOT_OF_ENCODER}
+    encoder_settings = {name: value for name, value in asdict(state["config"]).items() if name not in NOT_OF_ENCODER}
     encoder_settings["uncased"] = state["tokenizer"].uncased
-    return Start(encoder_settings, encoder_settings | config, state["tokenizer"], state["model"])
+    return Start(state["recorded"], state["settings"], encoder_settings, state["tokenizer"], state["model"])
 
 
 # ---- 2. A run -----------------------------------------------------------------------------------------------
@@ -107,7 +107,10 @@ def begin(settings: Settings, out: Path, start: Start, worker: Worker) -> Run:
     if saved is not None:
         restore(run, saved)
     elif start.weights is not None:
-        copy_fitting_weights(start.weights, model)
+        new = copy_fitting_weights(start.weights, model)
+        if new and worker.is_main:
+            names = ", ".join(new[:4])
+            say(f"{settings.options.init} lacks {len(new)} weights of this model, which are random: {names} ...")
     return run
 
 
@@ -134,11 +137,12 @@ def restore(run: Run, saved: dict):
     run.seconds = saved["seconds"]
 
 
-def copy_fitting_weights(weights: dict, model: MAELM):
-    """Copy weights to a model. New layers and layers of another shape keep their random weights."""
+def copy_fitting_weights(weights: dict, model: MAELM) -> list[str]:
+    """Copy weights to a model. Returns the names of the others: new weights, or weights of another shape."""
     mine = model.state_dict()
     fitting = {name: weight for name, weight in weights.items() if name in mine and weight.shape == mine[name].shape}
     model.load_state_dict(mine | fitting)
+    return [name for name in mine if name not in fitting]
 
 
 # ---- 3. Its checkpoints -------------------------------------------------------------------------------------
