@@ -25,9 +25,8 @@ from support.model.build import check
 from support.model.optim import set_rates
 from support.program.cli import Parser, add_flags, fields_of, path_of, require
 from support.program.errors import clear_errors, noted_signals, say
-from support.program.files import read_json
 from support.program.worker import Worker, compile_model, join_processes, make_worker, prepared_ahead
-from support.text.corpus import VAL_SHARE, Rows, evenly_spaced, indices_of_step, prepared_corpus
+from support.text.corpus import VAL_SHARE, Rows, evenly_spaced, indices_of_step, prepared_corpus, summary
 from support.training.log import Progress, draw_loss
 from support.training.run import Run, Start, begin, load_start, save_checkpoint
 from support.training.settings import RunOptions, Settings, default_out, seed_of
@@ -261,8 +260,7 @@ def main(argv=None):
         worker = make_worker(recipe.precision, options.device, config.encoder_dim)
         code = 0
         if flags.prepare:
-            folder = prepared_corpus(settings.fields(), start.tokenizer)
-            say(f"{folder}: {read_json(folder / 'meta.json')}")
+            say(summary(prepared_corpus(settings.fields(), start.tokenizer)))
         else:
             with worker.lock(flags.out, "log.jsonl", "step_*.pt"):  # a folder with other files is refused
                 code = pretrain(begin(settings, flags.out, start, worker))

@@ -223,12 +223,16 @@ def test_prepare_reports_what_it_made_and_dropped(tmp_path, capsys):
     flags = f"--data {tmp_path}/a.jsonl --cache {tmp_path} --vocab-size 320 --prepare".split()
     train.main(flags)
     *_, line = capsys.readouterr().out.splitlines()
-    assert re.search(r"'tokens': {'train': \d+, 'val': \d+}, 'documents': {.*'empty': 3", line)
+    folder, = tmp_path.glob("*/")
+    sizes = [(folder / f"{split}.bin").stat().st_size // 2 for split in ("train", "val")]
+    density = sum(len(text.encode()) for text in little_documents(100)) / sum(sizes)
+    assert line.startswith(f"{folder}: {sizes[0]:,} tokens for training, {sizes[1]:,} for validation; {density:.2f}")
+    assert re.search(r"documents: (?=.*97 train)(?=.*3 val)(?=.*3 empty)", line)
     train.main(flags)
     assert capsys.readouterr().out == line + "\n"  # the second time, nothing is prepared
 
 
-BLOCK = ("val", np.arange(4))  # a block that is written before the error
+BLOCK = ("val", 4, np.arange(4))  # a block that is written before the error
 
 
 @pytest.mark.parametrize("function, results, seen", [

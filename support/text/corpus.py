@@ -61,14 +61,14 @@ def sample(texts: Iterator[str], most: int) -> list[bytes]:
 
 
 def encode(text: str, tokenizer: Tokenizer, val_share: float, docs: set[str], known: set[str]) -> tuple:
-    """The kind of a document and its tokens (length,) uint32 with `[SEP]`. The kind is its split or, if the document is
-    dropped, "empty" or "near-duplicates" (a training document of `docs` with a `known` ngram)."""
+    """The kind of a document, its size in bytes, and its tokens (length,) uint32 with `[SEP]`. The kind is its split or
+    "empty" or "near-duplicates" (a training document of `docs` with a `known` ngram), which are dropped."""
     if not text:
-        return "empty", None
+        return "empty", 0, None
     split = "val" if in_validation(text, val_share) else "train"
     if split == "train" and text in docs and not known.isdisjoint(ngrams(text)):
-        return "near-duplicates", None
-    return split, np.append(tokenizer.encode(text), np.uint32(SEP))
+        return "near-duplicates", 0, None
+    return split, len(text.encode()), np.append(tokenizer.encode(text), np.uint32(SEP))
 
 
 def in_threads(function: Callable[[str], tuple], texts: Iterator[str]) -> Iterator[tuple]:
@@ -84,16 +84,19 @@ def in_threads(function: Callable[[str], tuple], texts: Iterator[str]) -> Iterat
         yield from pool.map(function, batch)
 
 
-def write_tokens(folder: Path, encoded: Iterable[tuple], dtype: np.dtype) -> Counter:
-    """Write documents, in the form that `encode` returns, to one file per split. Returns the number of each kind."""
+def write_tokens(folder: Path, encoded: Iterable[tuple], dtype: np.dtype) -> tuple[Counter, int]:
+    """Write documents, in the form that `encode` returns, to one file per split. Returns the number of documents of
+    each kind, and the size of the written ones in bytes of text."""
     count = Counter()
+    total = 0
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         files = {"train": train, "val": val}
-        for kind, tokens in encoded:
+        for kind, size, tokens in encoded:
             count[kind] += 1
+            total += size
             if kind in files:
                 files[kind].write(tokens.astype(dtype).tobytes())
-    return count
+    return count, total
 
 
 def settle_validation(folder: Path, dtype: np.dtype, val_share: float) -> dict[str, int]:
@@ -134,12 +137,23 @@ def prepare(settings: dict, selected: list[Source], tokenizer: Tokenizer | None,
         known.update(*[ngrams(each) for each in read() if in_validation(each, val_share)])
     dtype = np.dtype("uint16" if settings["vocab_size"] <= 1 << 16 else "uint32")
     encoded = in_threads(lambda each: encode(each, tokenizer, val_share, docs, known), read())
-    count = write_tokens(folder, bar(encoded, "tokenizing"), dtype)
+    count, size = write_tokens(folder, bar(encoded, "tokenizing"), dtype)
     if not count.keys() & {*SPLITS}:
         raise UserError(f"--data {data}: contains no text")
     tokens = settle_validation(folder, dtype, val_share)
-    write_json(folder / "meta.json", {"data": data, "dtype": dtype.name, "tokens": tokens, "documents": count})
+    meta = {"data": data, "dtype": dtype.name, "tokens": tokens, "documents": count, "bytes": size}
+    write_json(folder / "meta.json", meta)
     say(f"prepared in {time.perf_counter() - start:,.1f} s")
+
+
+def summary(folder: Path) -> str:
+    """A prepared corpus in a line: its folder, tokens, documents, and bytes of text per token."""
+    meta = read_json(folder / "meta.json")
+    tokens = meta["tokens"]
+    documents = ", ".join(f"{count:,} {kind}" for kind, count in meta["documents"].items())
+    density = meta["bytes"] / (tokens["train"] + tokens["val"])
+    return (f"{folder}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation; "
+            f"{density:.2f} bytes of text per token; documents: {documents}")
 
 
 def corpus_name(settings: dict, text: str, tokenizer: Tokenizer | None) -> str:

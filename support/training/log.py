@@ -112,10 +112,13 @@ class Progress:
         available = len(run.rows["train"]) * config.seq_len / 1e6
         wanted = recipe.batch_size * run.settings.last_step * config.seq_len / 1e6
         micro_batch = min(worker.share_of(recipe.batch_size), options.micro_batch_size)
+        peaks = [f"{each.param_groups[0]['lr']:g} ({type(each).__name__})" for each in run.optimizers]
         lines = [
             f"{run.out}: {parameters:,} parameters, encoder {config.encoder_layers} x {config.encoder_dim}, "
             f"decoder {config.decoder_layers} x {config.decoder_width}",
             f"{wanted:,.1f} M tokens of {recipe.data}, which has {available:,.1f} M: {wanted / available:.2f} epochs",
+            f"{recipe.batch_size} sequences per step; rates rise to {', '.join(peaks)} in {recipe.warmup_steps:,} of "
+            f"{recipe.max_steps:,} steps, then fall to 0",
             f"{worker.world_size} x {worker.device.type} in {str(worker.dtype).removeprefix('torch.')}, {micro_batch} "
             f"sequences at a time, {'continuing at' if run.step else 'from'} step {run.step}",
             *[f"changed: {name}={now!r}, before {before!r}" for name, (before, now) in run.changed.items()],
