@@ -1,6 +1,6 @@
 """The heads of fine-tuned models. An export contains this file, so that `transformers` computes with the same code.
 
-A head takes H^L (B, m, d) and padding (B, m) bool. `exported` is its name in support/hub/modeling_maelm.py, and the end
+A head takes H^L (B, t, d) and padding (B, t) bool. `exported` is its name in support/hub/modeling_maelm.py, and the end
 of the name of its class there; a head without `exported` cannot be exported.
 """
 import torch
@@ -23,7 +23,7 @@ class ClassifierHead(nn.Sequential):
 
 
 class SpanHead(nn.Linear):
-    """H^L -> logits of the first and the last token of the answer, (B, m, 2)."""
+    """H^L -> logits of the first and the last token of the answer, (B, t, 2)."""
     exported = ("qa_outputs", "ForQuestionAnswering")
 
     def __init__(self, d: int):
