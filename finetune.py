@@ -76,8 +76,7 @@ def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out
         "examples": hash_of(examples), "sweep": flags.sweep, "frozen": flags.frozen, **vars(tune)})
     if worker.is_main:
         say(f"{out}:", *[f"  {split}: {encoded.remark}" for split, encoded in splits.items()])
-    train = splits.pop("train")
-    return Setup(task, pretrained, kind, train, splits, tune, flags.frozen, worker, out)
+    return Setup(task, pretrained, kind, splits.pop("train"), splits, tune, flags.frozen, worker, out)
 
 
 # ---- 2. One run: section 4.1, Tables 5 and 6 -----------------------------------------------------
@@ -94,9 +93,8 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     evaluations = min(20, math.ceil(2 * tune.epochs))  # one per half epoch, if 20 suffice
     evaluate_after = {math.ceil(steps * i / evaluations) for i in range(1, evaluations + 1)}
     best = None
-    index_batches = batches(train, seed, tune.batch_size)  # without end
     bar = tqdm(range(steps), desc=f"{setup.task} seed {seed}", leave=False, disable=None)
-    for step, indices in zip(bar, index_batches):
+    for step, indices in zip(bar, batches(train, seed, tune.batch_size)):  # without end
         model.train()  # evaluation switched dropout off
         torch.manual_seed(seed_of(seed, step, 1))  # for dropout
         tokens, padding, targets = collate(train, indices, setup.worker.device)
@@ -175,10 +173,9 @@ def finish_jobs(setup: Setup, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
 def run_task(setup: Setup, flags: argparse.Namespace) -> dict:
     """Do all runs of a task: the grid with --sweep, then seeds 1, 2, ... Writes result.json."""
     tune = setup.tune
-    dim = setup.pretrained.config.encoder_dim
     sweep = []
     if flags.sweep:
-        points = grid(tune, TASKS[setup.task].group, dim, vars(flags))
+        points = grid(setup.task, tune, setup.pretrained.config.encoder_dim, vars(flags))
         # Seed 0, because the choice must not depend on the seeds of the result.
         sweep = finish_jobs(setup, [(point, 0) for point in points])
         sweep.sort(key=lambda run: results.or_lowest(run["value"]), reverse=True)

@@ -187,11 +187,11 @@ def test_the_strength_of_a_probe_is_chosen_on_held_out_folds():
     assert probe.fit(x, (x[:, 0] > 0).astype(np.int64), probe.STRENGTHS)[-1].C_ > 1 / 100
 
 
-@pytest.mark.parametrize("classes", [2, 3])
-def test_a_probe_gives_the_probabilities_of_its_model(classes):
+@pytest.mark.parametrize("cuts", [[5], [3, 6]])
+def test_a_probe_gives_the_probabilities_of_its_model(cuts):
     random = np.random.default_rng(0)
     x = 5 + 3 * random.normal(size=(60, 4))
-    labels = 2 * (x[:, 0] > 5) + (classes == 3) * (x[:, 1] > 5)  # 0 and 2 of 4, or 0 to 3
+    labels = 1 + np.digitize(x[:, 0], cuts)  # 1 and 2, or 1 to 3, of 4 classes
     found = probe.fit(x, labels, np.array([1.0]))
     outputs = probe.logits_of(found, x, 4).softmax(1).numpy()
     np.testing.assert_allclose(outputs[:, np.unique(labels)], found.predict_proba(x), atol=1e-6)

@@ -101,9 +101,9 @@ def test_tasks_and_grids_are_those_of_the_paper():
     found = [tasks.TASKS[name] for name in (*tasks.GLUE, "squad2")]
     assert " ".join(tasks.GLUE) == "mnli qqp qnli sst2 cola rte mrpc stsb"
     assert [task.metrics[0] for task in found] == 4 * ["accuracy"] + "matthews accuracy accuracy spearman f1".split()
-    assert len(tasks.grid(tasks.TuneConfig(epochs=7.0), "docs", 768, {"epochs": 7.0})) == 16
+    assert len(tasks.grid("docs", tasks.TuneConfig(epochs=7.0), 768, {"epochs": 7.0})) == 16
     for (name, dim), rows in GRIDS.items():
-        points = tasks.grid(tasks.TuneConfig(), tasks.TASKS[name].group, dim, {})
+        points = tasks.grid(name, tasks.TuneConfig(), dim, {})
         assert tuple({getattr(point, field) for point in points} for field in tasks.SWEPT) == rows
 
 

@@ -79,17 +79,14 @@ DEFAULTS = {  # by group
 }
 SWEPT = ("epochs", "learning_rate", "batch_size", "warmup_share")
 SWEEPS = {  # group -> values to try; Tables 5 and 6
-    "small": dict(epochs=(2.0, 3.0, 5.0, 10.0), batch_size=(16, 32), warmup_share=(0.06, 0.10),
-                  learning_rate=(2e-5, 3e-5, 4e-5, 5e-5)),
-    "large": dict(epochs=(2.0, 3.0, 5.0), batch_size=(32,), warmup_share=(0.06,),
-                  learning_rate=(1e-5, 2e-5, 3e-5, 4e-5)),
-    "squad": dict(epochs=(2.0, 3.0), batch_size=(16, 32), warmup_share=(0.06, 0.10),
-                  learning_rate=(2e-5, 3e-5, 4e-5, 5e-5)),
+    "small": dict(epochs=(2.0, 3.0, 5.0, 10.0), batch_size=(16, 32), warmup_share=(0.06, 0.10)),
+    "large": dict(epochs=(2.0, 3.0, 5.0), batch_size=(32,), warmup_share=(0.06,)),
+    "squad": dict(epochs=(2.0, 3.0), batch_size=(16, 32), warmup_share=(0.06, 0.10)),
 }
-LARGE_RATES = {  # group -> learning rates to try for an encoder as wide as large++
-    "small": (7e-6, 1e-5, 2e-5, 3e-5),
-    "large": (5e-6, 7e-6, 1e-5, 2e-5),
-    "squad": (7e-6, 1e-5, 2e-5, 3e-5),
+RATES = {  # group -> learning rates to try for base's width and, from 1,024 dimensions, for large++'s
+    "small": ((2e-5, 3e-5, 4e-5, 5e-5), (7e-6, 1e-5, 2e-5, 3e-5)),
+    "large": ((1e-5, 2e-5, 3e-5, 4e-5), (5e-6, 7e-6, 1e-5, 2e-5)),
+    "squad": ((2e-5, 3e-5, 4e-5, 5e-5), (7e-6, 1e-5, 2e-5, 3e-5)),
 }
 
 
@@ -100,11 +97,12 @@ def tune_of(task: str, given: dict, dim: int) -> TuneConfig:
     return replace(tune, learning_rate=rate)
 
 
-def grid(tune: TuneConfig, group: str, dim: int, given: dict) -> list[TuneConfig]:
+def grid(task: str, tune: TuneConfig, dim: int, given: dict) -> list[TuneConfig]:
     """The settings that Table 5 or 6 tries for an encoder of width `dim`. Fields in `given` keep their values."""
-    group = group if group in SWEEPS else "small"
-    rates = LARGE_RATES[group] if dim >= 1024 else SWEEPS[group]["learning_rate"]
+    group = TASKS[task].group if TASKS[task].group in SWEEPS else "small"
     smaller = max(1, 768 / dim) ** 2  # as in tune_of
+    narrow, wide = RATES[group]
+    rates = wide if dim >= 1024 else narrow
     tried = SWEEPS[group] | {"learning_rate": [rate * smaller for rate in rates]}
     tried |= {name: (getattr(tune, name),) for name in SWEPT if name in given}
     return [replace(tune, **dict(zip(tried, values))) for values in itertools.product(*tried.values())]
