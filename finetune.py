@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 from rank import CENTERINGS, VECTORS_PER_DIM, Moments, tau_rank
 from support.model.checkpoints import Pretrained, Tuned, last_states, write_tuned
-from support.model.optim import set_rates
 from support.program.cli import Parser, add_flags, fields_of, path_of, short_name
 from support.program.errors import clear_errors, say
 from support.program.seeds import seed_of
@@ -37,7 +36,6 @@ from support.tasks.classification import Classification, Encoded, batches, by_le
 from support.tasks.examples import hash_of, read_task
 from support.tasks.squad import Spans
 from support.tasks.task import DEFAULTS, GLUE, TASKS, TuneConfig, check_flags, grid, labels_of, tune_of
-from train import learning_rate_factor
 
 # The kinds of tasks (see Task). The functions below call encode, head, loss, decode and score of each.
 KINDS = {"classification": Classification, "spans": Spans}
@@ -50,17 +48,13 @@ class Setup(NamedTuple):
     task: str
     pretrained: Pretrained
     kind: Classification | Spans
+    metric: str  # selects checkpoints, and is the value of a run
     train: Encoded
     dev_splits: dict[str, Encoded]  # dev and, for MNLI, dev_mm
     tune: TuneConfig  # a sweep replaces some of its fields
     frozen: str  # "" to fine-tune; mean or cls for a linear probe
     worker: Worker
     out: Path
-
-    @property
-    def metric(self) -> str:
-        """The metric that selects checkpoints, and is the value of a run."""
-        return self.kind.labels.metrics[0]
 
 
 def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out: Path, flags: argparse.Namespace,
@@ -76,10 +70,18 @@ def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out
         "examples": hash_of(examples), "sweep": flags.sweep, "frozen": flags.frozen, **vars(tune)})
     if worker.is_main:
         say(f"{out}:", *[f"  {split}: {encoded.remark}" for split, encoded in splits.items()])
-    return Setup(task, pretrained, kind, splits.pop("train"), splits, tune, flags.frozen, worker, out)
+    train = splits.pop("train")
+    return Setup(task, pretrained, kind, labels.metrics[0], train, splits, tune, flags.frozen, worker, out)
 
 
 # ---- 2. One run: section 4.1, Tables 5 and 6 -----------------------------------------------------
+def schedule(step: int, warmup: int, steps: int) -> float:
+    """Fraction of the peak learning rate at a step: linear warm-up, then linear decay to 0."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return (steps - step) / (steps - warmup)
+
+
 def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     """Fine-tune, without gradient clipping. Returns the value, metrics, ranks and step of the best
     checkpoint on the dev split. The first seed's checkpoint and predictions are also saved."""
@@ -102,7 +104,8 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
             logits = model(tokens, padding)
         loss = kind.loss(logits, targets, tokens)
         loss.backward()
-        set_rates(optimizer, learning_rate_factor(step, round(tune.warmup_share * steps), steps))
+        factor = schedule(step, round(tune.warmup_share * steps), steps)
+        optimizer.param_groups[0]["lr"] = factor * tune.learning_rate
         optimizer.step()
         optimizer.zero_grad()
 

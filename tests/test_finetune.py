@@ -3,7 +3,6 @@ import functools
 import itertools
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -312,8 +311,7 @@ def test_an_interrupted_sweep_continues(finished, tmp_path, monkeypatch):
 def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
     seeds = fake_runs(monkeypatch, lambda setup, tune, seed: 50.0)
     second = Worker(1, 2, torch.device("cpu"), torch.float32)
-    spans = SimpleNamespace(labels=Labels(("f1",)))
-    shared = finetune.Setup("squad2", None, spans, None, {}, None, "", second, tmp_path)
+    shared = finetune.Setup("squad2", None, None, "f1", None, {}, None, "", second, tmp_path)
     jobs = [(finetune.TuneConfig(), seed) for seed in range(4)]
 
     def sleep(seconds):  # meanwhile the first process writes its files

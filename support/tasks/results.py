@@ -20,8 +20,8 @@ from support.tasks.task import SWEPT, TuneConfig
 FIRST_SEED = 1  # of a result; a sweep uses seed 0
 DIVERGED = {"value": None, "metrics": {}, "ranks": None}  # a run whose outputs contain NaN
 # The code that makes a run. A result never mixes runs of different code.
-CODE = ("maelm.py", "train.py", "rank.py", "finetune.py", "support/program/seeds.py", "support/model/*.py",
-        "support/tasks/*.py", "support/text/*.py")
+CODE = ("maelm.py", "rank.py", "finetune.py", "support/program/seeds.py", "support/model/*.py", "support/tasks/*.py",
+        "support/text/*.py")
 
 
 # ---- 1. The folder of a task --------------------------------------------------------------------------------
