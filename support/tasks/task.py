@@ -152,20 +152,21 @@ class Labels(NamedTuple):
         if label in self.names:
             return self.names.index(label)
         if self.names or not NUMBER.fullmatch(label):
-            known = ", ".join(self.names[:20]) or "numbers, since some have decimals"
+            known = ", ".join(self.names[:20]) or "numbers"
             raise UserError(f"{example.place}: label {label!r} is not one of the training labels ({known}); correct it")
         return float(label) / self.scale
 
 
 def labels_of(name: str, train: list) -> Labels:
     """The labels of task `name`: those of the release, if any. Otherwise, they are numbers if a training label has
-    decimals, or else the distinct training labels in alphabetical order."""
+    decimals or the task's metric is spearman, or else the distinct training labels in alphabetical order."""
     task = TASKS[name]
     if task.labels or task.kind != "classification":
         return Labels(task.metrics, task.labels)
     names = sorted({example.label for example in train})
     numbers = [float(label) for label in names if NUMBER.fullmatch(label)]
-    if name == "custom" and all(number.is_integer() for number in numbers):
-        return Labels(task.metrics if len(names) == 2 else ("accuracy",), tuple(names))
+    if task.metrics[0] != "spearman" and all(number.is_integer() for number in numbers):
+        metrics = [metric for metric in task.metrics if metric != "f1" or len(names) == 2]
+        return Labels(tuple(metrics), tuple(names))
     largest = max(map(abs, numbers), default=0.0)  # for STS-B, this is 5, by which the official code divides
     return Labels(("spearman",), scale=largest or 1.0)
