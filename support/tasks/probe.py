@@ -44,8 +44,8 @@ def fit(x: np.ndarray, targets: np.ndarray, strengths: np.ndarray) -> Pipeline:
     count = Counter(targets.tolist())
     fewest = min(count.values())
     if len(count) < 2 or fewest < 2:
-        raise UserError(f"--frozen: {len(count)} labels in the training split, the rarest with {fewest} examples; "
-                        "a probe needs two labels or more, each with two examples or more")
+        raise UserError("--frozen: needs two labels or more, each with at least two training examples; here, the rarest "
+                        f"of {len(count)} has {fewest}")
     folds = StratifiedKFold(min(FOLDS, fewest), shuffle=True, random_state=0)
     model = LogisticRegressionCV(Cs=1 / strengths, cv=folds, l1_ratios=(0,), scoring="accuracy", max_iter=1000,
                                  use_legacy_attributes=False)
