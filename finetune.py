@@ -11,89 +11,101 @@ written (01 is not 1); decimals mean regression. F1 treats the second of two lab
 The best of at most 20 checkpoints is chosen on dev, so scores are slightly optimistic. Repeat a
 command to complete missing runs; torchrun's processes share the runs.
 
-main -> parse; for each task: make_setup, run_task -> finish_runs -> run_once or probe_once.
-A Setup (support/tasks/setup.py) has what these runs share; its kind has head, loss and scores.
+main -> parse; for each task: make_setup, run_task -> finish_jobs -> run_once or probe_once.
 """
 import argparse
 import copy
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from rank import CENTERINGS, VECTORS_PER_DIM, Moments, tau_rank
-from support.model.optim import set_rates
+from support.model.checkpoints import Pretrained, Tuned, last_states, write_tuned
 from support.program.cli import Parser, add_flags, fields_of, path_of, short_name
 from support.program.errors import clear_errors, say
-from support.program.files import write_json
-from support.program.worker import make_worker
-from support.tasks import probe, results
-from support.tasks.batches import batches, by_length, collate, in_order
-from support.tasks.encoder import Pretrained, Tuned, last_states, write_tuned
-from support.tasks.examples import read_task
-from support.tasks.settings import DEFAULTS, check_options, check_tune, grid
-from support.tasks.setup import Setup, make_setup
-from support.tasks.types import GLUE, TASKS
-from support.text.corpus import VAL_SHARE
+from support.program.worker import Worker, make_worker
+from support.tasks import results
+from support.tasks.classification import Classification, Encoded, batches, by_length, collate, in_order
+from support.tasks.examples import hash_of, read_task
+from support.tasks.squad import Spans
+from support.tasks.task import DEFAULTS, GLUE, TASKS, TuneConfig, check_flags, grid, labels_of, tune_of
 from support.training.settings import seed_of
-from train import learning_rate_factor
 
-# ---- 1. Settings ---------------------------------------------------------------------------------
-# The comment after a field is also its text in -h.
-@dataclass(frozen=True)
-class TuneConfig:
-    """Settings of a run; each group of tasks has its own defaults."""
-    epochs: float = 3.0  # number of passes over the training split
-    learning_rate: float = 0.0  # peak learning rate; 0 means 3e-5 * (768 / d)^2
-    batch_size: int = 32  # examples per optimizer step and per evaluation batch
-    warmup_share: float = 0.06  # fraction of the steps with linear warm-up; then linear decay to 0
-    seq_len: int = 512  # longest input in tokens; the encoder's own limit also applies
-    dropout: float = 0.1  # dropout in encoder and head
-    weight_decay: float = 0.01  # weight decay of all parameters
-    precision: str = "auto"  # auto | fp32 | bf16: for training; evaluation always uses fp32
-    max_query: int = 64  # SQuAD: longest question in tokens, at most half of seq_len
-    doc_stride: int = 128  # SQuAD: tokens between the starts of windows, at most half a window
-    max_answer: int = 30  # SQuAD: longest answer in tokens
-    l2: float = 0.0  # --frozen: strength of L2 regularization; 0 chooses it on the training split
+# The kinds of tasks (see Task). The functions below call encode, head, loss, decode and score of each.
+KINDS = {"classification": Classification, "spans": Spans}
 
-    def __post_init__(self):
-        check_tune(self)
+
+# ---- 1. What the runs of a task share ------------------------------------------------------------
+class Setup(NamedTuple):
+    """Everything that the runs of a task share. A job is a TuneConfig and a seed; a run is the
+    dictionary of a job that was done."""
+    task: str
+    pretrained: Pretrained
+    kind: Classification | Spans
+    metric: str  # selects checkpoints, and is the value of a run
+    train: Encoded
+    dev_splits: dict[str, Encoded]  # dev and, for MNLI, dev_mm
+    tune: TuneConfig  # a sweep replaces some of its fields
+    frozen: str  # "" to fine-tune; mean or cls for a linear probe
+    worker: Worker
+    out: Path
+
+
+def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out: Path, flags: argparse.Namespace,
+               worker: Worker) -> Setup:
+    """Encode the examples of a task, and claim the folder `out` for its runs."""
+    tune = tune_of(task, fields_of(TuneConfig, vars(flags)), pretrained.config.encoder_dim)
+    pretrained = pretrained.with_dropout(tune.dropout)
+    labels = labels_of(task, examples["train"])
+    kind = KINDS[TASKS[task].kind](pretrained.tokenizer, pretrained.config, tune, labels)
+    splits = {split: kind.encode(each) for split, each in examples.items()}
+    results.claim(out, worker, {
+        "init": flags.init, "task": task, "weights": pretrained.weights_hash(),
+        "examples": hash_of(examples), "sweep": flags.sweep, "frozen": flags.frozen, **vars(tune)})
+    if worker.is_main:
+        say(f"{out}:", *[f"  {split}: {encoded.remark}" for split, encoded in splits.items()])
+    train = splits.pop("train")
+    return Setup(task, pretrained, kind, labels.metrics[0], train, splits, tune, flags.frozen, worker, out)
 
 
 # ---- 2. One run: section 4.1, Tables 5 and 6 -----------------------------------------------------
-def new_model(setup: Setup, seed: int) -> Tuned:
-    """The encoder with a new head, which the seed determines."""
-    encoder = setup.pretrained.new_encoder(seed)
-    torch.manual_seed(seed_of(seed))
-    return Tuned(encoder, setup.kind.head()).to(setup.worker.device)
+def schedule(step: int, warmup: int, steps: int) -> float:
+    """Fraction of the peak learning rate at a step: linear warm-up, then linear decay to 0."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return (steps - step) / (steps - warmup)
 
 
 def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     """Fine-tune, without gradient clipping. Returns the value, metrics, ranks and step of the best
     checkpoint on the dev split. The first seed's checkpoint and predictions are also saved."""
-    kind = setup.kind
-    model = new_model(setup, seed)
+    kind, train = setup.kind, setup.train
+    encoder = setup.pretrained.new_encoder(seed)
+    torch.manual_seed(seed_of(seed))  # for the new head
+    model = Tuned(encoder, kind.head()).to(setup.worker.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=tune.learning_rate, betas=(0.9, 0.98),
                                   eps=1e-6, weight_decay=tune.weight_decay, fused=True)
-    steps = math.ceil(tune.epochs * math.ceil(len(setup.train.ids) / tune.batch_size))
+    steps = math.ceil(tune.epochs * math.ceil(len(train.ids) / tune.batch_size))
     evaluations = min(20, math.ceil(2 * tune.epochs))  # one per half epoch, if 20 suffice
     evaluate_after = {math.ceil(steps * i / evaluations) for i in range(1, evaluations + 1)}
     best = None
-    index_batches = batches(setup.train, seed, tune.batch_size)  # without end
     bar = tqdm(range(steps), desc=f"{setup.task} seed {seed}", leave=False, disable=None)
-    for step, indices in zip(bar, index_batches):
+    for step, indices in zip(bar, batches(train, seed, tune.batch_size)):  # without end
         model.train()  # evaluation switched dropout off
         torch.manual_seed(seed_of(seed, step, 1))  # for dropout
-        tokens, padding, targets = collate(setup.train, indices, setup.worker.device)
+        tokens, padding, targets = collate(train, indices, setup.worker.device)
         with setup.worker.autocast():
             logits = model(tokens, padding)
-        loss = kind.loss(logits, targets, padding)
+        loss = kind.loss(logits, targets, tokens)
         loss.backward()
-        set_rates(optimizer, learning_rate_factor(step, round(tune.warmup_share * steps), steps))
+        factor = schedule(step, round(tune.warmup_share * steps), steps)
+        optimizer.param_groups[0]["lr"] = factor * tune.learning_rate
         optimizer.step()
         optimizer.zero_grad()
 
@@ -102,16 +114,16 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
             if metrics is None:  # diverged: no value, even if an earlier checkpoint had one
                 return results.DIVERGED
             value = metrics[setup.metric]
-            if best is None or results.or_lowest(value) > results.or_lowest(best.value):
-                weights = copy.deepcopy(model.state_dict())
-                best = results.Checkpoint(step + 1, value, metrics, files, weights)
+            if best is None or results.or_lowest(value) > results.or_lowest(best["value"]):
+                best = {"value": value, "metrics": metrics, "step": step + 1}
+                best_files, best_weights = files, copy.deepcopy(model.state_dict())
 
-    model.load_state_dict(best.weights)
+    model.load_state_dict(best_weights)
     if seed == results.FIRST_SEED:
-        results.write_predictions(setup.out, best.files)
-        write_tuned(setup.out / "encoder.pt", model, setup.pretrained, setup.task, kind.labels, tune.seq_len)
-    return {"value": best.value, "metrics": best.metrics, "step": best.step,
-            "ranks": ranks(model.encoder, setup)}
+        results.write_predictions(setup.out, best_files)
+        write_tuned(setup.out / "encoder.pt", model, setup.pretrained, task=setup.task,
+                    labels=list(kind.labels.names), scale=kind.labels.scale, longest=tune.seq_len)
+    return best | {"ranks": ranks(model.encoder, setup)}
 
 
 @torch.no_grad()
@@ -121,10 +133,8 @@ def evaluate(model: Tuned, setup: Setup) -> tuple[dict | None, dict[str, str]]:
     outputs = {}
     for split, encoded in setup.dev_splits.items():
         found = []
-        for tokens, padding, targets in by_length(encoded, setup.tune.batch_size, setup.worker.device):
-            logits = model(tokens, padding)
-            # decode takes the targets only because they hold the start of SQuAD's passage.
-            found.append(setup.kind.decode(logits, targets, padding).cpu())
+        for tokens, padding, _ in by_length(encoded, setup.tune.batch_size, setup.worker.device):
+            found.append(setup.kind.decode(model(tokens, padding), tokens).cpu())
         outputs[split] = in_order(found, encoded)
     return results.scores(outputs, setup)
 
@@ -143,51 +153,48 @@ def ranks(encoder: nn.Module, setup: Setup) -> dict[str, int] | None:
 
 
 # ---- 3. All runs of a task -----------------------------------------------------------------------
-def finish_runs(setup: Setup, runs: list[tuple[TuneConfig, int]]) -> list[dict]:
-    """Do the `runs` whose files are missing, shared by torchrun's processes. Returns all results."""
-    do_run = probe.probe_once if setup.frozen else run_once
-    mine = runs[setup.worker.rank::setup.worker.world_size]
-    missing = [run for run in mine if not results.path_of_run(setup.out, *run).is_file()]
+def finish_jobs(setup: Setup, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
+    """Do the jobs whose files are missing, shared by torchrun's processes. Returns the runs of all jobs."""
+    do = run_once
+    if setup.frozen:
+        from support.tasks.probe import probe_once as do  # here, because scikit-learn is slow to import
+    mine = jobs[setup.worker.rank::setup.worker.world_size]
+    missing = [job for job in mine if not results.path_of_run(setup.out, *job).is_file()]
     if len(missing) < len(mine):
         say(f"{setup.out}: {len(mine) - len(missing)} of {len(mine)} runs are there")
-    for number, (tune, seed) in enumerate(missing, start=1):
+    epochs = sum(tune.epochs for tune, _ in missing)  # that remain
+    for tune, seed in missing:
         began = time.perf_counter()
-        result = do_run(setup, tune, seed)
+        run = do(setup, tune, seed)
         seconds = time.perf_counter() - began
-        result = results.write_run(setup.out, tune, seed, result, seconds)
-        left = (len(missing) - number) * seconds
-        say(f"{setup.task}  {results.line_of_run(result, setup.metric, left)}")
-    return [results.wait_for(results.path_of_run(setup.out, *run)) for run in runs]
+        run = results.write_run(setup.out, tune, seed, run, seconds)
+        epochs -= tune.epochs
+        say(f"{setup.task}  {results.line_of_run(run, setup.metric, epochs * seconds / tune.epochs)}")
+    return [results.wait_for(results.path_of_run(setup.out, *job)) for job in jobs]
 
 
-def run_task(setup: Setup, options: argparse.Namespace) -> dict:
+def run_task(setup: Setup, flags: argparse.Namespace) -> dict:
     """Do all runs of a task: the grid with --sweep, then seeds 1, 2, ... Writes result.json."""
     tune = setup.tune
-    dim = setup.pretrained.config.encoder_dim
     sweep = []
-    if options.sweep:
-        # Flags replace the grid's values. In tune, make_setup has replaced a learning rate of 0.
-        given = {name: getattr(tune, name) for name in options.given}
-        points = grid(TASKS[setup.task].group, dim, given)
+    if flags.sweep:
+        points = grid(setup.task, tune, setup.pretrained.config.encoder_dim, vars(flags))
         # Seed 0, because the choice must not depend on the seeds of the result.
-        sweep = finish_runs(setup, [(replace(tune, **point), 0) for point in points])
+        sweep = finish_jobs(setup, [(point, 0) for point in points])
         sweep.sort(key=lambda run: results.or_lowest(run["value"]), reverse=True)
         tune = replace(tune, **sweep[0]["setting"])
-    seeds = range(results.FIRST_SEED, results.FIRST_SEED + options.seeds)
-    runs = finish_runs(setup, [(tune, seed) for seed in seeds])
+    is_random = not setup.frozen or flags.init.startswith("random:")
+    seeds = flags.seeds or (5 if is_random else 1)
+    runs = finish_jobs(setup, [(tune, results.FIRST_SEED + i) for i in range(seeds)])
     if not setup.worker.is_main:
         return {}
-    ranks_before = ranks(setup.pretrained.new_encoder(results.FIRST_SEED).to(setup.worker.device), setup)
-    result = {"task": setup.task, "init": options.init, "frozen": setup.frozen, "metric": setup.metric}
-    result |= results.summarize(runs, ranks_before, dim) | {"tune": asdict(tune), "sweep": sweep}
-    write_json(setup.out / "result.json", result)
-    say(results.report(result), f"{setup.out}: result.json")
-    return result
+    untrained = setup.pretrained.new_encoder(results.FIRST_SEED).to(setup.worker.device)
+    return results.write_summary(setup, flags.init, tune, sweep, runs, ranks(untrained, setup))
 
 
 # ---- 4. Command line -----------------------------------------------------------------------------
 def parse(argv) -> argparse.Namespace:
-    """Read the command line. `given` in the result has the flags of TuneConfig that were given."""
+    """Read and check the command line. The result has only those fields of TuneConfig that were given."""
     parser = Parser("finetune.py", __doc__)
     add = parser.add_argument
     add("--init", default="out/toy", help="run folder, checkpoint, or random:FOLDER [%(default)s]")
@@ -201,39 +208,32 @@ def parse(argv) -> argparse.Namespace:
         "linear model to the mean vector (also without a value) or to the vector at [CLS]; seconds")
     known = parser.parse_known_args(argv)[0]  # -h shows the defaults of its task
     add_flags(parser, TuneConfig, {} if known.task == "glue" else DEFAULTS[TASKS[known.task].group])
-    options = parser.parse_args(argv)
-    options.given = fields_of(TuneConfig, vars(options))
+    flags = parser.parse_args(argv)
     try:
-        TuneConfig(**options.given)  # checks the values
-        check_options(options)
-        if options.seeds is None:
-            options.seeds = 1 if options.frozen and not options.init.startswith("random:") else 5
+        check_flags(flags)
     except ValueError as error:
         parser.error(str(error))
-    parts = filter(None, [options.task, short_name(options.init), options.frozen])
-    options.out = options.out or Path("out", "-".join(parts))
-    return options
+    return flags
 
 
 def main(argv=None):
     with clear_errors("finetune.py"):
-        options = parse(argv)
-        precision = options.given.get("precision", "auto")
-        worker = make_worker("fp32" if options.frozen else precision, options.device)
-        tasks = GLUE if options.task == "glue" else [options.task]
-        pretrained = Pretrained(options.init)
-        held_out = pretrained.settings.get("val_share", VAL_SHARE)
-        examples = {task: read_task(task, options.data, held_out) for task in tasks}  # finds missing files early
+        flags = parse(argv)
+        worker = make_worker("fp32" if flags.frozen else vars(flags).get("precision", "auto"), flags.device)
+        parts = filter(None, [flags.task, short_name(flags.init), flags.frozen])
+        folder = flags.out or Path("out", "-".join(parts))
+        tasks = GLUE if flags.task == "glue" else [flags.task]
+        pretrained = Pretrained(flags.init)
+        # Read all tasks first, to find missing files early.
+        examples = {task: read_task(task, flags.data, pretrained.settings) for task in tasks}
         table = []
         for task in tasks:
-            out = options.out / task if options.task == "glue" else options.out
+            out = folder / task if flags.task == "glue" else folder
             with worker.lock(out, "config.json"):  # a folder with other files is refused
-                # A flag overrides the default of the task, which overrides the default of the field.
-                tune = TuneConfig(**(DEFAULTS[TASKS[task].group] | options.given))
-                setup = make_setup(task, pretrained, examples[task], tune, out, options, worker)
-                table.append(run_task(setup, options))
-        if options.task == "glue" and worker.is_main:
-            results.table1(table, options.out)
+                setup = make_setup(task, pretrained, examples[task], out, flags, worker)
+                table.append(run_task(setup, flags))
+        if flags.task == "glue" and worker.is_main:
+            results.table1(table, folder)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ HOMEWORK = {  # in an order that works: a task needs only earlier tasks
     "learning_rate_factor": Task("train.py", "easy", ("learning_rate_factor",)),
     "tau_rank": Task("rank.py", "easy", ("tau_rank",)),
     "effective_rank": Task("rank.py", "easy", ("effective_rank",)),
-    "matthews": Task("support/tasks/metrics.py", "easy", ("matthews",)),
+    "matthews": Task("support/tasks/classification.py", "easy", ("matthews",)),
     "attention": Task("maelm.py", "easy", ("attention",)),
     "Attention.forward": Task("maelm.py", "medium", ("Attention.forward",)),
     "relative_bucket": Task("maelm.py", "hard", ("relative_bucket",)),

@@ -26,7 +26,7 @@ from support.model.checkpoints import load_model  # noqa: E402
 from support.program.worker import make_worker  # noqa: E402
 from support.tasks.classification import Classification  # noqa: E402
 from support.tasks.examples import read_task  # noqa: E402
-from support.tasks.types import labels_of  # noqa: E402
+from support.tasks.task import labels_of  # noqa: E402
 from support.text.corpus import prepared_corpus  # noqa: E402
 from support.text.corpus import Rows  # noqa: E402
 from support.training.log import commit, read_log  # noqa: E402
@@ -126,7 +126,7 @@ def measure(name, flags, seed, out, tasks):
             "python": start["python"], "steps": last["step"], "seconds": round(last["seconds"]),
             "flops_per_token": start["flops_per_token"], "tokens": last["step"] * 64 * 64,
             "val_loss": last["val_loss"], "val_loss_at_15": loss, "accuracy_at_15": accuracy, "tuned": tuned,
-            "frozen": probes(model, tokenizer, read_task("docs", None, 0.01)),
+            "frozen": probes(model, tokenizer, read_task("docs", None, {"val_share": 0.01})),
             "ranks": {name: entry[name] for name in ("uncentered", "centered")}}
 
 

@@ -21,7 +21,7 @@ import maelm
 import rank
 import train
 from conftest import close, generator, tiny
-from support.tasks import metrics
+from support.tasks import classification as metrics
 from tests.test_homework import fifty_steps
 
 DRAWS = 32  # of which the last two are on the device "meta", for tasks that may create tensors and need no values

@@ -89,7 +89,7 @@ def test_every_assert_of_a_task_has_a_message():
 # ---- The grades -----------------------------------------------------------------------------------------------------
 def test_an_error_in_a_task_costs_points_of_that_task_only(tmp_path, capsys):
     texts = solved("learning_rate_factor", "tau_rank", "attention", "matthews")
-    texts["support/tasks/metrics.py"] += "def broken(:\n"
+    texts["support/tasks/classification.py"] += "def broken(:\n"
     texts["train.py"] = "import missing\n" + texts["train.py"]
     texts["maelm.py"] = texts["maelm.py"].replace("d_h ** -0.5", "d_h ** -0.5 + unknown")
     texts["rank.py"] += "\nprint('<testcase name=\"test_x\"/>' * 100)\n"

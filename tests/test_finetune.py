@@ -3,12 +3,9 @@ import functools
 import itertools
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import sklearn.linear_model
-import sklearn.preprocessing
 import tokenizers
 import torch
 
@@ -20,12 +17,12 @@ from maelm import CLS, SEP
 from support import convert
 from support.model.checkpoints import load_encoder
 from support.model.heads import ClassifierHead
+from support.program.errors import UserError
 from support.program.files import read_json, write_json
-from support.tasks import examples, probe, results, settings, setup, types as tasks
-from support.tasks.batches import batches, collate
-from support.tasks.classification import Classification
+from support.tasks import examples, probe, results, task as tasks
+from support.tasks.classification import Classification, Encoded, batches, collate
 from support.tasks.squad import Spans
-from support.tasks.types import Encoded, Example, Labels, Question
+from support.tasks.task import Example, Labels, Question
 from support.text.tokenizer import Tokenizer
 from support.program.worker import Worker
 from tests.common import fails, little_documents, sentence
@@ -53,7 +50,8 @@ def test_windows_cover_the_context_and_hold_the_answers(uncased):
     context, _, _ = kind.spans_of(CONTEXT)
     assert np.array_equal(context, tokenizer.encode(CONTEXT))
     covered = set()
-    for row, (_, last, start), (number, shift) in zip(encoded.ids, encoded.targets.tolist(), encoded.windows):
+    for row, (_, last), (number, shift) in zip(encoded.ids, encoded.targets.tolist(), encoded.windows):
+        start = row.tolist().index(SEP) + 1
         window, offset = row[start:-1], start - shift
         assert last < len(row) - 1 < 24 and row[0] == CLS and row[start - 1] == row[-1] == SEP
         assert np.array_equal(window, context[offset:offset + len(window)])
@@ -61,9 +59,9 @@ def test_windows_cover_the_context_and_hold_the_answers(uncased):
     assert len(covered) == len(encoded.examples) * len(context)
     # A model that is certain of the targets finds every answer, and predicts [CLS] if there is none.
     tokens, padding, targets = collate(encoded, range(len(encoded.ids)), "cpu")
-    logits = 10.0 * torch.nn.functional.one_hot(targets[:, :2], tokens.shape[1]).mT
+    logits = 10.0 * torch.nn.functional.one_hot(targets, tokens.shape[1]).mT
     logits[:, 1:4] = 20  # positions in the question are never answers
-    metrics, files = kind.score(kind.decode(logits, targets, padding).numpy(), encoded)
+    metrics, files = kind.score(kind.decode(logits, tokens).numpy(), encoded)
     assert metrics["exact"] == metrics["HasAns_f1"] == metrics["NoAns_f1"] == metrics["best_f1"] == 100
     expected = {q.id: q.answers[0][1] for q in WORDS} | {"none": ""}
     assert json.loads(files["predictions.json"]) == expected
@@ -71,7 +69,7 @@ def test_windows_cover_the_context_and_hold_the_answers(uncased):
     assert "; 2 answers lie in no window" in kind.encode([*WORDS[:3], *long]).remark
     # A question's score of no answer is that of the window where it is lowest, and its answer that of the best window.
     question = kind.encode(WORDS[-1:])
-    starts = question.targets[:, 2]
+    starts = [row.tolist().index(SEP) + 1 for row in question.ids]
     outputs = [(9.0, 0, start, start) for start in starts]
     outputs[0] = (1.0, 0.5, starts[0], starts[0])
     outputs[1] = (8.0, 3.0, starts[1], starts[1])
@@ -83,7 +81,7 @@ def test_windows_cover_the_context_and_hold_the_answers(uncased):
     # The best span of at most max_answer = 12 tokens: from 3 to 14, although 3 to 15 has the highest score.
     logits = torch.zeros(1, 24, 2)
     logits[0, 3, 0], logits[0, 15, 1], logits[0, 14, 1] = 5, 5, 4
-    found = kind.decode(logits, torch.tensor([[0, 0, 1]]), torch.zeros(1, 24, dtype=torch.bool))
+    found = kind.decode(logits, torch.tensor([[CLS, SEP, *[5] * 21, SEP]]))
     assert found.tolist() == [[0, 9, 3, 14]]
 
 
@@ -116,7 +114,7 @@ def test_a_run_follows_tables_5_and_6(finished, tmp_path, monkeypatch):
     for split, count in (("train", 16), ("dev", 40)):
         lines = [f"{sentence(i)[:3 * i + 9]}\t{i % 5 / 2}" for i in range(count)]
         (tmp_path / f"{split}.tsv").write_text("\n".join(["text\tlabel", *lines]))
-    monkeypatch.setitem(settings.DEFAULTS, "small", dict(batch_size=4, dropout=0.2))
+    monkeypatch.setitem(tasks.DEFAULTS, "small", dict(batch_size=4, dropout=0.2))
     result = tune(finished, "custom", tmp_path, f"--data={tmp_path}", "--epochs=5", "--warmup-share=0.3")
     assert steps == 2 * [[pytest.approx(PEAK * factor), (0.9, 0.98), 1e-6, 0.01] for factor in WARM_UP + DECAY]
     assert all(training and rates == {0.2} for training, rates, _, _ in seen)
@@ -128,7 +126,7 @@ def test_a_run_follows_tables_5_and_6(finished, tmp_path, monkeypatch):
     # Table 3: the real tokens of the dev split, without padding.
     encoder, state = load_encoder(finished)
     kind = Classification(state["tokenizer"], state["config"], finetune.TuneConfig(), Labels(("spearman",), (), 2.0))
-    dev = kind.encode(examples.read_task("custom", str(tmp_path), 0.1)["dev"])
+    dev = kind.encode(examples.read_task("custom", str(tmp_path), {})["dev"])
     h = [encoder(torch.from_numpy(ids)[None], torch.arange(len(ids))[None])[0] for ids in dev.ids]
     assert result["effective_rank"]["before"]["uncentered"] == rank.effective_rank(torch.cat(h).detach())
     assert sum(counts) == 3 * sum(map(len, dev.ids))  # before fine-tuning, and after it with each seed
@@ -162,7 +160,7 @@ def test_each_epoch_is_a_permutation():
     ("", "--epochs=4 --learning-rate=3e-3 --seeds=1 --precision=fp32"), ("mean", "--frozen"), ("cls", "--frozen=cls")])
 def test_fine_tuning_and_linear_probes_learn(frozen, flags, finished, tmp_path, monkeypatch):
     documents = [(tasks.TASKS["docs"].labels[i % 4], sentence(i)) for i in range(1600)]  # labeled by subject
-    monkeypatch.setattr(examples, "read_docs", lambda: documents)
+    monkeypatch.setattr(examples, "read_docs", lambda cache: documents)
     finetune.main(f"--init {finished} --out {tmp_path}/out --task docs {flags}".split())
     result = read_json(tmp_path / "out/result.json")
     assert result["frozen"] == frozen and result["median"] > (90 if frozen else 80)
@@ -175,33 +173,30 @@ def test_a_linear_probe_gets_vectors_of_the_encoder(finished):
     kind = Classification(state["tokenizer"], state["config"], finetune.TuneConfig(), Labels((), ("x",)))
     encoded = kind.encode([Example(sentence(i), None, "x") for i in range(5)])
     for pooling in ("mean", "cls"):
-        vectors = probe.vectors_of(encoder, encoded, pooling, 2, torch.device("cpu")).float()
+        vectors = probe.vectors_of(encoder, encoded, pooling, 2, torch.device("cpu")).astype(np.float32)
         for ids, vector in zip(encoded.ids, vectors, strict=True):
             h = encoder(torch.from_numpy(ids)[None], torch.arange(len(ids))[None])[0]
-            torch.testing.assert_close(vector, h[0] if pooling == "cls" else h.mean(0))
-
-
-@pytest.mark.parametrize("strength", [0.1, 30.0])
-def test_a_probe_is_the_optimum_that_scikit_learn_finds(strength):
-    random = np.random.default_rng(0)
-    x = random.standard_normal((300, 10)) * 3.0 ** np.arange(-4, 6) + 5  # of different sizes, not standardized
-    scaled = sklearn.preprocessing.StandardScaler().fit_transform(x)
-    logits = scaled @ random.standard_normal((10, 3))
-    labels = (logits + random.gumbel(size=logits.shape)).argmax(1)
-    model = sklearn.linear_model.LogisticRegression(C=1 / strength, tol=1e-8, max_iter=10_000).fit(scaled, labels)
-    found = probe.fit(torch.from_numpy(x), torch.from_numpy(labels), 3, strength)(torch.from_numpy(x)).softmax(1)
-    np.testing.assert_allclose(found, model.predict_proba(scaled), atol=1e-4)
-    numbers = logits[:, 0].astype(np.float32)
-    model = sklearn.linear_model.Ridge(alpha=strength).fit(scaled, numbers)
-    found = probe.fit(torch.from_numpy(x), torch.from_numpy(numbers), 1, strength)(torch.from_numpy(x))[:, 0]
-    np.testing.assert_allclose(found, model.predict(scaled), atol=1e-4)
+            torch.testing.assert_close(torch.from_numpy(vector), h[0] if pooling == "cls" else h.mean(0))
 
 
 def test_the_strength_of_a_probe_is_chosen_on_held_out_folds():
-    torch.manual_seed(0)
-    x, noise = torch.randn(100, 40).double(), torch.randint(2, (100,))
-    assert probe.choose_strength(x, noise.double(), 1) == max(probe.STRENGTHS)  # there is nothing to learn
-    assert probe.choose_strength(x, (x[:, 0] > 0).long(), 2) < 100
+    random = np.random.default_rng(0)
+    x, noise = random.normal(size=(100, 40)), random.normal(size=100).astype(np.float32)
+    assert probe.fit(x, noise, probe.STRENGTHS)[-1].alpha_ == max(probe.STRENGTHS)  # there is nothing to learn
+    assert probe.fit(x, (x[:, 0] > 0).astype(np.int64), probe.STRENGTHS)[-1].C_ > 1 / 100
+
+
+@pytest.mark.parametrize("cuts", [[5], [3, 6]])
+def test_a_probe_gives_the_probabilities_of_its_model(cuts):
+    random = np.random.default_rng(0)
+    x = 5 + 3 * random.normal(size=(60, 4))
+    labels = 1 + np.digitize(x[:, 0], cuts)  # 1 and 2, or 1 to 3, of 4 classes
+    found = probe.fit(x, labels, np.array([1.0]))
+    outputs = probe.logits_of(found, x, 4).softmax(1).numpy()
+    np.testing.assert_allclose(outputs[:, np.unique(labels)], found.predict_proba(x), atol=1e-6)
+    assert (outputs.argmax(1) == labels).mean() > 0.9
+    with pytest.raises(UserError, match="here, the rarest of 2 has 1"):
+        probe.fit(x, np.eye(60, dtype=np.int64)[0], probe.STRENGTHS)
 
 
 def test_the_best_checkpoint_counts(finished, tmp_path, monkeypatch):
@@ -231,13 +226,13 @@ def test_a_result_can_be_read_and_continued(finished, tmp_path, capsys, monkeypa
     assert result["metrics"]["accuracy"] != result["metrics"]["accuracy_mm"]  # the mismatched labels are shifted
     again = functools.partial(tune, finished, "mnli", tmp_path, "--learning-rate", "1e-3")
     with monkeypatch.context() as patch:
-        patch.setattr(setup, "code_hash", lambda *files: "changed")
+        patch.setattr(results, "code_hash", lambda *files: "changed")
         patch.setattr(tests.test_tasks, "sentence", lambda i: f"another text {i}")
         line = fails(again, capsys)
-        assert re.search("code='.*' there, 'changed' here; examples='.*' there, '.*' here; choose another --out", line)
+        assert re.search("examples='.*' there, '.*' here; code='.*' there, 'changed' here; choose another --out", line)
     encoder, _ = load_encoder(tmp_path / "out")
     assert not torch.equal(encoder.norm.weight, load_encoder(finished)[0].norm.weight)
-    assert tune(tmp_path / "out", "rte", tmp_path, out="next")["setting"].keys() == set(settings.SWEPT)
+    assert tune(tmp_path / "out", "rte", tmp_path, out="next")["setting"].keys() == set(tasks.SWEPT)
 
 
 def test_squad_answers_are_predicted_in_the_official_files(finished, tmp_path):
@@ -316,16 +311,15 @@ def test_an_interrupted_sweep_continues(finished, tmp_path, monkeypatch):
 def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
     seeds = fake_runs(monkeypatch, lambda setup, tune, seed: 50.0)
     second = Worker(1, 2, torch.device("cpu"), torch.float32)
-    spans = SimpleNamespace(labels=Labels(("f1",)))
-    shared = setup.Setup("squad2", None, spans, None, {}, None, "", second, tmp_path)
-    runs = [(finetune.TuneConfig(), seed) for seed in range(4)]
+    shared = finetune.Setup("squad2", None, None, "f1", None, {}, None, "", second, tmp_path)
+    jobs = [(finetune.TuneConfig(), seed) for seed in range(4)]
 
     def sleep(seconds):  # meanwhile the first process writes its files
-        for run in runs:
-            write_json(results.path_of_run(tmp_path, *run), results.DIVERGED | dict(setting={}, seed=run[1], seconds=1))
+        for job in jobs:
+            write_json(results.path_of_run(tmp_path, *job), results.DIVERGED | dict(setting={}, seed=job[1], seconds=1))
 
     monkeypatch.setattr(results.time, "sleep", sleep)
-    lines = finetune.finish_runs(shared, runs)
+    lines = finetune.finish_jobs(shared, jobs)
     assert seeds == [1, 3] and [line["seed"] for line in lines] == [0, 1, 2, 3]
 
 

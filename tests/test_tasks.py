@@ -11,7 +11,7 @@ import scipy.stats
 import sklearn.metrics
 
 from support.program.errors import UserError
-from support.tasks import examples, metrics, settings, types as tasks
+from support.tasks import classification as metrics, examples, squad, task as tasks
 from support.text.corpus import in_validation
 from tests.common import SUBJECTS, sentence
 
@@ -62,7 +62,7 @@ def test_metrics_equal_scipy_and_scikit_learn(n):
 def test_squad_metrics_are_those_of_the_official_evaluation():
     def score(answer, *true):
         question = tasks.Question("1", "?", "", tuple((0, text) for text in true))
-        found = metrics.squad_metrics([question], {"1": answer}, {"1": 0.0})
+        found = squad.squad_metrics([question], {"1": answer}, {"1": 0.0})
         return found["exact"], found["f1"]
 
     for x, y, f1 in (("cat cat", "the cat", 2 / 3), ("b c", "C, d!", 1 / 2), ("", "an", 1), ("", "dog", 0),
@@ -79,11 +79,11 @@ def test_the_best_threshold_is_the_best_of_all():
         true, given = random.choice(["", "red cat", "dog"], (2, 9))
         questions = [tasks.Question(name, "?", "", ((0, text),) if text else ()) for name, text in zip(names, true)]
         answers, odds = dict(zip(names, given)), dict(zip(names, random.normal(size=9)))
-        found = metrics.squad_metrics(questions, answers, odds)
+        found = squad.squad_metrics(questions, answers, odds)
         scores = {0.0: 100 * found.get("NoAns_total", 0) / 9}  # without any answer
         for threshold in odds.values():
             kept = {name: answers[name] if odds[name] <= threshold else "" for name in names}
-            scores[threshold] = metrics.squad_metrics(questions, kept, odds)["f1"]
+            scores[threshold] = squad.squad_metrics(questions, kept, odds)["f1"]
         assert found["best_f1"] == pytest.approx(max(scores.values()))
         assert scores[found["best_f1_thresh"]] == pytest.approx(found["best_f1"])
 
@@ -98,17 +98,16 @@ GRIDS = {  # task, width of the encoder -> Tables 5 and 6
 
 def test_tasks_and_grids_are_those_of_the_paper():
     found = [tasks.TASKS[name] for name in (*tasks.GLUE, "squad2")]
-    assert " ".join(tasks.GLUE) == "mnli qqp qnli sst2 cola rte mrpc stsb"
     assert [task.metrics[0] for task in found] == 4 * ["accuracy"] + "matthews accuracy accuracy spearman f1".split()
-    assert len(settings.grid("small", 768, {"epochs": 7.0})) == 16
+    assert len(tasks.grid("docs", tasks.TuneConfig(epochs=7.0), 768, {"epochs": 7.0})) == 16
     for (name, dim), rows in GRIDS.items():
-        points = settings.grid(tasks.TASKS[name].group, dim, {})
-        assert tuple({point[field] for point in points} for field in settings.SWEPT) == rows
+        points = tasks.grid(name, tasks.TuneConfig(), dim, {})
+        assert tuple({getattr(point, field) for point in points} for field in tasks.SWEPT) == rows
 
 
 @pytest.mark.parametrize("name", tasks.GLUE)
 def test_the_hubs_files_are_read_as_they_are(name, tmp_path):
-    splits = examples.read_task(name, str(write_glue(tmp_path)), 0.01)
+    splits = examples.read_task(name, str(write_glue(tmp_path)), {})
     assert list(splits) == (["train", "dev", "dev_mm"] if name == "mnli" else ["train", "dev"])
     labels, columns = GLUE[name].labels, GLUE[name].columns
     for split, rows in splits.items():
@@ -117,21 +116,19 @@ def test_the_hubs_files_are_read_as_they_are(name, tmp_path):
             label = labels[record["label"]] if labels else str(round(record["label"], 1))
             texts = [record[column] for column in columns]
             assert found[:3] == (*texts, *[None] * (2 - len(texts)), label)
-    assert examples.read_task(name, str(tmp_path / name), 0.01) == splits
+    assert examples.read_task(name, str(tmp_path / name), {}) == splits
 
 
 def test_docs_repeat_no_text_of_dev_or_of_the_validation_split(monkeypatch):
     texts = [" ".join(f"{word}{i}" for word in range(15)) for i in range(3000)]
     copies = {f"Copied: {text.upper()}.": text for text in texts}
     documents = [(("torch", "numpy", "tqdm")[i % 3], text) for i, text in enumerate([*texts, *copies])]
-    monkeypatch.setattr(examples, "read_docs", lambda: documents)
-    train, dev = examples.read_task("docs", None, 0.3).values()
+    monkeypatch.setattr(examples, "read_docs", lambda cache: documents)
+    train, dev = examples.read_task("docs", None, {"val_share": 0.3}).values()
     for text, _, library, *_ in train + dev:
         assert library != "tqdm" and (library, text) in documents and not in_validation(text, 0.3)
     originals = [{copies.get(example.text, example.text) for example in split} for split in (train, dev)]
     assert len(train) == 200 and len(dev) == 300 and originals[0].isdisjoint(originals[1])
-    with pytest.raises(UserError, match="--task docs: its train split has no examples"):
-        examples.read_task("docs", None, 0.95)
 
 
 def test_all_formats_keep_cells_as_they_are(tmp_path):
@@ -151,35 +148,38 @@ def test_all_formats_keep_cells_as_they_are(tmp_path):
     assert found == [('"a', "x"), ("b", "y"), ('"c" d"', "null")]
     (tmp_path / "Train.csv").write_text("sentence1,Sentence2 ,Label\na,b,1.0\n")
     (tmp_path / "valid.jsonl").write_text('{"text": "a", "text2": "b", "label": 1.0}\n')  # as written, not 1
-    for row in examples.read_task("custom", str(tmp_path), 0.01).values():
+    for row in examples.read_task("custom", str(tmp_path), {}).values():
         assert row[0][:3] == ("a", "b", "1.0")
 
 
-def test_labels_with_fractions_are_numbers():
+def test_labels_with_fractions_are_numbers(monkeypatch):
     def found(*labels):
         return tasks.labels_of("custom", [tasks.Example("a", None, label) for label in labels])
     assert found("1", "-2.5", "n/a") == tasks.Labels(("spearman",), (), 2.5)
     assert found("2", "1.0", "n/a") == tasks.Labels(("accuracy",), ("1.0", "2", "n/a"))
     assert found("b", "a").metrics == ("accuracy", "f1")
-    for label in ("n/a", "1e999"):
-        with pytest.raises(UserError, match="line 8: label .* is not one of the training labels .numbers"):
-            found("1", "2.5").target(tasks.Example("a", None, label, place="line 8"))
+    monkeypatch.setitem(tasks.TASKS, "mine", tasks.Task("small", columns=("text",)))  # a task with the defaults
+    records = [("row 1", {"text": "a", "label": label}) for label in (0, 3, 2)]
+    assert tasks.labels_of("mine", examples.examples_of("mine", records)).names == ("0", "2", "3")
+    record = {"sentence1": "a", "sentence2": "b"}
+    assert examples.examples_of("rte", [("row 1", record | {"label": "entailment"})])[0].label == "entailment"
+    with pytest.raises(UserError, match="row 1: label -2: use a whole number from 0 to 1"):
+        examples.examples_of("rte", [("row 1", record | {"label": -2})])
+    with pytest.raises(UserError, match="line 8: label .* is not one of the training labels .numbers"):
+        found("1", "2.5").target(tasks.Example("a", None, "1e999", place="line 8"))
 
 
 @pytest.mark.parametrize("file, content, message", [
-    ("train.csv", "text,kind\na,b\n", "row 1: needs texts in `text` .* and a label in `label`, but has .*'kind': 'b'"),
-    ("train.csv", "text,label\na,x\nb\n", "row 2: must have 2 cells, like the header, not 1"),
-    ("train.csv", "text;label\na;2,5\n", "train.csv: has ; between its columns"),
-    ("train.csv", 'text,label\na,"2,5"\nb,1\n', "label '2,5': write decimals with a point"),
-    ("train.csv", "text,label\na,x\n", "all training examples have the label 'x'"),
-    ("train.csv", "", "train.csv: is empty"),
-    ("train.jsonl", '{"text": "a", "label": null}', "train.jsonl, line 1: its label is missing"),
+    ("train.csv", "text,kind\na,b\n", "row 1: needs text in text and text2, and a label, but has .*'kind': 'b'"),
+    ("train.csv", "text,label\na,x\nb\n", "train.csv, row 2: has 1 cells; the header has 2"),
+    ("train.csv", 'text,label\na,x\n"b,x\nc,x\n', "train.csv, row 2: unexpected end of data"),
+    ("train.csv", "", "its train split has no examples"),
     ("train.jsonl", '{"text": "a", "label": NaN}', "train.jsonl, line 1: its label is missing"),
     ("train.x", "", "must have one file train .* has none")])
 def test_bad_files_are_refused(file, content, message, tmp_path):
     for path in (file, file.replace("train", "dev")):
         (tmp_path / path).write_text(content)
     with pytest.raises(UserError, match=message):
-        tasks.labels_of("custom", examples.read_task("custom", str(tmp_path), 0.01)["train"])
+        tasks.labels_of("custom", examples.read_task("custom", str(tmp_path), {})["train"])
 
 

@@ -2,22 +2,27 @@
 
 A checkpoint of train.py holds its whole run: config (a Config), settings (of Recipe and RunOptions), corpus (the name
 of its folder in the cache), tokenizer (the content of tokenizer.json), step, seconds, model and optimizers. The
-encoder.pt of finetune.py holds config, settings, tokenizer, model, and the task and its labels.
+encoder.pt of finetune.py holds config, settings, tokenizer, model, and what the export of its head needs.
 """
+import copy
 import io
 import pickle
 import zipfile
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from maelm import MAELM, Config, Encoder
 from support.model.build import make_model
+from support.program.cli import path_of
 from support.program.errors import UserError
-from support.program.files import atomic
+from support.program.files import atomic, short_hash
 from support.text.tokenizer import Tokenizer
 
 
+# ---- 1. Files -----------------------------------------------------------------------------------------------
 def checkpoints(out: Path) -> list[Path]:
     """The checkpoints of a run, oldest first. Only files with these names are loaded or deleted."""
     return sorted(path for path in out.glob(f"step_{7 * '[0-9]'}.pt") if path.is_file())
@@ -82,3 +87,58 @@ def load_encoder(path: Path) -> tuple[Encoder, dict]:
     encoder.load_state_dict({name.removeprefix(prefix): weight for name, weight in weights.items()
                              if name.startswith(prefix)})
     return encoder.eval(), state
+
+
+# ---- 2. Encoders that are fine-tuned ------------------------------------------------------------------------
+class Pretrained:
+    """The encoder of a run; `random:` keeps only its shape and tokenizer. Raises UserError if it is missing."""
+    def __init__(self, name: str):
+        encoder, state = load_encoder(path_of(name.removeprefix("random:")))
+        self.tokenizer = state["tokenizer"]
+        self.settings = state["settings"]
+        self.config = state["config"]
+        self.weights = None if name.startswith("random:") else encoder.state_dict()
+
+    def with_dropout(self, dropout: float) -> "Pretrained":
+        """The same encoder, with another dropout."""
+        other = copy.copy(self)
+        other.config = replace(self.config, dropout=dropout)
+        return other
+
+    def weights_hash(self) -> str:
+        """A hash of the weights or, if they are random, of the weights that seed 0 draws."""
+        weights = [tensor.numpy().tobytes() for tensor in self.new_encoder(seed=0).state_dict().values()]
+        return short_hash(b"".join(weights))
+
+    def new_encoder(self, seed: int) -> Encoder:
+        """A copy of the encoder. If its weights are random, the seed determines them."""
+        torch.manual_seed(seed)
+        encoder = make_model(self.config, self.settings.get("position_init", "normal")).encoder
+        if self.weights is not None:
+            encoder.load_state_dict(self.weights)
+        return encoder
+
+
+def last_states(encoder: Encoder, tokens, padding):
+    """tokens (B, t) int64, padding (B, t) bool -> H^L (B, t, d)."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    return encoder(tokens, positions, padding)
+
+
+class Tuned(nn.Module):
+    """An encoder with a head."""
+    def __init__(self, encoder: Encoder, head: nn.Module):
+        super().__init__()
+        self.encoder, self.head = encoder, head
+
+    def forward(self, tokens, padding):
+        """tokens (B, t) int64, padding (B, t) bool -> the head's float32 logits."""
+        return self.head(last_states(self.encoder, tokens, padding), padding).float()
+
+
+def write_tuned(path: Path, model: Tuned, pretrained: Pretrained, **entries):
+    """Write a fine-tuned model, which can be exported or fine-tuned further. For the export, `entries` have its `task`,
+    the names of its `labels` (list), the `scale` of its numbers, and the `longest` input of fine-tuning in tokens."""
+    write_checkpoint(path, entries | {
+        "config": asdict(pretrained.config), "settings": pretrained.settings, "model": model.state_dict(),
+        "tokenizer": pretrained.tokenizer.to_json(), "head": list(getattr(model.head, "exported", ()))})

@@ -1,62 +1,143 @@
-"""The kind of task that classifies one or two texts: its inputs, head, loss and scores."""
+"""Tasks that classify one or two texts: how examples become batches of tokens, the head, the loss and the scores."""
+import itertools
 import math
 from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from maelm import Config
+from maelm import PAD, Config
 from support.model.heads import ClassifierHead
-from support.program.errors import UserError
 from support.program.files import json_lines
-from support.tasks.metrics import METRICS
-from support.tasks.types import Encoded, Example, Labels
+from support.tasks.task import Example, Labels, TuneConfig
 from support.text.tokenizer import Tokenizer
 
 
+# ---- 1. Metrics ---------------------------------------------------------------------------------------------
+def accuracy(predicted, true) -> float:
+    """The fraction of equal entries in two arrays (N,), in [0, 1]."""
+    return float((predicted == true).mean())
+
+
+def matthews(predicted, true) -> float:
+    """The correlation in [-1, 1] of two arrays (N,) of integer labels; Matthews, 1975; Gorodkin, 2004."""
+    if np.ptp(true) == 0 or np.ptp(predicted) == 0:
+        return 0.0
+    both = np.concatenate([true, predicted])
+    labels, index = np.unique(both, return_inverse=True)
+    t, p = np.eye(len(labels))[index.reshape(2, -1)]  # (N, labels) each
+    t = t - t.mean(0)
+    p = p - p.mean(0)
+    return float((t * p).sum() / math.sqrt((t * t).sum() * (p * p).sum()))
+
+
+def spearman(predicted, true) -> float:
+    """Pearson correlation of the ranks of two arrays (N,), in [-1, 1]; NaN if either is constant."""
+    if np.ptp(predicted) == 0 or np.ptp(true) == 0:
+        return math.nan
+    import pandas  # here, because it is slow
+    ranks = [pandas.Series(values).rank() for values in (predicted, true)]  # equal values share their mean rank
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def f1(predicted, true) -> float:
+    """F1 in [0, 1] of label 1 for two arrays (N,) of labels 0 and 1; 0 if label 1 does not occur."""
+    hits = int((predicted * true).sum())
+    marked = int(predicted.sum() + true.sum())
+    return 2 * hits / max(1, marked)
+
+
+METRICS = {"accuracy": accuracy, "matthews": matthews, "spearman": spearman, "f1": f1}
+
+
+# ---- 2. Inputs and batches ----------------------------------------------------------------------------------
+class Encoded(NamedTuple):
+    """A split of a task as tokens."""
+    ids: list[np.ndarray]  # per input, (length,) int64
+    targets: Tensor  # labels (N,) int64 or float32; SQuAD: first and last token of the answer (N, 2) int64
+    examples: list  # Example or Question
+    windows: list[tuple[int, int]]  # SQuAD: index of each input's question, and shift from context to input
+    remark: str
+
+
+def collate(encoded: Encoded, chosen, device: torch.device):
+    """Chosen inputs (B,) of a split -> tokens (B, t) int64, padding (B, t) bool, targets. The longest has t tokens."""
+    ids = [torch.from_numpy(encoded.ids[i]) for i in chosen]
+    tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD).to(device)
+    return tokens, tokens == PAD, encoded.targets[chosen].to(device)
+
+
+def order_of(encoded: Encoded) -> np.ndarray:
+    """The indices of all inputs of a split, in the order of their lengths."""
+    return np.argsort([len(ids) for ids in encoded.ids], kind="stable")
+
+
+def by_length(encoded: Encoded, batch_size: int, device: torch.device) -> Iterator[tuple]:
+    """Yield all inputs of a split, as collate returns them, in batches of similar length."""
+    order = order_of(encoded)
+    for start in range(0, len(order), batch_size):
+        yield collate(encoded, order[start:start + batch_size], device)
+
+
+def in_order(outputs: list, encoded: Encoded):
+    """The outputs for the batches of by_length as one tensor (N, ...), in the order of the inputs."""
+    return torch.cat(outputs)[np.argsort(order_of(encoded))]
+
+
+def batches(encoded: Encoded, seed: int, batch_size: int) -> Iterator[np.ndarray]:
+    """Yield the indices of each step's inputs, (batch_size,) int64 or, at the end of an epoch, fewer. Every epoch is a
+    new permutation of all inputs. Those of sixteen batches are sorted by length, which saves padding."""
+    lengths = np.array([len(ids) for ids in encoded.ids])
+    for epoch in itertools.count():
+        random = np.random.default_rng((seed, epoch))
+        order = random.permutation(len(lengths))
+        for start in range(0, len(order), 16 * batch_size):
+            group = order[start:start + 16 * batch_size]
+            group = group[np.argsort(lengths[group], kind="stable")]
+            cut = [group[i:i + batch_size] for i in range(0, len(group), batch_size)]
+            # Shuffle the batches, so that inputs do not grow longer from step to step.
+            yield from [cut[i] for i in random.permutation(len(cut))]
+
+
+# ---- 3. The kind of task ------------------------------------------------------------------------------------
 class Classification:
     """Inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`. The target is a label or a number."""
-    def __init__(self, tokenizer: Tokenizer, config: Config, tune, labels: Labels):
+    def __init__(self, tokenizer: Tokenizer, config: Config, tune: TuneConfig, labels: Labels):
         self.config, self.labels = config, labels
         self.n = min(tune.seq_len, config.seq_len)
         self.model = tokenizer.framed()
         self.model.enable_truncation(self.n)  # cut the longer text first
-        self.pairs = None  # whether examples have a second text, once that is known
 
     def encode(self, examples: list[Example]) -> Encoded:
-        """Tokenize the examples of a split, each to at most n tokens. Raises UserError if one does not fit the task."""
+        """Tokenize the examples of a split, each to at most n tokens. Raises UserError if a label is unknown."""
         targets = [self.labels.target(example) for example in examples]  # before the slow part
         ids, truncated = [], 0
-        if self.pairs is None:
-            self.pairs = examples[0].text2 is not None
         for example in tqdm(examples, "tokenizing", leave=False, disable=None):
-            if (example.text2 is not None) != self.pairs:
-                has = "lacks" if self.pairs else "has"
-                raise UserError(f"{example.place}: {has} a second text, unlike the first training example")
             encoding = self.model.encode(example.text, example.text2)
             ids.append(np.array(encoding.ids, np.int64))
             truncated += bool(encoding.overflowing)
-        inputs = "pairs of texts" if self.pairs else "texts"
         labels = ", ".join(self.labels.names) or "numbers as labels"
         [(label, count)] = Counter(example.label for example in examples).most_common(1)
-        remark = (f"{len(ids):,} {inputs} ({labels:.200}), of which {count / len(ids):.1%} are {label:.40}; "
+        remark = (f"{len(ids):,} examples ({labels:.200}), of which {count / len(ids):.1%} are {label:.40}; "
                   f"{truncated:,} are cut off at the limit of {self.n} tokens")
         return Encoded(ids, torch.tensor(targets), examples, [], remark)
 
     def head(self) -> nn.Module:
-        """A new head: H^L (B, m, d) and padding (B, m) bool -> logits (B, C)."""
+        """A new head: H^L (B, t, d) and padding (B, t) bool -> logits (B, C)."""
         return ClassifierHead(self.config.encoder_dim, max(1, len(self.labels.names)), self.config.dropout)
 
-    def loss(self, logits, targets, padding):
+    def loss(self, logits, targets, tokens):
         """Cross-entropy in nats, or the squared error of one number; mean over the batch."""
         if self.labels.names:
             return F.cross_entropy(logits, targets)
         return F.mse_loss(logits[:, 0], targets)
 
-    def decode(self, logits, targets, padding):
+    def decode(self, logits, tokens):
         """The outputs that `score` needs, float32: here, the logits (B, C)."""
         return logits
 

@@ -4,30 +4,32 @@ import hashlib
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from support.program.cli import path_of
 from support.program.errors import UserError
 from support.program.files import short_hash
-from support.tasks.types import TASKS, Example, Question
-from support.text.corpus import in_validation, ngrams
-from support.text.documents import read_docs
+from support.tasks.task import TASKS, Example, Question
+from support.text.corpus import VAL_SHARE, in_validation, ngrams
+from support.text.documents import CACHE, read_docs
 from support.text.readers import RECORDS, Record, hub_records, open_text, parquet_records, readable, split_name
 
 
 # ---- 1. A whole task ----------------------------------------------------------------------------------------
-def read_task(name: str, data: str | None, val_share: float) -> dict[str, list]:
+def read_task(name: str, data: str | None, settings: dict) -> dict[str, list]:
     """The examples or questions of each split: train, dev and, for MNLI, dev_mm. `data` is a folder with the Hub's own
-    files or, for custom, with files train and dev; None means the Hub. `val_share` is the fraction that pre-training
-    held out."""
+    files or, for custom, with files train and dev; None means the Hub. For docs, `settings` of the pre-training run has
+    the fraction that it held out and its cache."""
     if name == "docs":
-        splits = read_docs_task(val_share)
+        splits = read_docs_task(settings.get("val_share", VAL_SHARE), settings.get("cache", CACHE))
     elif name == "custom":
         files = {split: custom_file(data, split) for split in ("train", "dev")}
         splits = {split: custom_examples(file) for split, file in files.items()}
     else:
-        parts = zip(("train", "dev", "dev_mm"), ("train", *TASKS[name].dev))
-        records = {split: hub_files(name, data, part) if data else from_hub(name, part) for split, part in parts}
+        parts = dict(zip(("train", "dev", "dev_mm"), ("train", *TASKS[name].dev)))
+        records = {split: hub_files(name, data, part) if data else from_hub(name, part)
+                   for split, part in parts.items()}
         of_records = {"classification": examples_of, "spans": questions_of}[TASKS[name].kind]
         splits = {split: of_records(name, each) for split, each in records.items() if split != "dev_mm" or each}
     for split, examples in splits.items():
@@ -38,15 +40,14 @@ def read_task(name: str, data: str | None, val_share: float) -> dict[str, list]:
 
 def hash_of(splits: dict[str, list]) -> str:
     """A hash of the examples or questions of all splits, wherever they were read from."""
-    return short_hash(repr([[example._replace(place="") if hasattr(example, "place") else example for example in each]
-                            for each in splits.values()]))
+    return short_hash(repr([[example._replace(place="") for example in each] for each in splits.values()]))
 
 
-def read_docs_task(val_share: float) -> dict[str, list[Example]]:
+def read_docs_task(val_share: float, cache: str) -> dict[str, list[Example]]:
     """Documentation strings, at most 100 (train) and 150 (dev) per library, none from the validation split of
     pre-training. No training text is a near-duplicate of a dev text, by the rule of corpora."""
     splits, known = {"train": [], "dev": []}, set()
-    texts = sorted(read_docs(), key=lambda item: hashlib.blake2b(item[1].encode()).digest())
+    texts = sorted(read_docs(cache), key=lambda item: hashlib.blake2b(item[1].encode()).digest())
     for split, most in (("dev", 150), ("train", 100)):
         count = Counter()
         for library, text in texts:
@@ -82,29 +83,42 @@ def hub_files(name: str, data: str, part: str) -> list[Record]:
     return [record for file in files for record in parquet_records(file)]
 
 
-def examples_of(name: str, records: list[Record]) -> list[Example]:
-    """Records of a GLUE task -> examples. The Hub's labels are numbers; STS-B's 3.2 is 3.200000047683716 there."""
-    task, examples = TASKS[name], []
+def examples_of(name: str, records: Iterable[Record]) -> list[Example]:
+    """Records of a task that classifies texts -> examples. Raises UserError if a text or a label is missing."""
+    columns, examples = TASKS[name].columns, []
     for place, record in records:
-        texts = [record.get(column) for column in task.columns]
-        if "label" not in record or not all(isinstance(text, str) for text in texts):
-            raise UserError(f"{place}: needs texts in {', '.join(task.columns)} and a label, for {name}, but has "
-                            f"{record!r:.200}")
-        if record["label"] in (None, -1):
-            raise UserError(f"{place}: has no label; use a split with labels")
-        with readable(place):  # labels of another task
-            label = task.labels[record["label"]] if task.labels else str(round(record["label"], 3))
-        examples.append(Example(texts[0], texts[1] if len(texts) > 1 else None, label, place))
+        text, text2 = [*map(record.get, columns), None][:2]
+        if not isinstance(text, str) or not isinstance(text2, str | None) or "label" not in record:
+            raise UserError(f"{place}: needs text in {' and '.join(columns)}, and a label, but has {record!r:.200}")
+        examples.append(Example(text, text2, label_of(name, record["label"], place), place))
     return examples
 
 
-def questions_of(name: str, records: list[Record]) -> list[Question]:
+def label_of(name: str, label, place: str) -> str:
+    """A label as text: as written for custom, so that 1 and 1.0 stay different. The Hub's are numbers, and STS-B's 3.2
+    is 3.200000047683716 there."""
+    names = TASKS[name].labels
+    label = label.strip() if isinstance(label, str) else label
+    if label in (None, "") or label != label or (label == -1 and name != "custom"):  # NaN differs from itself
+        raise UserError(f"{place}: its label is missing; add one, or remove the row")
+    if isinstance(label, str):
+        return label
+    if name == "custom":
+        return json.dumps(label)
+    if not names:
+        return str(round(label, 3))
+    if label not in range(len(names)):
+        raise UserError(f"{place}: label {label!r}: use a whole number from 0 to {len(names) - 1}")
+    return names[int(label)]
+
+
+def questions_of(name: str, records: Iterable[Record]) -> list[Question]:
     """Records of SQuAD -> questions."""
     questions = []
     for place, record in records:
         with readable(place):  # columns of another data set
             answers = tuple(zip(record["answers"]["answer_start"], record["answers"]["text"]))
-            questions.append(Question(record["id"], record["question"], record["context"], answers))
+            questions.append(Question(record["id"], record["question"], record["context"], answers, place))
     return questions
 
 
@@ -120,42 +134,32 @@ def custom_file(data: str, split: str) -> Path:
     return files[0]
 
 
-def table_records(path: Path) -> list[Record]:
-    """The rows of a .csv or .tsv file, with all cells as text. Raises UserError if it is not a table."""
+def table_records(path: Path) -> Iterator[Record]:
+    """The rows of a .csv or .tsv file, with all cells as text. Raises UserError if a row is unlike the header."""
     # A .tsv has no quotes, as in GLUE's own files. In a .csv, strict: otherwise, an unpaired " would merge rows.
     how = dict(delimiter="\t", quoting=csv.QUOTE_NONE) if split_name(path)[1] == ".tsv" else dict(strict=True)
     csv.field_size_limit(1 << 30)  # characters in a cell
     with open_text(path) as file:
-        rows = [row for row in csv.reader(file, **how) if row]
-    if not rows:
-        raise UserError(f"{path}: is empty; it needs a header and a row per example")
-    names, *rows = rows
-    if len(names) == 1 and ";" in names[0]:  # as some versions of Excel write
-        raise UserError(f"{path}: has ; between its columns; write it with commas, and decimals with a point")
-    if len({name.strip().lower() for name in names}) < len(names):
-        raise UserError(f"{path}: two of the columns {', '.join(names)} have the same name; rename one")
-    for number, row in enumerate(rows, start=1):
-        if len(row) != len(names):
-            raise UserError(f"{path}, row {number}: must have {len(names)} cells, like the header, not {len(row)}")
-    return [(f"{path}, row {number}", dict(zip(names, row))) for number, row in enumerate(rows, start=1)]
+        rows = filter(None, csv.reader(file, **how))
+        columns, number = next(rows, []), 0
+        try:
+            for number, row in enumerate(rows, start=1):
+                if len(row) != len(columns):
+                    raise UserError(f"{path}, row {number}: has {len(row)} cells; the header has {len(columns)}")
+                yield f"{path}, row {number}", dict(zip(columns, row))
+        except csv.Error as error:
+            raise UserError(f'{path}, row {number + 1}: {error}; in a cell, write " as ""') from error
 
 
 CUSTOM = {".csv": table_records, ".tsv": table_records} | RECORDS  # by format
 
 
 def custom_examples(path: Path) -> list[Example]:
-    """The examples of a table with the columns text[,text2],label or sentence1,sentence2,label. Raises UserError if a
-    text or a label is missing."""
-    examples = []
+    """The examples of a table with the columns text[,text2],label or sentence1,sentence2,label."""
+    records = []
     for place, record in CUSTOM[split_name(path)[1]](path):
         record = {column.strip().lower(): cell for column, cell in record.items()}
-        texts = [record.get(name, record.get(other)) for name, other in (("text", "sentence1"), ("text2", "sentence2"))]
-        label = record.get("label")
-        label = label.strip() if isinstance(label, str) else json.dumps(label)  # 1 and 1.0 stay different
-        if not isinstance(texts[0], str) or not isinstance(texts[1], str | None) or "label" not in record:
-            raise UserError(f"{place}: needs texts in `text` and, for pairs, `text2`, and a label in `label`, but has "
-                            f"{record!r:.200}")
-        if label == "" or record["label"] is None or record["label"] != record["label"]:  # NaN differs from itself
-            raise UserError(f"{place}: its label is missing; add one, or remove the row")
-        examples.append(Example(*texts, label, place))
-    return examples
+        for column, other in (("text", "sentence1"), ("text2", "sentence2")):
+            record.setdefault(column, record.get(other))
+        records.append((place, record))
+    return examples_of("custom", records)

@@ -8,34 +8,23 @@ import math
 import statistics
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 from support.program.errors import say
-from support.program.files import compare, read_json, write_json, write_text
+from support.program.files import code_hash, compare, read_json, write_json, write_text
 from support.program.worker import Worker
-from support.tasks.settings import SWEPT
+from support.tasks.task import SWEPT, TuneConfig
 
 FIRST_SEED = 1  # of a result; a sweep uses seed 0
 DIVERGED = {"value": None, "metrics": {}, "ranks": None}  # a run whose outputs contain NaN
+# The code that makes a run. A result never mixes runs of different code.
+CODE = ("maelm.py", "rank.py", "finetune.py", "support/model/*.py", "support/tasks/*.py",
+        "support/text/*.py")
 
 
-class Checkpoint(NamedTuple):
-    """A fine-tuned model after `step` steps."""
-    step: int
-    value: float | None  # of the first metric; None for a correlation with constant predictions
-    metrics: dict
-    files: dict[str, str]  # texts of prediction files by name
-    weights: dict
-
-
-def path_of_run(out: Path, tune, seed: int) -> Path:
-    """The file of the run with this TuneConfig and seed."""
-    name = "-".join(f"{getattr(tune, field):g}" for field in SWEPT)
-    return out / "runs" / f"{name}-{seed}.json"
-
-
+# ---- 1. The folder of a task --------------------------------------------------------------------------------
 def wait_for(path: Path) -> dict:
     """Read a JSON file when another process has written it; the wait may be longer than torch.distributed allows."""
     while not path.is_file():
@@ -44,29 +33,27 @@ def wait_for(path: Path) -> dict:
 
 
 def claim(out: Path, worker: Worker, record: dict):
-    """Write a record of the settings, data and code of runs to `out`. Raises UserError if another one is there; the
-    number of seeds may grow, and the encoder may have moved."""
-    path = out / "config.json"
+    """Write a record of the settings and data of runs, and of the code, to `out`. Raises UserError if another one is
+    there; the number of seeds may grow, and the encoder may have moved."""
+    path, record = out / "config.json", record | {"code": code_hash(*CODE)}
     if path.is_file() or not worker.is_main:
         compare(out, wait_for(path), record, may_change=["init"])
     if worker.is_main:
         write_json(path, record)
 
 
-def write_run(out: Path, tune, seed: int, result: dict, seconds: float) -> dict:
+def path_of_run(out: Path, tune: TuneConfig, seed: int) -> Path:
+    """The file of the run with these settings and this seed."""
+    name = "-".join(f"{getattr(tune, field):g}" for field in SWEPT)
+    return out / "runs" / f"{name}-{seed}.json"
+
+
+def write_run(out: Path, tune: TuneConfig, seed: int, run: dict, seconds: float) -> dict:
     """Write the file of a run, and return its content."""
     setting = {name: getattr(tune, name) for name in SWEPT}
-    result = result | {"setting": setting, "seed": seed, "seconds": round(seconds, 2)}
-    write_json(path_of_run(out, tune, seed), result)
-    return result
-
-
-def line_of_run(run: dict, metric: str, left: float) -> str:
-    """A run as a line of text; `left` is the time that all other runs will take, in seconds."""
-    setting = {"l2": run["l2"]} if "l2" in run else run["setting"]  # of a probe, or of fine-tuning
-    listed = "  ".join(f"{name} {value:g}" for name, value in setting.items())
-    return (f"{listed}  seed {run['seed']}  {metric} {format_number(run['value'])}  {run['seconds']:.0f} s  "
-            f"{timedelta(seconds=round(left))} left")
+    run = run | {"setting": setting, "seed": seed, "seconds": round(seconds, 2)}
+    write_json(path_of_run(out, tune, seed), run)
+    return run
 
 
 def write_predictions(out: Path, files: dict[str, str]):
@@ -75,9 +62,10 @@ def write_predictions(out: Path, files: dict[str, str]):
         write_text(out / name, text)
 
 
+# ---- 2. Scores and medians ----------------------------------------------------------------------------------
 def scores(outputs: dict, setup) -> tuple[dict | None, dict[str, str]]:
     """Outputs (N, K) for each dev split -> metrics, None if the model has diverged, and the texts of prediction files
-    by name. MNLI has a second dev split, of other genres."""
+    by name. MNLI has a second dev split, of other genres. `setup` is a finetune.Setup."""
     if any(each.isnan().any() for each in outputs.values()):
         return None, {}
     metrics, files = setup.kind.score(outputs["dev"].numpy(), setup.dev_splits["dev"])
@@ -98,40 +86,55 @@ def median(values: Iterable[float | None]) -> float | None:
     return middle if math.isfinite(middle) else None
 
 
+# ---- 3. Printed lines ---------------------------------------------------------------------------------------
 def format_number(value: float | None, digits: int = 2) -> str:
     """A number as text, or - for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def summarize(runs: list[dict], before: dict[str, int], dim: int) -> dict:
-    """The part of result.json about the runs of all seeds. `before` has the ranks before fine-tuning (Table 3)."""
-    metrics = {}
-    for name in max([run["metrics"] for run in runs], key=len):  # a diverged run has no metrics
-        metrics[name] = median(run["metrics"].get(name) for run in runs)
-    values = [run["value"] for run in runs]
-    ranks = {"tau": 0.9, "d": dim, "before": before, "after": [run["ranks"] for run in runs]}
-    return {"median": median(values), "values": values, "metrics": metrics, "setting": runs[0]["setting"],
-            "steps": [run.get("step") for run in runs], "effective_rank": ranks}
+def line_of_run(run: dict, metric: str, left: float) -> str:
+    """A run as a line of text; `left` is the time that all other runs will take, in seconds."""
+    setting = {"l2": run["l2"]} if "l2" in run else run["setting"]  # of a probe, or of fine-tuning
+    listed = "  ".join(f"{name} {value:g}" for name, value in setting.items())
+    return (f"{listed}  seed {run['seed']}  {metric} {format_number(run['value'])}  {run['seconds']:.0f} s  "
+            f"{timedelta(seconds=round(left))} left")
 
 
-def report(result: dict) -> str:
+def report(summary: dict) -> str:
     """result.json in two lines: the metrics, and Table 3's ranks."""
-    ranks = result["effective_rank"]
-    metrics = "  ".join(f"{name} {format_number(value)}" for name, value in result["metrics"].items())
-    values = ", ".join(map(format_number, result["values"]))
-    lines = [f"{result['task']}  {metrics}  (medians; seeds: {values})"]
-    if ranks["before"] is None:
-        lines.append("effective rank: the dev split has too few tokens")
-    for name, before in (ranks["before"] or {}).items():
+    ranks = summary["effective_rank"]
+    metrics = "  ".join(f"{name} {format_number(value)}" for name, value in summary["metrics"].items())
+    values = ", ".join(map(format_number, summary["values"]))
+    lines = [f"{summary['task']}  {metrics}  (medians; seeds: {values})"]
+    for name, before in (ranks["before"] or {}).items():  # None if the dev split has too few tokens
         after = [after[name] for after in ranks["after"] if after]  # none of a frozen encoder or a diverged run
         change = f"{before} -> {statistics.median(after):.0f}" if after else before
         lines.append(f"effective rank on the dev split, {name}, of {ranks['d']}: {change}")
     return "\n".join(lines)
 
 
-def table1(results: list[dict], out: Path):
+# ---- 4. result.json, and Table 1 ----------------------------------------------------------------------------
+def write_summary(setup, init: str, tune: TuneConfig, sweep: list[dict], runs: list[dict], before: dict | None) -> dict:
+    """Write and print result.json: the medians over `runs`, one for each seed with the settings `tune`, the ranks
+    `before` fine-tuning and after it (Table 3), and the runs of a sweep. `setup` is a finetune.Setup."""
+    metrics = {}
+    for name in max([run["metrics"] for run in runs], key=len):  # a diverged run has no metrics
+        metrics[name] = median(run["metrics"].get(name) for run in runs)
+    values = [run["value"] for run in runs]
+    ranks = {"tau": 0.9, "d": setup.pretrained.config.encoder_dim, "before": before,
+             "after": [run["ranks"] for run in runs]}
+    summary = {
+        "task": setup.task, "init": init, "frozen": setup.frozen, "metric": setup.metric, "median": median(values),
+        "values": values, "metrics": metrics, "setting": runs[0]["setting"], "steps": [run.get("step") for run in runs],
+        "effective_rank": ranks, "tune": asdict(tune), "sweep": sweep}
+    write_json(setup.out / "result.json", summary)
+    say(report(summary), f"{setup.out}: result.json")
+    return summary
+
+
+def table1(summaries: list[dict], out: Path):
     """Print and write a row of Table 1: the medians of GLUE's tasks, and their average if every task has a median."""
-    medians = {result["task"]: result["median"] for result in results}
+    medians = {summary["task"]: summary["median"] for summary in summaries}
     average = None if None in medians.values() else statistics.mean(medians.values())
-    write_json(out / "result.json", {"task": "glue", "average": average, "medians": medians, "results": results})
+    write_json(out / "result.json", {"task": "glue", "average": average, "medians": medians, "results": summaries})
     say("  ".join(f"{task} {format_number(value, 1)}" for task, value in (medians | {"average": average}).items()))

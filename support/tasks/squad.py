@@ -1,20 +1,70 @@
-"""SQuAD 2.0: windows of the context, the tokens of answers, and the head that predicts answers."""
+"""SQuAD 2.0: the official metrics, the tokens of answers, and how windows of the context are encoded and scored."""
 import functools
 import json
 import math
+import re
+import string
+from collections import Counter
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from maelm import CLS, SEP, Config
+from maelm import CLS, PAD, SEP, Config
 from support.model.heads import SpanHead
-from support.tasks.metrics import squad_metrics
-from support.tasks.types import Encoded, Labels, Question
+from support.tasks.classification import Encoded
+from support.tasks.task import Labels, Question, TuneConfig
 from support.text.tokenizer import Tokenizer
 
 
+# ---- 1. Metrics ---------------------------------------------------------------------------------------------
+def normalize(answer: str) -> str:
+    """SQuAD's normal form of an answer: in lower case, without punctuation, articles or extra white space."""
+    kept = "".join(c for c in answer.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def token_f1(predicted: str, true: str) -> float:
+    """F1 of the words in two answers, in [0, 1]: 1 if both are empty, and 0 if only one of them is empty."""
+    p = Counter(normalize(predicted).split())
+    t = Counter(normalize(true).split())
+    if not p or not t:
+        return float(p == t)
+    return 2 * (p & t).total() / (p.total() + t.total())
+
+
+def squad_metrics(questions: list, predictions: dict[str, str], odds: dict[str, float]) -> dict[str, float]:
+    """The numbers that the official evaluation prints, in percent, given the answer ("" for none) and the odds of no
+    answer for each id. The best threshold removes the answers with higher odds; it never adds answers."""
+    scores = {"exact": [], "f1": []}
+    for q in questions:
+        true = [text for _, text in q.answers if normalize(text)] or [""]  # acceptable answers
+        answer = predictions[q.id]
+        scores["exact"].append(normalize(answer) in map(normalize, true))
+        scores["f1"].append(max(token_f1(answer, text) for text in true))
+    answerable = np.array([bool(q.answers) for q in questions])
+    answered = np.array([predictions[q.id] != "" for q in questions])
+    thresholds = np.array([odds[q.id] for q in questions])
+    order = np.argsort(thresholds, kind="stable")
+    found = {}
+    for metric, values in scores.items():
+        values = 100.0 * np.array(values)
+        found[metric] = float(values.mean())
+        for group, chosen in (("HasAns", answerable), ("NoAns", ~answerable)):
+            if chosen.any():
+                found[f"{group}_{metric}"] = float(values[chosen].mean())
+                found[f"{group}_total"] = int(chosen.sum())
+        # Start without answers, then add them one by one, in the order of the odds.
+        gains = np.where(answerable, values, -100.0 * answered)[order]
+        sums = 100 * np.sum(~answerable) + np.append(0, gains.cumsum())
+        best = sums.argmax()
+        found[f"best_{metric}"] = float(sums[best] / len(values))
+        found[f"best_{metric}_thresh"] = float(thresholds[order[best - 1]]) if best else 0.0
+    return found
+
+
+# ---- 2. The tokens of answers -------------------------------------------------------------------------------
 def spans_of(tokenizer: Tokenizer, text: str):
     """Text -> token ids, and the start and end character of each token, end exclusive, without the space before a word;
     (length,) each."""
@@ -38,10 +88,11 @@ def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
     return a, b
 
 
+# ---- 3. The kind of task ------------------------------------------------------------------------------------
 class Spans:
     """Inputs `[CLS] question [SEP] window of the context [SEP]`. The target is the answer's first and last token, or
     [CLS] if the answer is elsewhere."""
-    def __init__(self, tokenizer: Tokenizer, config: Config, tune, labels: Labels):
+    def __init__(self, tokenizer: Tokenizer, config: Config, tune: TuneConfig, labels: Labels):
         self.tokenizer, self.config, self.tune, self.labels = tokenizer, config, tune, labels
         self.n = min(tune.seq_len, config.seq_len)
         self.spans_of = functools.cache(functools.partial(spans_of, tokenizer))  # many questions share a context
@@ -65,9 +116,8 @@ class Spans:
                 shift = len(query) - offset  # from an index in the context to an index in the input
                 windows.append((number, shift))
                 inside = q.answers and offset <= first and last < offset + room
-                target = (first + shift, last + shift) if inside else (0, 0)
-                targets.append((*target, len(query)))
-        answered = {number for (number, _), (first, _, _) in zip(windows, targets) if first > 0}
+                targets.append((first + shift, last + shift) if inside else (0, 0))
+        answered = {number for (number, _), (first, _) in zip(windows, targets) if first > 0}
         lost = sum(bool(q.answers) for q in questions) - len(answered)
         remark = f"{len(ids):,} windows of {self.n} tokens; {lost:,} answers lie in no window, and count as no answer"
         return Encoded(ids, torch.tensor(targets), questions, windows, remark)
@@ -75,28 +125,27 @@ class Spans:
     def head(self) -> nn.Module:
         return SpanHead(self.config.encoder_dim)
 
-    def in_passage(self, logits, targets, padding):
-        """Logits (B, m, 2) with -inf outside [CLS] and the window; targets (B, 3) int64, padding (B, m) bool."""
+    def in_passage(self, logits, tokens):
+        """Logits (B, t, 2) with -inf outside [CLS] and the window; tokens (B, t) int64."""
         position = torch.arange(logits.shape[1], device=logits.device)
-        start = targets[:, 2:]
-        length = (~padding).sum(1, keepdim=True) - 1  # without the last [SEP]
-        allowed = (position >= start) & (position < length)  # (B, m)
+        first_sep = (tokens == SEP).int().argmax(1, keepdim=True)  # before the window
+        last_sep = (tokens != PAD).sum(1, keepdim=True) - 1  # after it
+        allowed = (position > first_sep) & (position < last_sep)  # (B, t)
         allowed[:, 0] = True
         return logits.masked_fill(~allowed[:, :, None], -torch.inf)
 
-    def loss(self, logits, targets, padding):
+    def loss(self, logits, targets, tokens):
         """Mean of the cross-entropies of the first and the last token, in nats."""
-        logits = self.in_passage(logits, targets, padding)
-        return F.cross_entropy(logits, targets[:, :2])
+        return F.cross_entropy(self.in_passage(logits, tokens), targets)
 
-    def decode(self, logits, targets, padding):
-        """Logits (B, m, 2) -> (B, 4): the score of no answer; score, first and last token of the best span."""
-        starts, ends = self.in_passage(logits, targets, padding).unbind(2)  # (B, m) each
+    def decode(self, logits, tokens):
+        """Logits (B, t, 2) -> (B, 4): the score of no answer; score, first and last token of the best span."""
+        starts, ends = self.in_passage(logits, tokens).unbind(2)  # (B, t) each
         null = starts[:, 0] + ends[:, 0]
         longest = min(self.tune.max_answer, logits.shape[1])
         starts = F.pad(starts[:, 1:], (1, 0), value=-torch.inf)  # [CLS] is not an answer
         ends = F.pad(ends, (0, longest - 1), value=-torch.inf)
-        ends = ends.unfold(1, longest, 1)  # (B, m, longest): the scores of each token and the next tokens
+        ends = ends.unfold(1, longest, 1)  # (B, t, longest): the scores of each token and the next tokens
         spans = starts[:, :, None] + ends
         score, at = spans.flatten(1).max(1)
         first = at // longest
