@@ -195,7 +195,7 @@ def test_a_probe_gives_the_probabilities_of_its_model(cuts):
     outputs = probe.logits_of(found, x, 4).softmax(1).numpy()
     np.testing.assert_allclose(outputs[:, np.unique(labels)], found.predict_proba(x), atol=1e-6)
     assert (outputs.argmax(1) == labels).mean() > 0.9
-    with pytest.raises(UserError, match="here, the rarest of 2 has 1"):
+    with pytest.raises(UserError, match="the rarest of 2 has 1"):
         probe.fit(x, np.eye(60, dtype=np.int64)[0], probe.STRENGTHS)
 
 
