@@ -31,7 +31,8 @@ from support.program.cli import Parser, add_flags, fields_of, path_of, short_nam
 from support.program.errors import clear_errors, say
 from support.program.worker import Worker, make_worker
 from support.tasks import results
-from support.tasks.classification import Classification, Encoded, batches, by_length, collate, in_order
+from support.tasks.classification import DIVERGED, Classification, Encoded, or_lowest, scores
+from support.tasks.classification import batches, by_length, collate, in_order
 from support.tasks.examples import hash_of, read_task
 from support.tasks.squad import Spans
 from support.tasks.task import DEFAULTS, GLUE, TASKS, TuneConfig, check_flags, grid, labels_of, tune_of
@@ -43,8 +44,7 @@ KINDS = {"classification": Classification, "spans": Spans}
 
 # ---- 1. What the runs of a task share ------------------------------------------------------------
 class Setup(NamedTuple):
-    """Everything that the runs of a task share. A job is a TuneConfig and a seed; a run is the
-    dictionary of a job that was done."""
+    """Everything that the runs of a task share."""
     task: str
     pretrained: Pretrained
     kind: Classification | Spans
@@ -67,7 +67,8 @@ def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out
     splits = {split: kind.encode(each) for split, each in examples.items()}
     results.claim(out, worker, {
         "init": flags.init, "task": task, "weights": pretrained.weights_hash(),
-        "examples": hash_of(examples), "sweep": flags.sweep, "frozen": flags.frozen, **vars(tune)})
+        "examples": hash_of(examples), "row": repr(TASKS[task]), "sweep": flags.sweep, "frozen": flags.frozen,
+        **vars(tune)})
     if worker.is_main:
         say(f"{out}:", *[f"  {split}: {encoded.remark}" for split, encoded in splits.items()])
     train = splits.pop("train")
@@ -85,10 +86,10 @@ def schedule(step: int, warmup: int, steps: int) -> float:
 def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     """Fine-tune, without gradient clipping. Returns the value, metrics, ranks and step of the best
     checkpoint on the dev split. The first seed's checkpoint and predictions are also saved."""
-    kind, train = setup.kind, setup.train
+    train = setup.train
     encoder = setup.pretrained.new_encoder(seed)
     torch.manual_seed(seed_of(seed))  # for the new head
-    model = Tuned(encoder, kind.head()).to(setup.worker.device)
+    model = Tuned(encoder, setup.kind.head()).to(setup.worker.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=tune.learning_rate, betas=(0.9, 0.98),
                                   eps=1e-6, weight_decay=tune.weight_decay, fused=True)
     steps = math.ceil(tune.epochs * math.ceil(len(train.ids) / tune.batch_size))
@@ -102,7 +103,7 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
         tokens, padding, targets = collate(train, indices, setup.worker.device)
         with setup.worker.autocast():
             logits = model(tokens, padding)
-        loss = kind.loss(logits, targets, tokens)
+        loss = setup.kind.loss(logits, targets, tokens)
         loss.backward()
         factor = schedule(step, round(tune.warmup_share * steps), steps)
         optimizer.param_groups[0]["lr"] = factor * tune.learning_rate
@@ -112,17 +113,18 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
         if step + 1 in evaluate_after:
             metrics, files = evaluate(model, setup)
             if metrics is None:  # diverged: no value, even if an earlier checkpoint had one
-                return results.DIVERGED
+                return DIVERGED
             value = metrics[setup.metric]
-            if best is None or results.or_lowest(value) > results.or_lowest(best["value"]):
+            if best is None or or_lowest(value) > or_lowest(best["value"]):
                 best = {"value": value, "metrics": metrics, "step": step + 1}
-                best_files, best_weights = files, copy.deepcopy(model.state_dict())
+                best_files = files
+                best_weights = copy.deepcopy(model.state_dict())
 
     model.load_state_dict(best_weights)
     if seed == results.FIRST_SEED:
         results.write_predictions(setup.out, best_files)
         write_tuned(setup.out / "encoder.pt", model, setup.pretrained, task=setup.task,
-                    labels=list(kind.labels.names), scale=kind.labels.scale, longest=tune.seq_len)
+                    labels=list(setup.kind.labels.names), scale=setup.kind.labels.scale, longest=tune.seq_len)
     return best | {"ranks": ranks(model.encoder, setup)}
 
 
@@ -136,7 +138,7 @@ def evaluate(model: Tuned, setup: Setup) -> tuple[dict | None, dict[str, str]]:
         for tokens, padding, _ in by_length(encoded, setup.tune.batch_size, setup.worker.device):
             found.append(setup.kind.decode(model(tokens, padding), tokens).cpu())
         outputs[split] = in_order(found, encoded)
-    return results.scores(outputs, setup)
+    return scores(outputs, setup)
 
 
 @torch.no_grad()
@@ -144,8 +146,7 @@ def ranks(encoder: nn.Module, setup: Setup) -> dict[str, int] | None:
     """The effective ranks of H^L on the dev split (Table 3); None if there are too few tokens."""
     encoder.eval()
     moments = Moments()
-    dev = setup.dev_splits["dev"]
-    for tokens, padding, _ in by_length(dev, setup.tune.batch_size, setup.worker.device):
+    for tokens, padding, _ in by_length(setup.dev_splits["dev"], setup.tune.batch_size, setup.worker.device):
         moments.add(last_states(encoder, tokens, padding)[~padding])
     if moments.count < VECTORS_PER_DIM * setup.pretrained.config.encoder_dim:
         return None
@@ -181,7 +182,7 @@ def run_task(setup: Setup, flags: argparse.Namespace) -> dict:
         points = grid(setup.task, tune, setup.pretrained.config.encoder_dim, vars(flags))
         # Seed 0, because the choice must not depend on the seeds of the result.
         sweep = finish_jobs(setup, [(point, 0) for point in points])
-        sweep.sort(key=lambda run: results.or_lowest(run["value"]), reverse=True)
+        sweep.sort(key=lambda run: or_lowest(run["value"]), reverse=True)
         tune = replace(tune, **sweep[0]["setting"])
     is_random = not setup.frozen or flags.init.startswith("random:")
     seeds = flags.seeds or (5 if is_random else 1)
@@ -224,8 +225,7 @@ def main(argv=None):
         folder = flags.out or Path("out", "-".join(parts))
         tasks = GLUE if flags.task == "glue" else [flags.task]
         pretrained = Pretrained(flags.init)
-        # Read all tasks first, to find missing files early.
-        examples = {task: read_task(task, flags.data, pretrained.settings) for task in tasks}
+        examples = {task: read_task(task, flags.data, pretrained.settings) for task in tasks}  # finds errors early
         table = []
         for task in tasks:
             out = folder / task if flags.task == "glue" else folder

@@ -19,7 +19,8 @@ from support.text import corpus, documents, tokenizer as tokenizers
 from support.text.corpus import Rows, indices_of_step
 from support.program import files
 from support.program.files import json_lines
-from tests.common import contents, fails, little_documents, sentence, write_corpus
+from support.tasks import results
+from tests.common import ROOT, contents, fails, little_documents, sentence, write_corpus
 
 
 def prepared(data, cache, tokenizer=None, **change):
@@ -176,21 +177,31 @@ def test_a_corpus_is_found_by_everything_that_shapes_it(tmp_path, monkeypatch):
     assert len(names) == 7
 
 
-def test_code_is_known_by_its_syntax(tmp_path, monkeypatch):
-    def hash_of(text):
-        (tmp_path / "support" / "a.py").write_text(text)
-        return files.code_hash("train.py", "support/*.py")
-
-    (tmp_path / "support").mkdir()
-    (tmp_path / "train.py").write_text("x = 1")
-    monkeypatch.setattr(files, "ROOT", tmp_path)
-    code = 'class A:\n    """A"""\n    def f(x):\n        """F"""\n        return x'
-    first = hash_of(code)
-    assert hash_of(code.replace('"""F"""\n', '"""Another\n        sentence."""  # and a comment\n\n')) == first
-    assert hash_of(code.replace('"""F"""\n', "\n")) == first
-    assert hash_of(code.replace("return x", "return x + 1")) != first != hash_of(code.replace("return x", "return 'F'"))
-    (tmp_path / "train.py").write_text("x = 2")
-    assert hash_of(code) != first
+@pytest.mark.parametrize("file, old, new, counts", [
+    ("maelm.py", '    "cross": dict(', '    "dec-3": dict(decoder_layers=3),\n    "cross": dict(', False),
+    ("maelm.py", "A Transformer layer:", "A comment  # and a", False),
+    ("finetune.py", "freeze the encoder, and", "keep the encoder as it is, and", False),
+    ("support/tasks/task.py", '    "custom": Task(', '    "mine": Task("small"),\n    "custom": Task(', False),
+    ("support/tasks/task.py", "is not one of the training labels", "is unknown", False),
+    ("support/tasks/results.py", "{format_number(run['value'])}", "{format_number(run['value'], 1)}", False),
+    ("maelm.py", "nn.GELU(), nn.Linear(4", "nn.ReLU(), nn.Linear(4", True),
+    ("finetune.py", "return (steps - step)", "return 0.5 * (steps - step)", True),
+    ("finetune.py", "betas=(0.9, 0.98)", "betas=(0.9, 0.999)", True),
+    ("support/model/heads.py", "nn.Tanh()", "nn.GELU()", True),
+    ("support/tasks/classification.py", "random.permutation(len(lengths))", "np.arange(len(lengths))", True),
+    ("support/tasks/classification.py", "2 * hits /", "hits /", True),
+    ("support/text/tokenizer.py", r"| ?\p{N}{1,3}", r"| ?\p{N}{1,2}", True)])
+def test_code_that_computes_is_known_and_code_that_prints_is_free(file, old, new, counts, tmp_path, monkeypatch):
+    code = {name: (ROOT / name).read_text() for name in {*results.CODE, file}}
+    assert code[file].count(old) == 1
+    found = []
+    for texts in (code, code | {file: code[file].replace(old, new)}):
+        for name, text in texts.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        monkeypatch.setattr(files, "ROOT", tmp_path)
+        found.append(files.code_hashes(*results.CODE))
+    assert (found[0] != found[1]) == counts
 
 
 @pytest.mark.parametrize("train, val, share", [

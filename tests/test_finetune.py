@@ -19,7 +19,7 @@ from support.model.checkpoints import load_encoder
 from support.model.heads import ClassifierHead
 from support.program.errors import UserError
 from support.program.files import read_json, write_json
-from support.tasks import examples, probe, results, task as tasks
+from support.tasks import classification, examples, probe, results, task as tasks
 from support.tasks.classification import Classification, Encoded, batches, collate
 from support.tasks.squad import Spans
 from support.tasks.task import Example, Labels, Question
@@ -226,10 +226,10 @@ def test_a_result_can_be_read_and_continued(finished, tmp_path, capsys, monkeypa
     assert result["metrics"]["accuracy"] != result["metrics"]["accuracy_mm"]  # the mismatched labels are shifted
     again = functools.partial(tune, finished, "mnli", tmp_path, "--learning-rate", "1e-3")
     with monkeypatch.context() as patch:
-        patch.setattr(results, "code_hash", lambda *files: "changed")
+        patch.setattr(results, "CODE", ["train.py"])
         patch.setattr(tests.test_tasks, "sentence", lambda i: f"another text {i}")
         line = fails(again, capsys)
-        assert re.search("examples='.*' there, '.*' here; code='.*' there, 'changed' here; choose another --out", line)
+        assert re.search("examples='.*' there, '.*' here; .*code of maelm.py has changed; .*choose another --out", line)
     encoder, _ = load_encoder(tmp_path / "out")
     assert not torch.equal(encoder.norm.weight, load_encoder(finished)[0].norm.weight)
     assert tune(tmp_path / "out", "rte", tmp_path, out="next")["setting"].keys() == set(tasks.SWEPT)
@@ -288,7 +288,7 @@ def fake_runs(monkeypatch, value):
 
     def run_once(setup, tune, seed):
         seeds.append(seed)
-        return results.DIVERGED | {"value": value(setup, tune, seed)}
+        return classification.DIVERGED | {"value": value(setup, tune, seed)}
 
     monkeypatch.setattr(finetune, "run_once", run_once)
     return seeds
@@ -316,7 +316,8 @@ def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
 
     def sleep(seconds):  # meanwhile the first process writes its files
         for job in jobs:
-            write_json(results.path_of_run(tmp_path, *job), results.DIVERGED | dict(setting={}, seed=job[1], seconds=1))
+            run = classification.DIVERGED | dict(setting={}, seed=job[1], seconds=1)
+            write_json(results.path_of_run(tmp_path, *job), run)
 
     monkeypatch.setattr(results.time, "sleep", sleep)
     lines = finetune.finish_jobs(shared, jobs)

@@ -22,6 +22,7 @@ from support.model import checkpoints
 from support.program import worker
 from support.program.files import lock_folder, write_json
 from support.text import corpus
+from support.training import run as runs
 from support.training.log import read_log
 from tests.common import ROOT, arguments, contents, fails, last_checkpoint, losses, same, short_run, write_corpus
 
@@ -160,6 +161,17 @@ def test_settings_that_decide_neither_model_nor_data_may_change(text, finished, 
     state = last_checkpoint(out)
     assert state["step"] == 7 and state["settings"]["seed"] == 2
     assert state["optimizers"][0]["param_groups"][0]["weight_decay"] == 0.5 and read_log(out)[-2]["lr"] < 1e-3
+
+
+def test_a_change_of_the_code_is_named(text, copy, monkeypatch, capsys):
+    for module in (checkpoints, runs):
+        monkeypatch.setattr(module, "CODE", {**module.CODE, "code of train.py": "other"})
+    short_run(text, copy)
+    printed = capsys.readouterr().out
+    assert "was made before a change of the code of train.py" in printed and "finished at step 6" in printed
+    short_run(text, copy, "--max-steps", 7)
+    changed, = [line["start"]["changed"] for line in read_log(copy) if "start" in line and line["step"] == 6]
+    assert changed.keys() == {"code of train.py", "max_steps"}
 
 
 def test_the_checkpoint_is_the_run(text, finished, tmp_path, capsys):

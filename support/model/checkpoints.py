@@ -2,7 +2,8 @@
 
 A checkpoint of train.py holds its whole run: config (a Config), settings (of Recipe and RunOptions), corpus (the name
 of its folder in the cache), tokenizer (the content of tokenizer.json), step, seconds, model and optimizers. The
-encoder.pt of finetune.py holds config, settings, tokenizer, model, and what the export of its head needs.
+encoder.pt of finetune.py holds config, settings, tokenizer, model, and what the export of its head needs. Both record
+the code that made them.
 """
 import copy
 import io
@@ -17,9 +18,14 @@ from torch import nn
 from maelm import MAELM, Config, Encoder
 from support.model.build import make_model
 from support.program.cli import path_of
-from support.program.errors import UserError
-from support.program.files import atomic, short_hash
+from support.program.errors import UserError, is_first, say
+from support.program.files import atomic, code_hashes, short_hash
 from support.text.tokenizer import Tokenizer
+
+
+# The code that decides weights, as it was when this program began.
+CODE = code_hashes("maelm.py", "train.py", "support/model/build.py", "support/model/cross_attention.py",
+                   "support/model/optim.py")
 
 
 # ---- 1. Files -----------------------------------------------------------------------------------------------
@@ -30,6 +36,7 @@ def checkpoints(out: Path) -> list[Path]:
 
 def write_checkpoint(path: Path, state: dict):
     """Write a checkpoint atomically. It may hold only tensors, numbers and texts, so that reading it runs no code."""
+    state = state | {"code": CODE}
     content = io.BytesIO()  # if PyTorch wrote the file, its error for a full disk would not say so
     torch.save(state, content)
     with atomic(path) as temporary:
@@ -37,7 +44,8 @@ def write_checkpoint(path: Path, state: dict):
 
 
 def read_checkpoint(path: Path, *wanted: str) -> dict:
-    """Read a checkpoint to the CPU. Its `config` becomes a Config, and its `tokenizer` a Tokenizer."""
+    """Read a checkpoint to the CPU. Its `config` becomes a Config, and its `tokenizer` a Tokenizer. Says if other code
+    made it."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     try:
@@ -60,6 +68,10 @@ def read_checkpoint(path: Path, *wanted: str) -> dict:
     except TypeError as error:
         raise UserError(f"{path}: from another version of maelm ({error}); use that version") from error
     state["tokenizer"] = Tokenizer.of_json(state["tokenizer"])
+    changed = [name for name, code in state.get("code", {}).items() if CODE.get(name) != code]
+    if changed and is_first():
+        names = ", ".join(changed)
+        say(f"{path} was made before a change of the {names}; to see its effect, train again with another --out")
     return state
 
 

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
@@ -74,17 +75,23 @@ def short_hash(content: str | bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def code_hash(*patterns: str) -> str:
-    """A hash of our Python files with these names, such as support/text/*.py. Whatever is kept and reused records the
-    hash of the code that made it. Comments and docstrings do not count."""
-    code = []
-    for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
-        tree = ast.parse(path.read_bytes())
+TABLES = "ABLATIONS|PRESETS|TASKS|DEFAULTS|SWEEPS|RATES"  # of settings: what is kept records the entry that it used
+
+
+def code_hashes(*files: str) -> dict[str, str]:
+    """A hash of each of our Python files, for whatever is kept and reused: it records the code that made it. Comments,
+    TABLES, f-strings and texts of several words (messages, help, docstrings) do not count."""
+    hashes = {}
+    for file in files:
+        tree = ast.parse((ROOT / file).read_bytes())
+        tree.body = [node for node in tree.body if not re.match(rf"({TABLES})\b.* = ", ast.unparse(node))]
         for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
-                del node.body[0]
-        code.append(ast.unparse(tree))
-    return short_hash("\n".join(code))
+            if isinstance(node, ast.Constant) and re.search("[a-z]{2} [a-z]{2}", str(node.value), re.IGNORECASE):
+                node.value = ""
+            elif isinstance(node, ast.JoinedStr):
+                node.values = []
+        hashes[f"code of {file}"] = short_hash(ast.unparse(tree))
+    return hashes
 
 
 # ---- 2. Folders ---------------------------------------------------------------------------------------------
@@ -119,7 +126,10 @@ def compare(folder: Path, before: dict, now: dict, may_change: Container[str] = 
     """The settings that have changed, which must be in `may_change`: name -> [value before, value now]."""
     pairs = {name: [before.get(name), now.get(name)] for name in before | now}
     changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    fixed = [f"{name}={old!r} there, {new!r} here" for name, (old, new) in changed.items() if name not in may_change]
+    fixed = []
+    for name, (old, new) in changed.items():
+        if name not in may_change:
+            fixed.append(f"{name} has changed" if "code of" in name else f"{name}={old!r} there, {new!r} here")
     if fixed:
         raise UserError(f"{folder} was made with other settings: {'; '.join(fixed)}; {advice}")
     return changed

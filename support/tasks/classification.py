@@ -160,3 +160,24 @@ class Classification:
             value = METRICS[name](predicted, true)
             metrics[name] = None if math.isnan(value) else 100 * value
         return metrics, {"predictions.jsonl": json_lines(lines)}
+
+
+# ---- 4. Scores of any task ----------------------------------------------------------------------------------
+DIVERGED = {"value": None, "metrics": {}, "ranks": None}  # a run whose outputs contain NaN
+
+
+def scores(outputs: dict, setup) -> tuple[dict | None, dict[str, str]]:
+    """Outputs (N, K) for each dev split -> metrics, None if the model has diverged, and the texts of prediction files
+    by name. MNLI has a second dev split, of other genres. `setup` is a finetune.Setup."""
+    if any(each.isnan().any() for each in outputs.values()):
+        return None, {}
+    metrics, files = setup.kind.score(outputs["dev"].numpy(), setup.dev_splits["dev"])
+    if "dev_mm" in outputs:
+        mismatched, _ = setup.kind.score(outputs["dev_mm"].numpy(), setup.dev_splits["dev_mm"])
+        metrics["accuracy_mm"] = mismatched["accuracy"]
+    return metrics, files
+
+
+def or_lowest(value: float | None) -> float:
+    """A value as a number for comparisons; None (a diverged run) is the lowest."""
+    return -math.inf if value is None else value

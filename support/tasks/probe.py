@@ -11,8 +11,8 @@ from torch import nn
 
 from support.model.checkpoints import last_states
 from support.program.errors import UserError
-from support.tasks.classification import Encoded, by_length, in_order
-from support.tasks.results import DIVERGED, FIRST_SEED, scores, write_predictions
+from support.tasks.classification import DIVERGED, Encoded, by_length, in_order, scores
+from support.tasks.results import FIRST_SEED, write_predictions
 from support.tasks.task import TuneConfig
 
 STRENGTHS = np.logspace(-1, 3, 9)  # of L2 regularization, to choose from

@@ -13,15 +13,16 @@ from datetime import timedelta
 from pathlib import Path
 
 from support.program.errors import say
-from support.program.files import code_hash, compare, read_json, write_json, write_text
+from support.program.files import code_hashes, compare, read_json, write_json, write_text
 from support.program.worker import Worker
+from support.tasks.classification import or_lowest
 from support.tasks.task import SWEPT, TuneConfig
 
 FIRST_SEED = 1  # of a result; a sweep uses seed 0
-DIVERGED = {"value": None, "metrics": {}, "ranks": None}  # a run whose outputs contain NaN
-# The code that makes a run. A result never mixes runs of different code.
-CODE = ("maelm.py", "rank.py", "finetune.py", "support/model/*.py", "support/tasks/*.py",
-        "support/text/*.py")
+# The code that computes a run. A result never mixes runs of different code.
+CODE = ("maelm.py", "rank.py", "finetune.py", "support/model/build.py", "support/model/checkpoints.py",
+        "support/model/heads.py", "support/tasks/classification.py", "support/tasks/probe.py", "support/tasks/squad.py",
+        "support/tasks/task.py", "support/text/tokenizer.py")
 
 
 # ---- 1. The folder of a task --------------------------------------------------------------------------------
@@ -35,7 +36,7 @@ def wait_for(path: Path) -> dict:
 def claim(out: Path, worker: Worker, record: dict):
     """Write a record of the settings and data of runs, and of the code, to `out`. Raises UserError if another one is
     there; the number of seeds may grow, and the encoder may have moved."""
-    path, record = out / "config.json", record | {"code": code_hash(*CODE)}
+    path, record = out / "config.json", record | code_hashes(*CODE)
     if path.is_file() or not worker.is_main:
         compare(out, wait_for(path), record, may_change=["init"])
     if worker.is_main:
@@ -62,24 +63,7 @@ def write_predictions(out: Path, files: dict[str, str]):
         write_text(out / name, text)
 
 
-# ---- 2. Scores and medians ----------------------------------------------------------------------------------
-def scores(outputs: dict, setup) -> tuple[dict | None, dict[str, str]]:
-    """Outputs (N, K) for each dev split -> metrics, None if the model has diverged, and the texts of prediction files
-    by name. MNLI has a second dev split, of other genres. `setup` is a finetune.Setup."""
-    if any(each.isnan().any() for each in outputs.values()):
-        return None, {}
-    metrics, files = setup.kind.score(outputs["dev"].numpy(), setup.dev_splits["dev"])
-    if "dev_mm" in outputs:
-        mismatched, _ = setup.kind.score(outputs["dev_mm"].numpy(), setup.dev_splits["dev_mm"])
-        metrics["accuracy_mm"] = mismatched["accuracy"]
-    return metrics, files
-
-
-def or_lowest(value: float | None) -> float:
-    """A value as a number for comparisons; None (a diverged run) is the lowest."""
-    return -math.inf if value is None else value
-
-
+# ---- 2. Medians -------------------------------------------------------------------------------------------
 def median(values: Iterable[float | None]) -> float | None:
     """The median over seeds. A diverged seed (None) counts as the lowest, so the median may be None."""
     middle = statistics.median([or_lowest(value) for value in values])

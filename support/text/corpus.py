@@ -20,7 +20,7 @@ from tqdm import tqdm
 from maelm import CLS, NUM_SPECIAL, SEP
 from support.program.cli import path_of
 from support.program.errors import UserError, root_cause, say
-from support.program.files import code_hash, lock_folder, read_json, short_hash, sync, write_json, write_text
+from support.program.files import code_hashes, lock_folder, read_json, short_hash, sync, write_json, write_text
 from support.text.documents import Source, documents, read_docs, sources, text_hash
 from support.text.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ VAL_SHARE = 0.01  # fraction of the documents held out for validation
 NGRAM = 13  # documents that share this many consecutive words are near-duplicates
 SAMPLE = 200 * 10 ** 6  # largest number of bytes that the tokenizer learns from
 BATCH = 1 << 22  # characters that are tokenized at a time
-CODE = [f"support/text/{name}.py" for name in ("corpus", "documents", "readers", "tokenizer")]  # shapes the corpus
+CODE = [f"support/text/{name}.py" for name in ("corpus", "documents", "readers", "tokenizer")]  # decides the tokens
 LEAST_VAL = 4096  # smallest number of validation tokens, or a tenth of a small corpus
 
 
@@ -159,7 +159,7 @@ def summary(folder: Path) -> str:
 def corpus_name(settings: dict, text: str, tokenizer: Tokenizer | None) -> str:
     """The name of a corpus folder: a hash of everything that shapes the corpus. `text` is the hash of its text."""
     given = tokenizer.to_json() if tokenizer else settings["uncased"]  # a new tokenizer follows from the text
-    how = text, settings["vocab_size"], settings["val_share"], given, code_hash(*CODE)
+    how = text, settings["vocab_size"], settings["val_share"], given, code_hashes(*CODE)
     return short_hash(repr(how))
 
 

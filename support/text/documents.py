@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from support.program.cli import path_of
 from support.program.errors import UserError
-from support.program.files import code_hash, short_hash, write_json
+from support.program.files import code_hashes, short_hash, write_json
 from support.text.readers import RECORDS, Record, hub_records, lines_of, split_long, split_name
 
 CACHE = "~/.cache/maelm"  # default folder for files that can be made again
@@ -58,7 +58,7 @@ def read_docs(cache: str = CACHE) -> list[tuple[str, str]]:
     that decides them: the versions of Python and PACKAGES, and the code of this file."""
     installed = {each.name.lower().replace("-", "_"): each.version for each in metadata.distributions()}
     versions = [platform.python_version(), *[installed.get(name) for name in PACKAGES]]
-    kept = path_of(cache) / f"docs-{short_hash(repr((versions, code_hash('support/text/documents.py'))))}.json"
+    kept = path_of(cache) / f"docs-{short_hash(repr((versions, code_hashes('support/text/documents.py'))))}.json"
     with suppress(OSError, ValueError):  # missing or damaged: it is made again
         return [(library, text) for library, text in json.loads(kept.read_bytes())]
     first = {}  # the library in which a text was seen first

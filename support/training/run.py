@@ -7,7 +7,7 @@ import torch
 
 from maelm import MAELM, Config
 from support.model.build import make_model
-from support.model.checkpoints import checkpoint_of, checkpoints, read_checkpoint, write_checkpoint
+from support.model.checkpoints import CODE, checkpoint_of, checkpoints, read_checkpoint, write_checkpoint
 from support.model.optim import make_optimizers
 from support.program.cli import path_of
 from support.program.errors import UserError, say
@@ -67,12 +67,15 @@ class Run:
 
 
 def changes(out: Path, saved: dict, settings: Settings) -> dict[str, list]:
-    """The settings that differ from those of a checkpoint in `out`. Raises UserError if one of them must stay."""
+    """The settings, and the code, that differ from those of a checkpoint in `out`. Raises UserError if one of them must
+    stay."""
     defaults = asdict(type(settings.recipe)()) | asdict(RunOptions())  # for fields that the checkpoint lacks
-    before = asdict(saved["config"]) | defaults | saved["settings"]
+    code = saved.get("code", CODE)
+    before = asdict(saved["config"]) | defaults | saved["settings"] | code
+    now = settings.fields() | CODE
     if saved["step"] >= settings.last_step:
-        return compare(out, before, settings.fields())  # a finished run would not use any other setting
-    changed = compare(out, before, settings.fields(), MAY_CHANGE)
+        return compare(out, before, now, code)  # a finished run would not use any other setting
+    changed = compare(out, before, now, MAY_CHANGE | code.keys())
     if changed.get("keep_checkpoints", [1])[0] == 0:
         raise UserError(f"{out}: keep_checkpoints=0 there; repeat the command with --keep-checkpoints 0, because "
                         "otherwise its older checkpoints would be deleted")
