@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 
-from maelm import PAD, Config
-from support.ranks.subjects import transformers_library
-from support.model.checkpoints import checkpoint_of, read_checkpoint
+from maelm import MASK, NUM_SPECIAL, PAD, Config
+from support.model.build import make_model
+from support.model.checkpoints import checkpoint_of, last_states, load_encoder, load_model, read_checkpoint
+from support.model.guesses import logits_at
 from support.program.cli import Parser, path_of
 from support.program.errors import UserError, clear_errors, say
 from support.program.files import ROOT, write_json
+from support.ranks.subjects import transformers_library
 from support.text.tokenizer import Tokenizer
 
 
@@ -33,19 +35,18 @@ def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
     labels = []
     if suffix == "ForSequenceClassification":
         labels = state["labels"] or ["number"]
-        for name in [name for name in weights if name.startswith("head.")][-2:]:  # of the last layer
-            weights[name] *= state["scale"]  # so that it predicts a number in its original unit
     return {re.sub("^head", name_there, name): weight for name, weight in weights.items()}, suffix, labels
 
 
-def hub_config(config: Config, head: str, labels: list[str]) -> dict:
-    """The content of config.json: our fields under "maelm", and the fields that other programs look for."""
+def hub_config(config: Config, head: str, labels: list[str], scale: float) -> dict:
+    """The content of config.json: our fields under "maelm", and the fields that other programs look for. Logits are
+    multiplied by `scale`, so that numbers have their original unit."""
     code = "modeling_maelm.MAELM"  # our file, and the beginning of its class names
     fields = {
         "model_type": "maelm", "vocab_size": config.vocab_size, "hidden_size": config.encoder_dim,
         "num_hidden_layers": config.encoder_layers, "num_attention_heads": config.encoder_heads,
         "intermediate_size": 4 * config.encoder_dim, "hidden_dropout_prob": config.dropout, "pad_token_id": PAD,
-        "max_position_embeddings": config.seq_len, "maelm": asdict(config),
+        "max_position_embeddings": config.seq_len, "maelm": asdict(config), "scale": scale,
         "architectures": ["MAELM" + (head or "Model")], "auto_map": {"AutoConfig": code + "Config"},
     }
     for name in ("", "ForSequenceClassification", "ForQuestionAnswering", head):
@@ -76,8 +77,12 @@ def export(source: Path, out: Path):
     transformers_library()
     import safetensors.torch  # comes with transformers
     state = read_checkpoint(checkpoint_of(source))
-    config, longest = state["config"], state["config"].seq_len
+    config = state["config"]
+    longest = config.seq_len
     weights, head, labels = weights_of(state)
+    for name, buffer in make_model(config).named_buffers():  # transformers does not compute them
+        if name.startswith("encoder.") or head == "ForMaskedLM":
+            weights[name] = buffer
     out.mkdir(parents=True, exist_ok=True)
     for code in ("support/export/modeling_maelm.py", "support/model/heads.py", "maelm.py"):
         shutil.copy(ROOT / code, out)
@@ -85,8 +90,35 @@ def export(source: Path, out: Path):
     save_tokenizer(state["tokenizer"], min(longest, state.get("longest", longest)), head, out)
     # Not save_file, which makes a file that only its owner can read.
     (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
-    write_json(out / "config.json", hub_config(config, head, labels))
+    write_json(out / "config.json", hub_config(config, head, labels, state.get("scale", 1.0)))
+    check_export(source, out, head, state)
     say(f"{out}: for AutoModel{head} with trust_remote_code=True; another class would have a random head")
+
+
+@torch.no_grad()
+def check_export(source: Path, out: Path, head: str, state: dict):
+    """Compare the folder with the checkpoint. Raises UserError, and removes the folder, if logits or states differ."""
+    theirs = getattr(transformers_library(), f"AutoModel{head}").from_pretrained(out, trust_remote_code=True)
+    n = state["config"].seq_len
+    tokens = NUM_SPECIAL + torch.arange(n)[None] % 256  # (1, n)
+    if head == "ForMaskedLM":
+        model, _ = load_model(source)
+        at = torch.arange(0, n, 5)[None]
+        expected = logits_at(model, tokens, at)
+        found = theirs(tokens.scatter(1, at, MASK)).logits[:, at[0]]
+    elif head:
+        tokens, expected = state["example"]
+        found = torch.stack(theirs(tokens).to_tuple(), dim=-1)  # SQuAD's logits are in two parts
+        expected = state["scale"] * expected.view_as(found)
+    else:
+        encoder, _ = load_encoder(source)
+        expected = last_states(encoder, tokens, tokens < 0)
+        found = theirs(tokens).last_hidden_state
+    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
+        shutil.rmtree(out)
+        gap = (found - expected).abs().max()
+        raise UserError(f"{out}: transformers would compute other results, by up to {gap:.2g}; give "
+                        "support/export/modeling_maelm.py the same change as the model")
 
 
 def main(argv=None):

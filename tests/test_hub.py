@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from safetensors.torch import save
 
 import finetune
+import maelm
 import rank
 import train
 from conftest import generator, model_and_batch
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
 from support import convert, fill_mask
-from support.model.checkpoints import load_model, write_checkpoint
+from support.model.checkpoints import Pretrained, load_model, write_checkpoint, write_tuned
 from support.model.heads import ClassifierHead, SpanHead
 from support.program.errors import UserError
 from support.text.documents import documents, sources
@@ -141,8 +142,8 @@ def test_a_fine_tuned_model_gives_the_same_logits(task, labels, scale, hub, tmp_
     model = write_run(tmp_path / "run")
     head = SpanHead(32) if task == "squad2" else ClassifierHead(32, max(1, len(labels)), 0.0)
     tuned = finetune.Tuned(model.encoder, head).eval()
-    state = {"model": tuned.state_dict(), "task": task, "labels": labels, "scale": scale, "head": head.exported}
-    write_checkpoint(tmp_path / "run" / "encoder.pt", state_of(model) | state)
+    pretrained = Pretrained(str(tmp_path / "run"))
+    write_tuned(tmp_path / "run" / "encoder.pt", tuned, pretrained, task=task, labels=labels, scale=scale, longest=N)
     convert.main(["export", str(tmp_path / "run"), str(tmp_path / "hub")])
     tokens, real = texts()
     inputs = dict(input_ids=tokens, attention_mask=real.long())
@@ -161,6 +162,22 @@ def test_a_fine_tuned_model_gives_the_same_logits(task, labels, scale, hub, tmp_
     score = hub.pipeline("text-classification", theirs, tokenizer=tokenizer)("a word")[0]["score"]
     logits = theirs(**tokenizer("a word", return_tensors="pt")).logits[0]
     assert_close(torch.tensor(score), logits.softmax(0).max() if labels else logits[0])
+
+
+def test_an_export_that_would_compute_something_else_is_refused(hub, tmp_path, monkeypatch, capsys):
+    class Derived(ClassifierHead):
+        """A head that modeling_maelm.py does not have."""
+
+    model = write_run(tmp_path / "tuned")
+    tuned = finetune.Tuned(model.encoder, Derived(32, 2, 0.0))
+    pretrained = Pretrained(str(tmp_path / "tuned"))
+    write_tuned(tmp_path / "tuned/encoder.pt", tuned, pretrained, task="rte", labels=["a", "b"], scale=1.0, longest=N)
+    command = ["export", str(tmp_path / "tuned"), str(tmp_path / "hub")]
+    assert "its head names no class" in fails(lambda: convert.main(command), capsys)
+    logits = maelm.Head.forward
+    monkeypatch.setattr(maelm.Head, "forward", lambda self, *given: 1.5 * logits(self, *given))
+    assert "transformers would compute other results" in fails(lambda: exported(tmp_path), capsys)
+    assert not (tmp_path / "hub").exists()
 
 
 @pytest.mark.parametrize("fields", [dict(), dict(aligned_positions=False), dict(rel_pos_buckets=0)])

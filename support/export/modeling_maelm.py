@@ -7,7 +7,7 @@ from transformers import PretrainedConfig, PreTrainedModel, modeling_outputs as 
 from transformers.utils import can_return_tuple, versions
 
 from .heads import ClassifierHead, SpanHead
-from .maelm import MASK, Config, Decoder, Encoder, Head, RelativeBias
+from .maelm import MASK, Config, Decoder, Encoder, Head
 
 versions.require_version("transformers>=4.55")  # earlier versions leave new heads uninitialized
 
@@ -40,11 +40,12 @@ class MAELMModel(PreTrainedModel):
         self.encoder = Encoder(self.shape)
         self.post_init()
 
-    def _init_weights(self, module: nn.Module):
-        """Initialize the weights that the folder lacks: new heads, and a buffer that no file contains."""
-        super()._init_weights(module)
-        if isinstance(module, RelativeBias):  # transformers creates models on the meta device, which loses this buffer
-            module.bucket.copy_(RelativeBias(self.shape, 1).bucket)
+    def post_init(self):
+        """Also take all buffers from the folder, because transformers creates models on a device without values."""
+        for module in self.modules():
+            for name, buffer in [*module.named_buffers(recurse=False)]:
+                module.register_buffer(name, buffer)
+        super().post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
         """The embeddings e_x."""
@@ -118,7 +119,7 @@ class MAELMForSequenceClassification(MAELMModel):
         """As in MAELMModel; labels (B,) int64, or float32 for numbers -> logits (B, C)."""
         out = super().forward(input_ids, attention_mask, return_dict=True, **options)
         real, _ = read(input_ids, attention_mask, None)
-        logits = self.classifier(out.last_hidden_state, ~real)
+        logits = self.config.scale * self.classifier(out.last_hidden_state, ~real)
         loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return outputs.SequenceClassifierOutput(loss, logits, out.hidden_states)
 

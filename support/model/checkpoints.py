@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from maelm import MAELM, Config, Encoder
+from maelm import MAELM, NUM_SPECIAL, Config, Encoder
 from support.model.build import make_model
 from support.program.cli import path_of
 from support.program.errors import UserError, is_first, say
@@ -150,7 +150,12 @@ class Tuned(nn.Module):
 
 def write_tuned(path: Path, model: Tuned, pretrained: Pretrained, **entries):
     """Write a fine-tuned model, which can be exported or fine-tuned further. For the export, `entries` have its `task`,
-    the names of its `labels` (list), the `scale` of its numbers, and the `longest` input of fine-tuning in tokens."""
+    the names of its `labels` (list), the `scale` of its numbers, and the `longest` input of fine-tuning in tokens. The
+    `example` has tokens and their logits, with which the export is compared."""
+    tokens = torch.arange(NUM_SPECIAL, NUM_SPECIAL + 8, device=next(model.parameters()).device)[None]
+    with torch.no_grad():
+        logits = model.eval()(tokens, tokens < 0)
+    head = vars(type(model.head)).get("exported", ())  # not that of a class from which the head is derived
     write_checkpoint(path, entries | {
         "config": asdict(pretrained.config), "settings": pretrained.settings, "model": model.state_dict(),
-        "tokenizer": pretrained.tokenizer.to_json(), "head": list(getattr(model.head, "exported", ()))})
+        "tokenizer": pretrained.tokenizer.to_json(), "head": list(head), "example": [tokens.cpu(), logits.cpu()]})

@@ -14,14 +14,18 @@ Guess = list[tuple[str, float]]  # the three best tokens at a position, with the
 
 
 @torch.no_grad()
-def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, at) -> list[Guess]:
-    """The best guesses for tokens (1, n) int64 at the positions `at` (1, k) int64. As in an exported model, the encoder
-    sees all of them or none."""
+def logits_at(model: MAELM, tokens, at):
+    """The logits (1, k, V) for tokens (1, n) int64 when those at the positions `at` (1, k) int64 are masked. As in an
+    exported model, the encoder sees all of them or none."""
     config = replace(model.config, mask_in_encoder=float(model.config.mask_in_encoder > 0.5))
     if config.encoder_fill != "random":  # a [MASK] in a text stays a [MASK]
         config = replace(config, encoder_fill="mask")
-    logits = model.logits(apply_masks(tokens, at, config, torch.Generator().manual_seed(0)))  # (1, k, V)
-    best = logits[0].float().softmax(-1).topk(3)
+    return model.logits(apply_masks(tokens, at, config, torch.Generator().manual_seed(0)))
+
+
+def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, at) -> list[Guess]:
+    """The best guesses for tokens (1, n) int64 at the positions `at` (1, k) int64."""
+    best = logits_at(model, tokens, at)[0].float().softmax(-1).topk(3)
     guesses = []
     for ids, probabilities in zip(best.indices.tolist(), best.values.tolist()):
         texts = [printable(tokenizer.decode([i])) for i in ids]
