@@ -21,7 +21,7 @@ import maelm
 import rank
 import train
 from conftest import close, generator, tiny
-from support.tasks import classification as metrics
+from support.tasks import classification
 from tests.test_homework import fifty_steps
 
 DRAWS = 32  # of which the last two are on the device "meta", for tasks that may create tensors and need no values
@@ -214,7 +214,7 @@ def call(task, draw):
             true, other = np.array([draw.choices(names, k=draw.choice((2, 20, 3000)))] * 2)
             draw.shuffle(other)
             predicted = draw.choice((np.where(np.arange(len(true)) % draw.randint(1, 4), true, other), 0 * true))
-            return metrics.matthews, dict(predicted=predicted, true=true)
+            return classification.matthews, dict(predicted=predicted, true=true)
         case "relative_bucket":
             farthest, buckets = draw.choice((200, 5000, 70_000)), draw.randint(4, draw.choice((70, 300)))
             distance = torch.randint(-farthest, farthest, draw.choice(((2000,), (20, 30), (2, 60, 5))))

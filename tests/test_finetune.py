@@ -191,10 +191,14 @@ def test_a_probe_gives_the_probabilities_of_its_model(cuts):
     random = np.random.default_rng(0)
     x = 5 + 3 * random.normal(size=(60, 4))
     labels = 1 + np.digitize(x[:, 0], cuts)  # 1 and 2, or 1 to 3, of 4 classes
+    wanted = x[:, :1].copy()
+    x[:, 0] /= 1000  # which standardization undoes
     found = probe.fit(x, labels, np.array([1.0]))
     outputs = probe.logits_of(found, x, 4).softmax(1).numpy()
     np.testing.assert_allclose(outputs[:, np.unique(labels)], found.predict_proba(x), atol=1e-6)
     assert (outputs.argmax(1) == labels).mean() > 0.9
+    numbers = probe.fit(x, wanted[:, 0].astype(np.float32), np.array([1e-3]))
+    np.testing.assert_allclose(probe.logits_of(numbers, x, 0), wanted, atol=1e-2)
     with pytest.raises(UserError, match="the rarest of 2 has 1"):
         probe.fit(x, np.eye(60, dtype=np.int64)[0], probe.STRENGTHS)
 

@@ -10,7 +10,7 @@ import maelm
 import rank
 import train
 from conftest import generator, task, tiny
-from support.tasks import classification as metrics
+from support.tasks import classification
 
 TAUS = (0.5, 0.8, 0.9, 0.95, 0.99)
 LOSS, DEVIATION = 0.72, 0.04  # of our solutions after 50 steps, over seeds 0 to 4
@@ -39,12 +39,12 @@ def test_matthews_of_two_labels_is_the_formula():
     true = np.array([1] * 8 + [0] * 4)
     guess = np.array([1] * 6 + [0] * 2 + [0] * 3 + [1])  # TP 6, FN 2, TN 3, FP 1
     before = guess.copy(), true.copy()
-    found = metrics.matthews(guess, true)
+    found = classification.matthews(guess, true)
     assert found == pytest.approx((6 * 3 - 1 * 2) / math.sqrt(7 * 8 * 4 * 5)), "not the formula for two labels"
     assert isinstance(found, float), "the result must be a number, not an array"
     many = np.arange(120_000) % 2
-    assert metrics.matthews(many, many) == pytest.approx(1), "120,000 rows: products of counts exceed an integer"
-    opposite = metrics.matthews(1 - guess, true)
+    assert classification.matthews(many, many) == pytest.approx(1), "120,000 rows: products of counts exceed an integer"
+    opposite = classification.matthews(1 - guess, true)
     assert opposite == pytest.approx((2 * 1 - 3 * 6) / math.sqrt(5 * 8 * 4 * 7)), "the opposite guess must score < 0"
     assert np.array_equal([guess, true], before), "an argument has changed: the caller still needs it"
 
@@ -56,9 +56,9 @@ def test_matthews_of_several_labels_is_gorodkins():
     guess[50:] = 5  # a label not in `true`
     right, t, p = (true == guess).sum(), np.bincount(true, minlength=6), np.bincount(guess)
     expected = (60 * right - t @ p) / math.sqrt((60 ** 2 - t @ t) * (60 ** 2 - p @ p))
-    assert metrics.matthews(true, true) == pytest.approx(1), "a perfect guess must score 1"
+    assert classification.matthews(true, true) == pytest.approx(1), "a perfect guess must score 1"
     for names in ([0, 1, 2, 3, 4, 5], [1, 7, 0, -2, 9, 4]):
-        found = metrics.matthews(np.array(names)[guess], np.array(names)[true])
+        found = classification.matthews(np.array(names)[guess], np.array(names)[true])
         assert found == pytest.approx(expected), f"labels {names}: any integer can be a label, even one not in `true`"
 
 
@@ -66,7 +66,7 @@ def test_matthews_of_several_labels_is_gorodkins():
 def test_a_single_label_correlates_with_nothing():
     labels = np.array([0, 1, 2, 1])
     for predicted, true in ((labels, 0 * labels), (0 * labels, labels), (1 + 0 * labels, labels), (0 * labels,) * 2):
-        assert metrics.matthews(predicted, true) == 0, "must be 0 if `true` or `predicted` has a single label"
+        assert classification.matthews(predicted, true) == 0, "must be 0 if `true` or `predicted` has a single label"
 
 
 # ---- Effective rank -------------------------------------------------------------------------------------------------
@@ -188,5 +188,5 @@ def test_a_trained_model_can_be_measured():
     found = rank.effective_rank(h, 0.9)
     assert 4 <= found <= 13, f"the hidden states have effective rank {found}, ours 8"
     guess = model.logits(corruption).argmax(-1)
-    found = metrics.matthews(guess.flatten().numpy(), tokens.gather(1, corruption.masked).flatten().numpy())
+    found = classification.matthews(guess.flatten().numpy(), tokens.gather(1, corruption.masked).flatten().numpy())
     assert 0.5 < found < 1, f"the guesses' correlation with the masked tokens is {found:.2f}; ours is 0.9"

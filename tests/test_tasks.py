@@ -123,8 +123,8 @@ def test_docs_repeat_no_text_of_dev_or_of_the_validation_split(monkeypatch):
     texts = [" ".join(f"{word}{i}" for word in range(15)) for i in range(3000)]
     copies = {f"Copied: {text.upper()}.": text for text in texts}
     documents = [(("torch", "numpy", "tqdm")[i % 3], text) for i, text in enumerate([*texts, *copies])]
-    monkeypatch.setattr(examples, "read_docs", lambda cache: documents)
-    train, dev = examples.read_task("docs", None, {"val_share": 0.3}).values()
+    monkeypatch.setattr(examples, "read_docs", lambda cache: {"kept": documents}[cache])
+    train, dev = examples.read_task("docs", None, {"val_share": 0.3, "cache": "kept"}).values()
     for text, _, library, *_ in train + dev:
         assert library != "tqdm" and (library, text) in documents and not in_validation(text, 0.3)
     originals = [{copies.get(example.text, example.text) for example in split} for split in (train, dev)]
@@ -171,7 +171,7 @@ def test_labels_with_fractions_are_numbers(monkeypatch):
 
 @pytest.mark.parametrize("file, content, message", [
     ("train.csv", "text,kind\na,b\n", "row 1: needs text in text and text2, and a label, but has .*'kind': 'b'"),
-    ("train.csv", "text,label\na,x\nb\n", "train.csv, row 2: has 1 cells; the header has 2"),
+    ("train.csv", "text,label\na,x\nb\n", "train.csv, row 2: needs 2 cells like the header; has 1"),
     ("train.csv", 'text,label\na,x\n"b,x\nc,x\n', "train.csv, row 2: unexpected end of data"),
     ("train.csv", "", "its train split has no examples"),
     ("train.jsonl", '{"text": "a", "label": NaN}', "train.jsonl, line 1: its label is missing"),

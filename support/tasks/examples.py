@@ -87,10 +87,13 @@ def examples_of(name: str, records: Iterable[Record]) -> list[Example]:
     """Records of a task that classifies texts -> examples. Raises UserError if a text or a label is missing."""
     columns, examples = TASKS[name].columns, []
     for place, record in records:
-        text, text2 = [*map(record.get, columns), None][:2]
-        if not isinstance(text, str) or not isinstance(text2, str | None) or "label" not in record:
+        texts = [record.get(column) for column in columns]
+        if name == "custom" and texts[1] is None:
+            texts = texts[:1]  # the second text is optional
+        if "label" not in record or not all(isinstance(text, str) for text in texts):
             raise UserError(f"{place}: needs text in {' and '.join(columns)}, and a label, but has {record!r:.200}")
-        examples.append(Example(text, text2, label_of(name, record["label"], place), place))
+        text2 = texts[1] if len(texts) == 2 else None
+        examples.append(Example(texts[0], text2, label_of(name, record["label"], place), place))
     return examples
 
 
@@ -145,7 +148,7 @@ def table_records(path: Path) -> Iterator[Record]:
         try:
             for number, row in enumerate(rows, start=1):
                 if len(row) != len(columns):
-                    raise UserError(f"{path}, row {number}: has {len(row)} cells; the header has {len(columns)}")
+                    raise UserError(f"{path}, row {number}: needs {len(columns)} cells like the header; has {len(row)}")
                 yield f"{path}, row {number}", dict(zip(columns, row))
         except csv.Error as error:
             raise UserError(f'{path}, row {number + 1}: {error}; in a cell, write " as ""') from error
@@ -156,10 +159,8 @@ CUSTOM = {".csv": table_records, ".tsv": table_records} | RECORDS  # by format
 
 def custom_examples(path: Path) -> list[Example]:
     """The examples of a table with the columns text[,text2],label or sentence1,sentence2,label."""
-    records = []
+    renamed, records = {"sentence1": "text", "sentence2": "text2"}, []
     for place, record in CUSTOM[split_name(path)[1]](path):
         record = {column.strip().lower(): cell for column, cell in record.items()}
-        for column, other in (("text", "sentence1"), ("text2", "sentence2")):
-            record.setdefault(column, record.get(other))
-        records.append((place, record))
+        records.append((place, {renamed.get(column, column): cell for column, cell in record.items()}))
     return examples_of("custom", records)

@@ -37,18 +37,18 @@ def vectors_of(encoder: nn.Module, encoded: Encoded, pooling: str, batch_size: i
 def fit(x: np.ndarray, targets: np.ndarray, strengths: np.ndarray) -> Pipeline:
     """The linear model of vectors x (N, d), for labels (N,) int64 or numbers (N,) float32, with the strength of L2
     regularization that is best on held-out folds. Raises UserError if a label has too few examples for folds."""
-    if targets.dtype != np.int64:
+    if targets.dtype == np.int64:
+        count = Counter(targets.tolist())
+        fewest = min(count.values())
+        if len(count) < 2 or fewest < 2:
+            raise UserError("--frozen: needs two labels or more, each with two training examples or more; here, the "
+                            f"rarest of {len(count)} has {fewest}")
+        folds = StratifiedKFold(min(FOLDS, fewest), shuffle=True, random_state=0)
+        model = LogisticRegressionCV(Cs=1 / strengths, cv=folds, l1_ratios=(0,), scoring="accuracy", max_iter=1000,
+                                     use_legacy_attributes=False)
+    else:
         folds = KFold(min(FOLDS, len(targets)), shuffle=True, random_state=0)
         model = RidgeCV(alphas=strengths, cv=folds, scoring="neg_mean_squared_error")
-        return make_pipeline(StandardScaler(), model).fit(x, targets)
-    count = Counter(targets.tolist())
-    fewest = min(count.values())
-    if len(count) < 2 or fewest < 2:
-        raise UserError("--frozen: needs two labels or more, each with at least two training examples; the rarest "
-                        f"of {len(count)} has {fewest}")
-    folds = StratifiedKFold(min(FOLDS, fewest), shuffle=True, random_state=0)
-    model = LogisticRegressionCV(Cs=1 / strengths, cv=folds, l1_ratios=(0,), scoring="accuracy", max_iter=1000,
-                                 use_legacy_attributes=False)
     return make_pipeline(StandardScaler(), model).fit(x, targets)
 
 
