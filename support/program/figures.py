@@ -7,11 +7,10 @@ from support.program.files import atomic
 
 
 @contextmanager
-def figure(path: Path, panels: int = 1) -> Iterator[tuple]:
-    """Yield a matplotlib figure and its side-by-side axes; then write the figure to `path`. No display is needed."""
+def figure(path: Path, panels: int = 1) -> Iterator:
+    """Yield the axes of a matplotlib figure, or several side by side; then write the figure to `path`."""
     import matplotlib.figure
-    with matplotlib.rc_context({"text.parse_math": False}):  # so that a $ in a name stays a $
-        drawn = matplotlib.figure.Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
-        yield drawn, drawn.subplots(1, panels)
-        with atomic(path) as temporary:
-            drawn.savefig(temporary, dpi=120, format="png")
+    drawn = matplotlib.figure.Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
+    yield drawn.subplots(1, panels)
+    with atomic(path) as temporary:
+        drawn.savefig(temporary, dpi=120, format="png")

@@ -51,7 +51,7 @@ def table(name: str, entry: dict, tau: float) -> str:
 
 def draw(entries: dict[str, dict], tau: float, path: Path):
     """Draw the uncentered ranks by layer: (a) of all tokens of a text, (b) of the vectors at [MASK] or at a control."""
-    with figure(path, panels=2) as (_, axes):
+    with figure(path, panels=2) as axes:
         for number, (name, entry) in enumerate(entries.items()):
             for key, ranks in entry["uncentered"].items():
                 curve = CURVES[key]

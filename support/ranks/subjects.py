@@ -109,12 +109,6 @@ def subject_of_hub(name: str, options, device: torch.device) -> Subject:
     positions = getattr(model.config, "max_position_embeddings", 514) - 2
     n = min(options.seq_len, tokenizer.model_max_length, positions if positions > 0 else 512)
     rows = text_rows(text, encode_text, ([cls], [sep], [sep]), n, options, {})
-    try:
-        shapes = {tuple(h.shape[:2]) for h in encode(torch.from_numpy(rows[:1]))}
-    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:  # it needs other inputs
-        raise UserError(f"{name}: cannot be measured from token ids alone ({root_cause(error)})") from error
-    if shapes != {(1, n)}:
-        raise UserError(f"{name}: cannot be measured, because its layers change the length of the text")
     specials = sorted(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
     return Subject(name, encode, rows, text, mask, specials, reads_mask=True)
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from maelm import CLS, NUM_SPECIAL, SEP
 from support.program.cli import path_of
-from support.program.errors import UserError, root_cause, say
+from support.program.errors import UserError, say
 from support.program.files import code_hashes, lock_folder, read_json, short_hash, sync, write_json, write_text
 from support.text.documents import Source, documents, read_docs, sources, text_hash
 from support.text.tokenizer import Tokenizer
@@ -178,13 +178,9 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None, name: st
                         f"{cache / name}, are gone; restore one of them, or use another --data and --out")
     complete = folder / "meta.json"
     if not complete.is_file():  # otherwise nothing is written: the disk may be read-only
-        try:
-            with lock_folder(folder, wait=True):
-                if not complete.is_file():
-                    prepare(settings, selected, tokenizer, folder)
-        except (MemoryError, OSError) as error:
-            raise UserError(f"{folder}: not prepared ({root_cause(error)}); is the memory or disk full? Choose another "
-                            "folder with --cache, or another one for downloads with HF_HOME") from error
+        with lock_folder(folder, wait=True):
+            if not complete.is_file():
+                prepare(settings, selected, tokenizer, folder)
     return folder
 
 

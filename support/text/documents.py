@@ -9,7 +9,6 @@ import functools
 import hashlib
 import importlib.util
 import json
-import os
 import platform
 import sysconfig
 import warnings
@@ -110,27 +109,20 @@ def sources(data: str) -> list[Source]:
             continue
         if not name or not path_of(name).exists():
             raise UserError(f"--data {name}: no such file or folder; other sources are docs and hf:NAME")
-        if (path_of(name) / "dataset_info.json").is_file():
-            raise UserError(f"--data {name}: written by save_to_disk; write the data set with to_parquet instead")
-        files = sorted(files_below(path_of(name), set()), key=str)
+        files = sorted(files_below(path_of(name)), key=str)
         if not files:
             raise UserError(f"--data {name}: no file ending in {', '.join(FORMATS)}, plain or compressed")
         selected += files
     return selected
 
 
-def files_below(path: Path, seen: set[str]) -> Iterator[Path]:
-    """A text file, or all text files in a folder except hidden ones, each only once even if several links lead to it.
-    `seen` holds the real paths so far."""
-    place = os.path.realpath(path)
-    if place in seen or not (path.is_dir() or split_name(path)[1] in FORMATS):
-        return
-    seen.add(place)
+def files_below(path: Path) -> Iterator[Path]:
+    """A text file, or all text files in a folder and the folders in it, except hidden ones."""
     if path.is_dir():
-        for inside in sorted(path.iterdir()):
+        for inside in path.iterdir():
             if not inside.name.startswith("."):
-                yield from files_below(inside, seen)
-    else:
+                yield from files_below(inside)
+    elif split_name(path)[1] in FORMATS:
         yield path
 
 

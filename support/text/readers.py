@@ -60,8 +60,6 @@ def lines_of(path: Path, longest: int = -1) -> Iterator[str]:
     """The lines of a text with their line ends. Lines of more than `longest` characters are split."""
     with open_text(path) as file:
         while line := file.readline(longest):
-            if "\0" in line:
-                raise UserError(f"{path}: has a NUL character; remove it, or convert the file to UTF-8")
             yield line
 
 

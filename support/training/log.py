@@ -167,7 +167,7 @@ class Progress:
 def draw_loss(out: Path):
     """Draw loss.png from log.jsonl: the training and validation losses by step, and the unigram entropy."""
     log = read_log(out)
-    with figure(out / "loss.png") as (_, axes):
+    with figure(out / "loss.png") as axes:
         for name, label, style in (("loss", "training", "-"), ("val_loss", "validation", ".-")):
             points = [(line["step"], line[name]) for line in log if name in line]
             if points:
