@@ -57,8 +57,8 @@ class Setup(NamedTuple):
     out: Path
 
 
-def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out: Path, flags: argparse.Namespace,
-               worker: Worker) -> Setup:
+def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out: Path,
+               flags: argparse.Namespace, worker: Worker) -> Setup:
     """Encode the examples of a task, and claim the folder `out` for its runs."""
     tune = tune_of(task, fields_of(TuneConfig, vars(flags)), pretrained.config.encoder_dim)
     pretrained = pretrained.with_dropout(tune.dropout)
