@@ -41,9 +41,7 @@ def check(config: Config) -> Config:
         ("vocab_size", 261 <= c.vocab_size <= 1 << 20, "261 to 1,048,576"),  # a far larger V crashes `tokenizers`
         ("seq_len", c.seq_len >= 2, "2 or more"),
         ("encoder_layers", 1 <= c.encoder_layers <= 1000, "1 to 1,000"),
-        ("encoder_dim", d >= 1, "1 or more"),
         ("encoder_heads", heads > 0 and d % heads == 0, f"a divisor of encoder_dim={d}"),
-        ("dropout", 0 <= c.dropout < 1, "0 or more, below 1"),
         ("rel_pos_buckets", buckets == 0 or (buckets > 3 and buckets % 2 == 0), "0, 4, 6, 8 ..."),
         ("rel_pos_max_distance", c.rel_pos_max_distance > buckets // 4, f"more than {buckets // 4}"),
         ("mask_rate", 0 < c.num_masked(c.seq_len) < c.seq_len, f"a share that masks 1 to {c.seq_len - 1} tokens"),

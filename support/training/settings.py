@@ -36,7 +36,6 @@ class RunOptions:
         require(
             self,
             *[(name, getattr(self, name) >= 1, "1 or more") for name in intervals],
-            ("stop_at", self.stop_at >= 0, "0 or more"),
             ("keep_checkpoints", self.keep_checkpoints >= 0, "0 or more"),
             ("compile", self.compile in ("auto", "on", "off"), "auto, on or off"))
 
