@@ -41,14 +41,15 @@ class Result(NamedTuple):
     output: str
 
 
-def grade(texts: dict[str, str], tasks: list[str], **limits) -> list[Result]:
-    """Grade these tasks of a submission, which is given by the texts of its files. For limits, see run_limited."""
+def grade(texts: dict[str, str], tasks: list[str], seconds: int, total: float, rights: dict) -> list[Result]:
+    """Grade these tasks of a submission, which is given by the texts of its files. The limits are seconds of CPU time
+    for a task, seconds for all tasks, and the rights of a user, as arguments of subprocess ({} for ours)."""
+    limits = dict(seconds=seconds, end=time.monotonic() + total, rights=rights)
     differences = {}
     with tempfile.TemporaryDirectory() as folder:
         messages = {task: run_task(task, texts, Path(folder, task), limits) for task in tasks}
         if os.listdir(folder):  # files of effects
-            command = [sys.executable, "-m", "tests.random_inputs", folder]
-            done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE)
+            done = subprocess.run([sys.executable, "-m", "tests.random_inputs", folder], cwd=ROOT, capture_output=True)
             differences = json.loads(done.stdout) if done.returncode == 0 else {}
     return [result_of(task, messages[task], differences.get(task, "the effects are missing")) for task in tasks]
 
@@ -133,16 +134,14 @@ def write_all(folder: Path, texts: dict[str, str]):
 
 def run_limited(command: list[str], folder: Path, seconds: int, end: float, rights: dict) -> str:
     """Run a command in a folder with a limit of CPU time, and ten times as much in all, because other programs may run,
-    but not after an end by time.monotonic; with the rights of a user, as arguments of subprocess. Its process group is
-    killed. Returns the reason if the command was ended."""
+    but not after an end by time.monotonic. Kills its process group. Returns the reason if a limit ended the command."""
     if rights:
         for path in (folder, *folder.rglob("*")):
             shutil.chown(path, rights["user"])
-    environment = {}
-    for name, value in os.environ.items():
-        if str(ROOT) not in value and not name.startswith(("PYTEST_", "PWD", "OLDPWD")):  # may tell where solutions are
-            environment[name] = value
-    environment |= {"HOME": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # without plugins, pytest starts faster
+    # No variable may tell where our solutions are.
+    environment = {name: value for name, value in os.environ.items() if str(ROOT) not in value}
+    environment |= {"HOME": str(folder), "PWD": str(folder), "OLDPWD": "", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": "",
+                    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # without plugins, pytest starts faster
     # The system first warns the process (SIGXCPU), and kills it 5 seconds later.
     command = ["sh", "-c", f'ulimit -S -t {seconds}; ulimit -H -t {seconds + 5}; exec "$@"', "sh", *command]
     nothing = subprocess.DEVNULL

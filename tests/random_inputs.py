@@ -5,9 +5,7 @@
 The effects are compared in this process of ours, so the one that runs a student's code has no results of ours.
 """
 import copy
-import itertools
 import json
-import math
 import random
 import sys
 from contextlib import nullcontext
@@ -25,11 +23,9 @@ from conftest import close, generator, tiny
 from support.tasks import metrics
 from tests.test_homework import train_tiny
 
-DRAWS = 32  # calls per task
 ANY_DEVICE = ("relative_bucket", "attention", "RelativeBias.forward", "MAELM.fill_gaps")
 
 
-# ---- Effects --------------------------------------------------------------------------------------------------------
 def learning(values):
     """The tensors among some values that require gradients."""
     return [x for x in tree_leaves(values) if getattr(x, "requires_grad", False)]
@@ -59,14 +55,11 @@ def effect(function, arguments):
         except ValueError:
             return [1.0]
         states.append(torch.get_rng_state())
-        draws = [not torch.equal(*two) for two in itertools.pairwise(states) if parameters and module.training]
+        draws = [not torch.equal(*two) for two in zip(states, states[1:]) if parameters and module.training]
         flags = [*draws, torch.initial_seed() == 12345, names == [*module.state_dict()]]
-    gradients = []
-    if learning(results):
-        loss = sum((x.double() * torch.randn(x.shape, generator=generator(0)).to(x.device)).sum()
-                   for x in learning(results))
-        sources = learning([arguments, parameters])
-        gradients = torch.autograd.grad(loss, sources, allow_unused=True, materialize_grads=True)
+    sums = [(x.double() * torch.randn(x.shape, generator=generator(0)).to(x.device)).sum() for x in learning(results)]
+    sources = learning([arguments, parameters])
+    gradients = torch.autograd.grad(sums, sources, materialize_grads=True) if sums else []
     return tree_leaves([results, given, [part.training for part in module.modules()], flags, gradients])
 
 
@@ -79,7 +72,7 @@ def plain(x):
 
 def effects(task):
     """(sizes of the arguments, effect) of each call of a task."""
-    for number in range(1 if task == "together" else DRAWS):
+    for number in range(1 if task == "together" else 32):
         function, arguments = call(task, Draw(number))
         sizes = [f"{name} {tuple(x.shape)}" for name, x in arguments.items() if hasattr(x, "shape")]
         with SameDevice() if task in ANY_DEVICE else nullcontext():
@@ -95,8 +88,9 @@ class SameDevice(TorchFunctionMode):
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         lost = [x for x in tensors if getattr(x, "is_lost", False)]
         others = [x for x in tensors if not getattr(x, "is_lost", False)]
+        is_free = name in ("copy_", "to", "type_as")
         is_index = name in ("__getitem__", "__setitem__") and not getattr(args[0], "is_lost", False)
-        if any(x.ndim for x in lost) and any(x.ndim for x in others) and not is_index and name not in ("copy_", "to"):
+        if any(x.ndim for x in lost) and any(x.ndim for x in others) and not (is_free or is_index):
             raise RuntimeError(f"{name} needs tensors on the same device")
         results = function(*args, **kwargs or {})
         for x in tree_leaves(results):
@@ -107,7 +101,6 @@ class SameDevice(TorchFunctionMode):
 
 def difference(theirs, ours):
     """The first difference between the effects of a student's calls and ours, in one line; "" if there is none."""
-    sizes = "?"
     try:
         for (_, found), (sizes, expected) in zip(theirs, ours, strict=True):  # noqa: B007
             for x, y in zip(found, expected, strict=True):
@@ -117,13 +110,12 @@ def difference(theirs, ours):
                     largest = torch.nn.functional.pad(finite, (0, 1), value=1.0).max().item()
                     close(x, y, rtol=2e-4, atol=2e-4 * largest)
                 else:
-                    assert x == y or math.isclose(x, y, rel_tol=2e-4, abs_tol=1e-9), f"{x}, not {y}"
+                    assert x == y or abs(x - y) <= max(1e-9, 2e-4 * abs(y)), f"{x}, not {y}"
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         return f"with arguments of sizes {sizes}: {' '.join(str(error).split())}"
     return ""
 
 
-# ---- Random calls ---------------------------------------------------------------------------------------------------
 class Draw(random.Random):
     """A source of random numbers, which also sets torch's seed, and the dtype and mode of modules."""
     def __init__(self, number):
@@ -154,8 +146,7 @@ class Draw(random.Random):
     def bias(self, B, heads, t, s):
         """A bias that broadcasts to (B, heads, t, s) and may hide any key but the first; or None."""
         shape = ((t, s), (1, 1, t, s), (B, 1, 1, s), (1, heads, t, s), (B, heads, t, s))[self.number % 5]
-        hidden = torch.rand(shape) < self.choice((0, 0.3))
-        hidden[..., 0] = False
+        hidden = (torch.rand(shape) < self.choice((0, 0.3))).index_fill(-1, torch.tensor(0), False)
         bias = torch.randn(shape, dtype=self.dtype).masked_fill(hidden, -torch.inf)
         return self.choice((None, bias.requires_grad_()))
 
@@ -196,10 +187,9 @@ def call(task, draw):
             return rank.effective_rank, dict(h=h, tau=draw.choice((draw.random(), share - 1e-8, share + 3e-9)))
         case "matthews":
             names = np.array(draw.sample(range(-200, 200), draw.choice((1, s, s, 300)))) * draw.choice((1, 256))
-            true, other = np.array([draw.choices(names, k=draw.choice((2, 20, 3000)))] * 2)
-            draw.shuffle(other)
-            predicted = draw.choice((np.where(np.arange(len(true)) % draw.randint(1, 4), true, other), 0 * true))
-            return metrics.matthews, dict(predicted=predicted, true=true)
+            true = np.array(draw.choices(names, k=draw.choice((2, 20, 3000))))
+            mixed = np.where(np.arange(len(true)) % draw.randint(1, 4), true, draw.sample([*true], len(true)))
+            return metrics.matthews, dict(predicted=draw.choice((mixed, 0 * true)), true=true)
         case "relative_bucket":
             farthest, buckets = draw.choice((200, 5000, 70_000)), draw.randint(4, draw.choice((70, 300)))
             distance = torch.randint(-farthest, farthest, draw.choice(((2000,), (20, 30), (2, 60, 5))))
@@ -207,12 +197,9 @@ def call(task, draw):
             return maelm.relative_bucket, given
         case "attention":
             q, k, v = [torch.randn(B, n, heads, d_h, dtype=draw.dtype).transpose(1, 2) for n in (t, s, s)]
-            if draw.random() < 0.5:
-                q *= 100  # exp(logits) would overflow
-            else:
-                q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-            given = dict(q=q, k=k, v=v, bias=draw.bias(B, heads, t, s), p=draw.choice((0.0, 1e-12)))
-            return maelm.attention, given
+            scale = draw.choice((1, 100))  # with 100, exp(logits) would overflow, and gradients be rounding errors
+            q, k, v = [x.requires_grad_(scale == 1) for x in (q * scale, k, v)]
+            return maelm.attention, dict(q=q, k=k, v=v, bias=draw.bias(B, heads, t, s), p=draw.choice((0.0, 1e-12)))
         case "Attention.forward":
             layer = draw.module(maelm.Attention, heads * d_h, heads, draw.dropout)
             x, memory = [torch.randn(B, n, heads * d_h, dtype=draw.dtype).requires_grad_() for n in (t, s)]
@@ -228,23 +215,19 @@ def call(task, draw):
             one_token = dict(vocab_size=maelm.NUM_SPECIAL + 1, encoder_fill="random")  # then the fill is not random
             config = draw.config(mask_rate=draw.choice((0.02, 0.2, 0.5)), **draw.choice((dict(), one_token)))
             tokens, masked = draw.batch(config)
-            if draw.random() < 0.2:  # a position twice
-                masked[0, -1] = masked[0, 0]
+            masked[0, -1] = masked[0, draw.choice((0, -1, -1))]  # sometimes, a position twice
             real, m = tokens >= maelm.NUM_SPECIAL, draw.randint(0, 3)
-            given = dict(tokens=tokens)
             return draw.choice((
-                (lambda tokens: [list(x.shape) for x in maelm.corrupt(tokens, config, generator(0))], given),
+                (lambda x: [list(y.shape) for y in maelm.corrupt(x, config, generator(0))], dict(x=tokens)),
                 (lambda real: real.gather(1, maelm.draw_masks(real, m, generator(0))), dict(real=real)),
-                (lambda *given: maelm.apply_masks(*given, config, generator(0)), given | dict(masked=masked))))
+                (lambda *given: maelm.apply_masks(*given, config, generator(0)), dict(tokens=tokens, masked=masked))))
         case "Encoder.hidden_states":
-            encoder = draw.module(maelm.Encoder, config)
             tokens, at = draw.batch(config)
-            positions = torch.rand(len(tokens), config.seq_len).topk(tokens.shape[1]).indices
-            padding = torch.rand(tokens.shape) < 0.3
-            padding[:, [0, -1]] = False
-            given = dict(tokens=tokens, positions=draw.choice((positions, positions[:1])))
-            given |= dict(padding=draw.choice((padding, None)), at=draw.choice((at, None)))
-            return encoder.hidden_states, given
+            where = torch.rand(draw.choice((1, len(tokens))), config.seq_len).topk(tokens.shape[1]).indices
+            hide = torch.rand(tokens.shape) < 0.3
+            hide[:, [0, -1]] = False
+            given = dict(tokens=tokens, positions=where, padding=draw.choice((hide, None)), at=draw.choice((at, None)))
+            return draw.module(maelm.Encoder, config).hidden_states, given
         case "MAELM.fill_gaps":
             corruption = maelm.apply_masks(*draw.batch(config), config, generator(0))
             h = torch.randn(*corruption.kept.shape, config.encoder_dim, dtype=draw.choice((torch.float32, draw.dtype)))
@@ -253,8 +236,7 @@ def call(task, draw):
             ablation = maelm.ABLATIONS[draw.choice(("mae-lm", "mlm", "random-replace"))]
             config = draw.config(**ablation | dict(dropout=draw.choice((draw.dropout, 0.3))))
             model = draw.module(maelm.MAELM, config)
-            if config.dropout == 0.3:
-                model.encoder.eval()  # then nothing is random
+            model.encoder.train(draw.training and config.dropout < 0.3)  # so that nothing is random
             model.head.bias.data *= draw.choice((1, 200))  # exp(logits) would overflow
             tokens, masked = draw.batch(config)
             corruption = maelm.apply_masks(tokens, masked, config, generator(0))
@@ -263,7 +245,6 @@ def call(task, draw):
             return lambda seed: train_tiny(seed, 20, given=True)[3], dict(seed=draw.randrange(100))
 
 if __name__ == "__main__":
-    found = {}
-    for path in Path(sys.argv[1]).iterdir():
-        found[path.name] = difference(torch.load(path, weights_only=True), effects(path.name))
-    print(json.dumps(found))
+    paths = Path(sys.argv[1]).iterdir()
+    differences = {path.name: difference(torch.load(path, weights_only=True), effects(path.name)) for path in paths}
+    print(json.dumps(differences))
