@@ -83,8 +83,9 @@ def submissions(path: Path) -> list[Path]:
     entries = sorted(path.glob("[!._]*"))
     if any(entry.name in FILES for entry in entries):
         return [path]
-    is_class = any(entry.suffix == ".zip" for entry in entries) or sum(entry.is_dir() for entry in entries) > 1
-    return entries if is_class else [path]
+    folders = [entry for entry in entries if entry.is_dir()]
+    has_zip = any(entry.suffix.lower() == ".zip" for entry in entries)
+    return entries if has_zip or len(folders) > 1 else [path]
 
 
 def read(path: Path) -> dict[str, str]:
@@ -94,7 +95,7 @@ def read(path: Path) -> dict[str, str]:
         with tempfile.TemporaryDirectory() as folder:
             shutil.unpack_archive(path, folder, "zip")
             return read(Path(folder))
-    found = [each for each in (path, *path.rglob("*")) if is_plain(each)]
+    found = [each for each in (path, *path.rglob("*")) if is_plain(each) and not path.is_symlink()]
     found.sort(key=lambda each: len(each.parts))  # the nearest first
     texts = {}
     for name, file in FILES.items():

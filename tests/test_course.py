@@ -177,14 +177,16 @@ def test_every_entry_of_a_class_has_a_line_and_a_row(tmp_path, capsys, monkeypat
     write(room / "gil", {"a/maelm.py": one, "b/maelm.py": one})
     (room / "hal").mkdir()
     (room / "hal/maelm.py").symlink_to(ROOT / "maelm.py")
+    (room / "ian").symlink_to(ROOT)
     expected = ["anna: 8/8", "ben.zip: 4/8", "cleo.ZIP: 4/8", "dan.zip: 0/8; cannot be read: ",
                 "eve.zip: 0/8; cannot be read: found inner.zip, maelm (1).py; a folder",
                 "fay.tar.gz: 0/8; cannot be read: found fay.tar.gz; a folder",
-                "gil: 0/8; cannot be read: two files are named maelm.py", "hal: 0/8; cannot be read: found nothing"]
+                "gil: 0/8; cannot be read: two files are named maelm.py", "hal: 0/8; cannot be read: found nothing",
+                "ian: 0/8; cannot be read: found nothing"]
     found = grades(capsys, room, "--only", "attention", "corrupt", "--out", tmp_path / "out")
     assert len(found) == len(expected) and all(map(str.startswith, found, expected)), found
     table = (tmp_path / "out/grades.csv").read_text().splitlines()
-    assert table[:3] == ["student,total,attention,corrupt", "anna,8,4,4", "ben.zip,4,0,4"] and len(table) == 9
+    assert table[:3] == ["student,total,attention,corrupt", "anna,8,4,4", "ben.zip,4,0,4"] and len(table) == 10
     assert (tmp_path / "out/ben.zip.txt").read_text().startswith("attention 0/4 ")
     assert grades(capsys, room / "anna/hand in/maelm.py", "--only", "attention") == [
         "attention 4/4 as nothing has run", "total 4/4"]
