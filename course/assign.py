@@ -13,8 +13,8 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from course.grade import PYTEST_INI, TESTS, TOGETHER, Result, grade, write_all
-from course.homework import HOMEWORK, PROJECT, TASKS, handed_out, read, submissions, without
+from course.grade import INI, TESTS, TOGETHER, Result, grade, write_all
+from course.homework import HANDED_OUT, HOMEWORK, PROJECT, TASKS, read, submissions, without
 from support.program.cli import Parser
 from support.program.errors import UserError, clear_errors, printable
 from support.program.files import ROOT, write_json, write_text
@@ -26,8 +26,8 @@ def hand_out(folder: Path):
     """Make a folder for students. Raises UserError if the folder exists."""
     if folder.exists():
         raise UserError(f"{folder}: already exists; name a new folder")
-    texts = {file: handed_out(file) for file in TASKS} | {name: PROJECT[name] for name in ("conftest.py", "LICENSE")}
-    texts |= {"README.md": PROJECT["course/homework.md"], "pytest.ini": PYTEST_INI}
+    texts = HANDED_OUT | {name: PROJECT[name] for name in ("conftest.py", "LICENSE")}
+    texts |= {"README.md": PROJECT["course/homework.md"], "pytest.ini": INI}
     texts["support/model/cross_attention.py"] = "CrossMAELM = None  # not homework, but conftest.py imports it\n"
     for file in TESTS:  # without the claims that reveal solutions and the lecturer's command
         text = re.sub(r'\n    python test_maelm.py -h[^\n]*|if __name__ .*?\n\n', "", PROJECT[file], flags=re.DOTALL)
@@ -64,17 +64,18 @@ def report(results: list[Result], problem: str, verbose: bool) -> str:
 def grade_students(options) -> bool:
     """Grade a submission, a line per task, or a class, a line per student. Returns whether all have full marks. Raises
     UserError if the code cannot run as options.user."""
-    rights = dict(user=options.user, group=options.user, extra_groups=[]) if options.user else {}
+    import pwd  # not at the top, because Windows lacks it
+    path = options.grade.resolve(strict=True)  # so that . has a name
     try:
+        user = pwd.getpwnam(options.user) if options.user else None
+        rights = dict(user=user.pw_uid, group=user.pw_gid, extra_groups=[]) if user else {}
         subprocess.run([sys.executable, "-c", ""], cwd="/", check=True, **rights)
-    except (KeyError, ValueError, OSError, subprocess.CalledProcessError) as error:
-        raise UserError(f"--user {options.user}: {error}; as root, make this user with useradd") from error
+    except (KeyError, OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"--user {options.user}: {error}; as root, make a user who can run Python") from error
     if not rights:
         print("graded without --user: students' code can read and change this user's files", file=sys.stderr)
-    path = options.grade.resolve()  # so that . has a name
     paths = [path] if options.json else submissions(path)
     table = [["student", "total", *options.only]]
-    perfect = True
     for path in paths:
         texts, problem = {}, ""
         try:
@@ -83,7 +84,7 @@ def grade_students(options) -> bool:
             problem = f"cannot be read: {error}"
         results = grade(texts, options.only, options.time_limit, options.total_limit, rights)
         scores = [row.score for row in results]
-        perfect = perfect and scores == [row.max_score for row in results]
+        table.append([printable(path.name), sum(scores), *scores])
         if len(paths) > 1:
             alarms = [row.output.partition("\n")[0] for row in results if row.output.startswith(ALARMS)]
             points = ", ".join(f"{row.name} {row.score}" for row in results)
@@ -94,21 +95,19 @@ def grade_students(options) -> bool:
             write_json(options.json, {"output": problem, "tests": [row._asdict() for row in results]})
         if options.out:
             write_text(options.out / f"{path.name}.txt", report(results, problem, verbose=True) + "\n")
-            table.append([printable(path.name), sum(scores), *scores])
             with open(options.out / "grades.csv", "w", newline="", encoding="utf-8") as file:
                 csv.writer(file, lineterminator="\n").writerows(table)
-    return perfect
+    return all(row[1] == sum(result.max_score for result in results) for row in table[1:])
 
 
 def main(argv=None) -> int:
     """Run the command. Returns its exit code: 0, or 1 for less than full marks."""
     parser = Parser("test_maelm.py", __doc__)
-    command = parser.add_mutually_exclusive_group(required=True)
-    command.add_argument("--blank", nargs="+", metavar="TASK", choices=[*HOMEWORK, "all"],
-                         help="print a file without the bodies of these functions; all: maelm.py")
-    command.add_argument("--handout", type=Path, metavar="DIR", help="make a folder for students")
-    command.add_argument("--gradescope", type=Path, metavar="ZIP", help="make an autograder for Gradescope")
-    command.add_argument("--grade", type=Path, metavar="PATH", help="grade a folder, a zip, a maelm.py, or a class")
+    command = parser.add_mutually_exclusive_group(required=True).add_argument
+    command("--blank", nargs="+", metavar="TASK", choices=[*HOMEWORK, "all"], help="print these tasks' file, unsolved")
+    command("--handout", type=Path, metavar="DIR", help="make a folder for students")
+    command("--gradescope", type=Path, metavar="ZIP", help="make an autograder for Gradescope")
+    command("--grade", type=Path, metavar="PATH", help="grade a folder, a zip, a maelm.py, or a class")
     add, tasks = parser.add_argument, [*HOMEWORK, TOGETHER]
     add("--only", nargs="+", metavar="TASK", choices=tasks, default=tasks, help="grade only these")
     add("--verbose", action="store_true", help="show the message of each claim that failed")
@@ -118,8 +117,6 @@ def main(argv=None) -> int:
     add("--time-limit", type=int, metavar="SECONDS", default=60, help="CPU time per task [60]")
     add("--total-limit", type=float, metavar="SECONDS", default=float("inf"), help="time for a student's tasks")
     options = parser.parse_args(argv)
-    if options.grade and not options.grade.exists():
-        parser.error(f"--grade {options.grade}: there is no such file or folder")
     with clear_errors("test_maelm.py"):
         if options.handout:
             hand_out(options.handout)

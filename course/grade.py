@@ -1,7 +1,6 @@
 """Grades a submission: runs claims about its functions, each worth a point; see teaching.md. The tasks run one after
 another, each in a fresh copy of this project: the student's file, with our solutions to earlier tasks only (all others
-in `together`), so that no process has seen our solution to a later task. It is no sandbox.
-"""
+in `together`), so that no process has seen our solution to a later task. It is no sandbox."""
 import itertools
 import json
 import os
@@ -19,18 +18,16 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from course.homework import HOMEWORK, PARTS, PROJECT, SOLUTIONS, TASKS, handed_out, is_attempted, is_plain
+from course.homework import HANDED_OUT, HOMEWORK, PARTS, PROJECT, SOLUTIONS, TASKS, is_attempted, is_plain
 from support.program.files import ROOT
 
 TOGETHER = "together"  # claims about all of a student's functions at once
 TESTS = ("test_maelm.py", "tests/test_homework.py")  # the claims that students also get
-RANDOM_CLAIM = "test_random_inputs"  # a claim of every task that only the grader checks; see tests/random_inputs.py
-EFFECTS = "effects.pt"  # its results, gradients and changed arguments, which another process compares with ours
+RANDOM_CLAIM = "test_random_inputs"  # only the grader checks it; a process of ours compares the effects that it writes
 # Claims that cannot hold. If one does not fail, the student's code has changed pytest, torch or the report.
 MUST_FAIL = ("assert False", "assert torch.equal(torch.zeros(2), torch.ones(2))", "assert torch.zeros(()) == 1",
              "close(torch.zeros(2), torch.ones(2))")
-PYTEST_INI = ("[pytest]\naddopts = --import-mode=importlib --tb=short\npythonpath = .\n"
-              "filterwarnings = ignore:Unknown pytest\n")
+INI = "[pytest]\naddopts = --import-mode=importlib --tb=short\npythonpath = .\nfilterwarnings = ignore:Unknown pytest\n"
 
 
 class Result(NamedTuple):
@@ -42,15 +39,12 @@ class Result(NamedTuple):
 
 
 def grade(texts: dict[str, str], tasks: list[str], seconds: int, total: float, rights: dict) -> list[Result]:
-    """Grade these tasks of a submission, which is given by the texts of its files. The limits are seconds of CPU time
-    for a task, seconds for all tasks, and the rights of a user, as arguments of subprocess ({} for ours)."""
-    limits = dict(seconds=seconds, end=time.monotonic() + total, rights=rights)
-    differences = {}
+    """Grade these tasks of a submission, within seconds of CPU time per task and a total of seconds by the clock."""
+    limits = dict(seconds=seconds, end=time.monotonic() + total, rights=rights)  # of a user, as arguments of subprocess
     with tempfile.TemporaryDirectory() as folder:
         messages = {task: run_task(task, texts, Path(folder, task), limits) for task in tasks}
-        if os.listdir(folder):  # files of effects
-            done = subprocess.run([sys.executable, "-m", "tests.random_inputs", folder], cwd=ROOT, capture_output=True)
-            differences = json.loads(done.stdout) if done.returncode == 0 else {}
+        done = subprocess.run([sys.executable, "-m", "tests.random_inputs", folder], cwd=ROOT, capture_output=True)
+        differences = json.loads(done.stdout) if done.returncode == 0 else {}
     return [result_of(task, messages[task], differences.get(task, "the effects are missing")) for task in tasks]
 
 
@@ -70,7 +64,6 @@ def result_of(task: str, messages: dict[str, str], difference: str) -> Result:
 
 def claims_of(task: str) -> dict[str, bool]:
     """The claims of a task, and whether each is a gate: a task that fails a gate gets no points."""
-    # Such as: @task("corrupt", gate=True) above def test_every_sequence_has_exactly_m_masks():
     text = "\n".join(PROJECT[file] for file in TESTS)
     found = re.findall(rf'^@task\("{task}"(, gate=True)?\)\ndef (\w+)', text, re.MULTILINE)
     return {name: bool(gate) for gate, name in found} | {RANDOM_CLAIM: True}
@@ -93,8 +86,8 @@ def run_task(task: str, texts: dict[str, str], effects: Path, limits: dict) -> d
         problem = run_limited([sys.executable, "-m", "pytest", "--noconftest", "--assert=plain", "-s", *TESTS, "-k",
                                " or ".join(names.values()), "--junitxml=report.xml"], folder, **limits)
         found = read_report(folder / "report.xml")
-        if is_plain(folder / EFFECTS):
-            shutil.copyfile(folder / EFFECTS, effects)
+        if is_plain(folder / "effects.pt"):
+            shutil.copyfile(folder / "effects.pt", effects)
     if problem or not found:
         return {task: problem or "no report: the code ends Python"}
     if found.keys().isdisjoint(names.values()):  # pytest could not even collect the tests
@@ -107,7 +100,7 @@ def run_task(task: str, texts: dict[str, str], effects: Path, limits: dict) -> d
 def copy_for(task: str, texts: dict[str, str], students: list[str], names: dict[str, str]) -> dict[str, str]:
     """The files of the copy in which a task runs: ours with blanks or, for some tasks, the student's. Our solutions to
     earlier tasks follow at the end of each file, where they replace the student's. Claims get new names."""
-    files = PROJECT | {file: handed_out(file) for file in TASKS} | {"pytest.ini": PYTEST_INI}
+    files = PROJECT | HANDED_OUT | {"pytest.ini": INI}
     for name in students:
         files[HOMEWORK[name]] = texts[HOMEWORK[name]]
     for name in itertools.takewhile(lambda name: name != task, HOMEWORK):  # all tasks in `together`
@@ -121,7 +114,7 @@ def copy_for(task: str, texts: dict[str, str], students: list[str], names: dict[
     for wrong in MUST_FAIL:
         files[TESTS[0]] += f"\n\ndef {names[wrong]}():\n    {wrong}\n"
     files[TESTS[1]] += (f"\n\ndef {names[RANDOM_CLAIM]}():\n    from tests import random_inputs\n"
-                        f"    torch.save([*random_inputs.effects({task!r})], {EFFECTS!r})\n")
+                        f"    torch.save([*random_inputs.effects({task!r})], 'effects.pt')\n")
     return files
 
 
@@ -136,17 +129,15 @@ def run_limited(command: list[str], folder: Path, seconds: int, end: float, righ
     """Run a command in a folder with a limit of CPU time, and ten times as much in all, because other programs may run,
     but not after an end by time.monotonic. Kills its process group. Returns the reason if a limit ended the command."""
     if rights:
-        for path in (folder, *folder.rglob("*")):
-            shutil.chown(path, rights["user"])
+        subprocess.run(["chown", "-R", str(rights["user"]), folder], check=True)
     # No variable may tell where our solutions are.
     environment = {name: value for name, value in os.environ.items() if str(ROOT) not in value}
     environment |= {"HOME": str(folder), "PWD": str(folder), "OLDPWD": "", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": "",
                     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # without plugins, pytest starts faster
     # The system first warns the process (SIGXCPU), and kills it 5 seconds later.
-    command = ["sh", "-c", f'ulimit -S -t {seconds}; ulimit -H -t {seconds + 5}; exec "$@"', "sh", *command]
-    nothing = subprocess.DEVNULL
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdin=nothing, stdout=nothing, stderr=nothing,
-                               start_new_session=True, **rights)
+    limited = f'ulimit -S -t {seconds}; ulimit -H -t {seconds + 5}; exec "$@" < /dev/null > /dev/null 2>&1'
+    command = ["sh", "-c", limited, "sh", *command]
+    process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **rights)
     try:
         code = process.wait(max(0, min(10 * seconds, end - time.monotonic())))
     except subprocess.TimeoutExpired:

@@ -17,8 +17,7 @@ TASKS = {  # of each file, in an order that works: a task needs only earlier tas
 }
 HOMEWORK = {task: file for file, tasks in TASKS.items() for task in tasks}
 FILES = {Path(file).name: file for file in TASKS}
-PARTS = {task: [task] for task in HOMEWORK}  # the functions of each task
-PARTS["corrupt"] += ["draw_masks", "apply_masks"]
+PARTS = {task: [task] for task in HOMEWORK} | {"corrupt": ["corrupt", "draw_masks", "apply_masks"]}  # its functions
 COPIED = ("*.py", "LICENSE", "requirements*.txt", "course/*.py", "course/*.md", "support/**/*.py", "tests/__init__.py",
           "tests/random_inputs.py", "tests/test_homework.py")
 PROJECT = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for name in COPIED for path in ROOT.glob(name)}
@@ -59,12 +58,9 @@ def without(tasks: list[str]) -> str:
     return text
 
 
-def handed_out(file: str) -> str:
-    """A file as students get it: maelm.py without the solutions, but only the blanks of other files."""
-    if file == "maelm.py":
-        return without(TASKS[file])
-    blanks = [BLANKS[part] for task in TASKS[file] for part in PARTS[task]]
-    return "\n\n\n".join([HEADER, *blanks]) + "\n"
+# The files as students get them: maelm.py without its solutions; of the other files, only the blanks.
+HANDED_OUT = {file: "\n\n\n".join([HEADER, *[BLANKS[task] for task in tasks]]) + "\n" for file, tasks in TASKS.items()}
+HANDED_OUT["maelm.py"] = without(TASKS["maelm.py"])
 
 
 def is_attempted(task: str, texts: dict[str, str]) -> bool:
@@ -83,14 +79,12 @@ def submissions(path: Path) -> list[Path]:
     entries = sorted(path.glob("[!._]*"))
     if any(entry.name in FILES for entry in entries):
         return [path]
-    folders = [entry for entry in entries if entry.is_dir()]
-    has_zip = any(entry.suffix.lower() == ".zip" for entry in entries)
-    return entries if has_zip or len(folders) > 1 else [path]
+    is_class = any(entry.suffix.lower() == ".zip" for entry in entries) or sum(map(Path.is_dir, entries)) > 1
+    return entries if is_class else [path]
 
 
 def read(path: Path) -> dict[str, str]:
-    """The texts of the homework's files in a folder, a zip or a file, which are known by their names. Raises UserError
-    if no file has such a name, or two files have the same; and other errors for a broken zip."""
+    """The texts of the homework's files, by their names, in a folder, a zip or a file. Raises UserError for none."""
     if path.suffix.lower() == ".zip":
         with tempfile.TemporaryDirectory() as folder:
             shutil.unpack_archive(path, folder, "zip")

@@ -157,7 +157,7 @@ def test_another_user_cannot_read_our_files(tmp_path, capsys):
         rights = dict(user=61234, group=61234, extra_groups=[])
         run_limited(["sh", "-c", "id -u > user; cat /etc/shadow > copy"], Path(folder), 60, math.inf, rights)
         assert Path(folder, "user").read_text() == "61234\n" and Path(folder, "copy").read_text() == ""
-    assert "useradd" in fails(lambda: main(["--grade", str(tmp_path), "--user", "no-such-user"]), capsys)
+    assert "make a user" in fails(lambda: main(["--grade", str(tmp_path), "--user", "no-such-user"]), capsys)
 
 
 def graded(texts, tasks, *limits):
