@@ -86,7 +86,7 @@ def run_task(task: str, texts: dict[str, str], effects: Path, limits: dict) -> d
         problem = run_limited([sys.executable, "-m", "pytest", "--noconftest", "--assert=plain", "-s", *TESTS, "-k",
                                " or ".join(names.values()), "--junitxml=report.xml"], folder, **limits)
         found = read_report(folder / "report.xml")
-        if is_plain(folder / "effects.pt"):
+        if found and not problem and is_plain(folder / "effects.pt"):  # otherwise, it may be incomplete
             shutil.copyfile(folder / "effects.pt", effects)
     if problem or not found:
         return {task: problem or "no report: the code ends Python"}
