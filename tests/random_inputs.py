@@ -1,16 +1,15 @@
 """Random calls of the functions of each task: for full marks, a student's functions must have the effects of ours.
 
-    python -m tests.random_inputs attention=FILE ...   # the first difference from ours for each task, as JSON
+    python -m tests.random_inputs FOLDER    # of a file of effects per task -> its first difference from ours, as JSON
 
-Files of effects are compared in this process of ours, so the one that runs a student's code has no results of ours.
+The effects are compared in this process of ours, so the one that runs a student's code has no results of ours.
 """
 import copy
-import itertools
 import json
-import math
 import random
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,24 +21,21 @@ import rank
 import train
 from conftest import close, generator, tiny
 from support.tasks import classification
-from tests.test_homework import fifty_steps
+from tests.test_homework import train_tiny
 
-DRAWS = 32  # of which the last two are on the device "meta", for tasks that may create tensors and need no values
 ANY_DEVICE = ("relative_bucket", "attention", "RelativeBias.forward", "MAELM.fill_gaps")
 
 
-# ---- Effects --------------------------------------------------------------------------------------------------------
-def learns(x):
-    """Whether a value is a tensor that requires gradients."""
-    return getattr(x, "requires_grad", False)
+def learning(values):
+    """The tensors among some values that require gradients."""
+    return [x for x in tree_leaves(values) if getattr(x, "requires_grad", False)]
 
 
 def effect(function, arguments):
     """The effect of a call, as a list of tensors and numbers: results; arguments after the call; the module's modes;
     whether it drew random numbers in training, seeded torch or changed the module's buffers; and the gradients of a
     random sum of the results, for arguments and parameters. Or [1.0] for a ValueError."""
-    arguments = copy.deepcopy(arguments)
-    given = [1 * x if learns(x) else x for x in arguments]  # safe to edit in place
+    given = tree_map_only(torch.Tensor, torch.clone, arguments)  # no leaves, which could not be edited in place
     module = getattr(function, "__self__", torch.nn.Module())
     parameters = [*module.parameters()]
     names = [*module.state_dict()]
@@ -59,79 +55,67 @@ def effect(function, arguments):
         except ValueError:
             return [1.0]
         states.append(torch.get_rng_state())
-        draws = [bool(parameters) and module.training and not torch.equal(*two) for two in itertools.pairwise(states)]
+        draws = [not torch.equal(*two) for two in zip(states, states[1:]) if parameters and module.training]
         flags = [*draws, torch.initial_seed() == 12345, names == [*module.state_dict()]]
-    gradients = []
-    learning = [x for x in tree_leaves(results) if learns(x)]
-    if learning:
-        loss = sum((x.double() * torch.randn(x.shape, generator=generator(0)).to(x.device)).sum() for x in learning)
-        sources = [*filter(learns, arguments), *parameters]
-        gradients = torch.autograd.grad(loss, sources, allow_unused=True, materialize_grads=True)
-    modes = [part.training for part in module.modules()]
-    return [plain(x) for x in tree_leaves([results, given, modes, flags, gradients])]
+    sums = [(x.double() * torch.randn(x.shape, generator=generator(0)).to(x.device)).sum() for x in learning(results)]
+    sources = learning([arguments, parameters])
+    gradients = torch.autograd.grad(sums, sources, materialize_grads=True) if sums else []
+    return tree_leaves([results, given, [part.training for part in module.modules()], flags, gradients])
 
 
 def plain(x):
-    """A value as a tensor, a number or None. A tensor on the device "meta" has a shape and a dtype only."""
-    if isinstance(x, torch.Tensor):
-        return torch.zeros_like(x, device="cpu") if x.is_meta else x.detach().clone()
-    if isinstance(x, np.ndarray):
-        return torch.from_numpy(x.copy())
-    return float(x) if isinstance(x, (int, float, np.number)) else None if x is None else str(type(x))
+    """A value as a tensor, a number, or the name of its type."""
+    if isinstance(x, (torch.Tensor, np.ndarray)):
+        return torch.as_tensor(x).detach().clone()
+    return float(x) if isinstance(x, (int, float, np.number)) else str(type(x))
 
 
 def effects(task):
-    """(device and sizes of the arguments, effect) of each call of a task. On the device "meta", tensors have no values,
-    and a call that needs values, as NumPy does, has no effect."""
-    for number in range(1 if task == "together" else DRAWS):
+    """(sizes of the arguments, effect) of each call of a task."""
+    for number in range(1 if task == "together" else 32):
         function, arguments = call(task, Draw(number))
-        device = "meta" if number >= DRAWS - 2 and task in ANY_DEVICE else "cpu"
-        getattr(function, "__self__", torch.nn.Module()).to(device)
-        arguments = tree_map_only(
-            torch.Tensor, lambda x: x.detach().to(device).requires_grad_(x.requires_grad), arguments)
         sizes = [f"{name} {tuple(x.shape)}" for name, x in arguments.items() if hasattr(x, "shape")]
-        guard = SameDevice() if device == "meta" else nullcontext()
-        try:
-            with guard:
-                found = effect(function, [*arguments.values()])
-        except (RuntimeError, TypeError) as error:
-            if device == "cpu" or "same device" in str(error):
-                raise
-            found = []
-        yield f"{device}: {', '.join(sizes)}", found
+        with SameDevice() if task in ANY_DEVICE else nullcontext():
+            found = effect(function, [*arguments.values()])
+        yield ", ".join(sizes), [plain(x) for x in found]
 
 
 class SameDevice(TorchFunctionMode):
-    """Refuses operations on tensors of two devices, as CUDA does, except indices, numbers and copies. The device "meta"
-    alone accepts many."""
+    """Refuses what a GPU would refuse, although all tensors are on the CPU: to combine an argument with a tensor that
+    was made without a device, unless the latter is a number or an index, or is copied."""
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.ndim > 0]
-        is_index = function.__name__ in ("__getitem__", "__setitem__") and tensors[0].is_meta
-        if len({x.device for x in tensors}) > 1 and not is_index and function.__name__ != "copy_":
-            raise RuntimeError(f"{function.__name__} needs tensors on the same device")
-        return function(*args, **kwargs or {})
+        name, leaves = function.__name__, tree_leaves((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        lost = [x for x in tensors if getattr(x, "is_lost", False)]
+        others = [x for x in tensors if not getattr(x, "is_lost", False)]
+        is_free = name in ("copy_", "to", "type_as")
+        is_index = name in ("__getitem__", "__setitem__") and not getattr(args[0], "is_lost", False)
+        if any(x.ndim for x in lost) and any(x.ndim for x in others) and not (is_free or is_index):
+            raise RuntimeError(f"{name} needs tensors on the same device")
+        results = function(*args, **kwargs or {})
+        for x in tree_leaves(results):
+            if isinstance(x, torch.Tensor):
+                x.is_lost = not others and not any(isinstance(leaf, torch.device) for leaf in leaves)
+        return results
 
 
 def difference(theirs, ours):
     """The first difference between the effects of a student's calls and ours, in one line; "" if there is none."""
-    sizes = "?"
     try:
-        for (_, found), (sizes, expected) in zip(theirs, ours, strict=True):
-            if found or "meta" not in sizes:
-                for x, y in zip(found, expected, strict=True):
-                    assert type(x) is type(y), f"{type(x).__name__} instead of {type(y).__name__}"
-                    if torch.is_tensor(y):
-                        finite = y.double().nan_to_num(0, 0, 0).abs().flatten()
-                        largest = torch.nn.functional.pad(finite, (0, 1), value=1.0).max().item()
-                        close(x, y, rtol=2e-4, atol=2e-4 * largest)
-                    else:
-                        assert x == y or math.isclose(x, y, rel_tol=2e-4, abs_tol=1e-9), f"{x}, not {y}"
-    except Exception as error:  # students' code can write any file
+        for (_, found), (sizes, expected) in zip(theirs, ours, strict=True):  # noqa: B007
+            for x, y in zip(found, expected, strict=True):
+                assert type(x) is type(y), f"{type(x).__name__} instead of {type(y).__name__}"
+                if torch.is_tensor(y):
+                    finite = y.double().nan_to_num(0, 0, 0).abs().flatten()
+                    largest = torch.nn.functional.pad(finite, (0, 1), value=1.0).max().item()
+                    close(x, y, rtol=2e-4, atol=2e-4 * largest)
+                else:
+                    assert x == y or abs(x - y) <= max(1e-9, 2e-4 * abs(y)), f"{x}, not {y}"
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         return f"with arguments of sizes {sizes}: {' '.join(str(error).split())}"
     return ""
 
 
-# ---- Random calls ---------------------------------------------------------------------------------------------------
 class Draw(random.Random):
     """A source of random numbers, which also sets torch's seed, and the dtype and mode of modules."""
     def __init__(self, number):
@@ -142,13 +126,6 @@ class Draw(random.Random):
         self.training = number % 2 == 0
         self.large = number % 5 < 2  # whether some sizes are
         self.dropout = 1e-12 if self.training else 0.3  # in training mode, it is not 0 but drops nothing
-
-    def sizes(self, count):
-        """`count` sizes from 1 to 6; sometimes, one of them is 70."""
-        sizes = [self.randint(1, 6) for _ in range(count)]
-        if self.large:
-            sizes[self.randrange(count)] = 70
-        return sizes
 
     def config(self, **fields):
         """A small Config of random sizes."""
@@ -168,10 +145,8 @@ class Draw(random.Random):
 
     def bias(self, B, heads, t, s):
         """A bias that broadcasts to (B, heads, t, s) and may hide any key but the first; or None."""
-        shapes = (t, s), (1, 1, t, s), (B, 1, 1, s), (1, heads, t, s), (B, heads, t, s)
-        shape = shapes[self.number % 5]
-        hidden = torch.rand(shape) < self.choice((0, 0.3))
-        hidden[..., 0] = False
+        shape = ((t, s), (1, 1, t, s), (B, 1, 1, s), (1, heads, t, s), (B, heads, t, s))[self.number % 5]
+        hidden = (torch.rand(shape) < self.choice((0, 0.3))).index_fill(-1, torch.tensor(0), False)
         bias = torch.randn(shape, dtype=self.dtype).masked_fill(hidden, -torch.inf)
         return self.choice((None, bias.requires_grad_()))
 
@@ -187,7 +162,8 @@ class Draw(random.Random):
 def call(task, draw):
     """A function of a task, or a method of a module, and its arguments by their names."""
     config = draw.config()
-    B, t, s, heads, d_h = draw.sizes(5)
+    sizes = [70 if draw.large else 2, *draw.choices(range(1, 7), k=4)]
+    B, t, s, heads, d_h = draw.sample(sizes, 5)  # in random order
     match task:
         case "learning_rate_factor":
             last = draw.randint(1, draw.choice((3, 60, 10 ** 6)))
@@ -211,23 +187,19 @@ def call(task, draw):
             return rank.effective_rank, dict(h=h, tau=draw.choice((draw.random(), share - 1e-8, share + 3e-9)))
         case "matthews":
             names = np.array(draw.sample(range(-200, 200), draw.choice((1, s, s, 300)))) * draw.choice((1, 256))
-            true, other = np.array([draw.choices(names, k=draw.choice((2, 20, 3000)))] * 2)
-            draw.shuffle(other)
-            predicted = draw.choice((np.where(np.arange(len(true)) % draw.randint(1, 4), true, other), 0 * true))
-            return classification.matthews, dict(predicted=predicted, true=true)
+            true = np.array(draw.choices(names, k=draw.choice((2, 20, 3000))))
+            mixed = np.where(np.arange(len(true)) % draw.randint(1, 4), true, draw.sample([*true], len(true)))
+            return classification.matthews, dict(predicted=draw.choice((mixed, 0 * true)), true=true)
         case "relative_bucket":
             farthest, buckets = draw.choice((200, 5000, 70_000)), draw.randint(4, draw.choice((70, 300)))
             distance = torch.randint(-farthest, farthest, draw.choice(((2000,), (20, 30), (2, 60, 5))))
-            most = draw.randint(buckets // 4 + 1, farthest)
-            return maelm.relative_bucket, dict(distance=distance, num_buckets=buckets, max_distance=most)
+            given = dict(distance=distance, num_buckets=buckets, max_distance=draw.randint(buckets // 4 + 1, farthest))
+            return maelm.relative_bucket, given
         case "attention":
             q, k, v = [torch.randn(B, n, heads, d_h, dtype=draw.dtype).transpose(1, 2) for n in (t, s, s)]
-            if draw.random() < 0.5:
-                q *= 100  # exp(logits) would overflow
-            else:
-                q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-            given = dict(q=q, k=k, v=v, bias=draw.bias(B, heads, t, s), p=draw.choice((0.0, 1e-12)))
-            return maelm.attention, given
+            scale = draw.choice((1, 100))  # with 100, exp(logits) would overflow, and gradients be rounding errors
+            q, k, v = [x.requires_grad_(scale == 1) for x in (q * scale, k, v)]
+            return maelm.attention, dict(q=q, k=k, v=v, bias=draw.bias(B, heads, t, s), p=draw.choice((0.0, 1e-12)))
         case "Attention.forward":
             layer = draw.module(maelm.Attention, heads * d_h, heads, draw.dropout)
             x, memory = [torch.randn(B, n, heads * d_h, dtype=draw.dtype).requires_grad_() for n in (t, s)]
@@ -243,32 +215,19 @@ def call(task, draw):
             one_token = dict(vocab_size=maelm.NUM_SPECIAL + 1, encoder_fill="random")  # then the fill is not random
             config = draw.config(mask_rate=draw.choice((0.02, 0.2, 0.5)), **draw.choice((dict(), one_token)))
             tokens, masked = draw.batch(config)
-            if draw.random() < 0.2:  # a position twice
-                masked[0, -1] = masked[0, 0]
-            count = draw.randint(0, 3)
-
-            def shapes(tokens):
-                return [list(x.shape) for x in maelm.corrupt(tokens, config, generator(0))]
-
-            def number(tokens):  # the masks are random, but not the number of different real tokens in each row
-                real = tokens >= maelm.NUM_SPECIAL
-                rows = maelm.draw_masks(real, count, generator(0))
-                return [int(row[at.unique()].sum()) for row, at in zip(real, rows)], list(rows.shape)
-
-            def applied(tokens, masked):
-                return maelm.apply_masks(tokens, masked, config, generator(0))
-
-            given = dict(tokens=tokens)
-            return draw.choice(((applied, given | dict(masked=masked)), (shapes, given), (number, given)))
+            masked[0, -1] = masked[0, draw.choice((0, -1, -1))]  # sometimes, a position twice
+            real, m = tokens >= maelm.NUM_SPECIAL, draw.randint(0, 3)
+            return draw.choice((
+                (lambda x: [list(y.shape) for y in maelm.corrupt(x, config, generator(0))], dict(x=tokens)),
+                (lambda real: real.gather(1, maelm.draw_masks(real, m, generator(0))), dict(real=real)),
+                (lambda *given: maelm.apply_masks(*given, config, generator(0)), dict(tokens=tokens, masked=masked))))
         case "Encoder.hidden_states":
-            encoder = draw.module(maelm.Encoder, config)
             tokens, at = draw.batch(config)
-            positions = torch.rand(len(tokens), config.seq_len).topk(tokens.shape[1]).indices
-            padding = torch.rand(tokens.shape) < 0.3
-            padding[:, [0, -1]] = False
-            given = dict(tokens=tokens, positions=draw.choice((positions, positions[:1])))
-            given |= dict(padding=draw.choice((padding, None)), at=draw.choice((at, None)))
-            return encoder.hidden_states, given
+            where = torch.rand(draw.choice((1, len(tokens))), config.seq_len).topk(tokens.shape[1]).indices
+            hide = torch.rand(tokens.shape) < 0.3
+            hide[:, [0, -1]] = False
+            given = dict(tokens=tokens, positions=where, padding=draw.choice((hide, None)), at=draw.choice((at, None)))
+            return draw.module(maelm.Encoder, config).hidden_states, given
         case "MAELM.fill_gaps":
             corruption = maelm.apply_masks(*draw.batch(config), config, generator(0))
             h = torch.randn(*corruption.kept.shape, config.encoder_dim, dtype=draw.choice((torch.float32, draw.dtype)))
@@ -277,21 +236,15 @@ def call(task, draw):
             ablation = maelm.ABLATIONS[draw.choice(("mae-lm", "mlm", "random-replace"))]
             config = draw.config(**ablation | dict(dropout=draw.choice((draw.dropout, 0.3))))
             model = draw.module(maelm.MAELM, config)
-            if config.dropout == 0.3:
-                model.encoder.eval()  # then nothing is random
+            model.encoder.train(draw.training and config.dropout < 0.3)  # so that nothing is random
             model.head.bias.data *= draw.choice((1, 200))  # exp(logits) would overflow
             tokens, masked = draw.batch(config)
             corruption = maelm.apply_masks(tokens, masked, config, generator(0))
             return model.forward, dict(tokens=tokens, corruption=corruption)
         case "together":
-            return lambda seed: fifty_steps(seed, given=True)[3], dict(seed=draw.randrange(100))
-
-
-def saved(path):
-    """The effects in a file. Raises many types of errors."""
-    yield from torch.load(path, weights_only=True)
-
+            return lambda seed: train_tiny(seed, 20, given=True)[3], dict(seed=draw.randrange(100))
 
 if __name__ == "__main__":
-    pairs = [argument.split("=", 1) for argument in sys.argv[1:]]
-    print(json.dumps({task: difference(saved(path), effects(task)) for task, path in pairs}))
+    paths = Path(sys.argv[1]).iterdir()
+    differences = {path.name: difference(torch.load(path, weights_only=True), effects(path.name)) for path in paths}
+    print(json.dumps(differences))

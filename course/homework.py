@@ -1,0 +1,109 @@
+"""The homework: its tasks, our functions as blanks and as solutions, and the files that students hand in."""
+import ast
+import shutil
+import tempfile
+import textwrap
+from pathlib import Path
+
+from support.program.errors import UserError
+from support.program.files import ROOT
+
+TASKS = {  # of each file, in an order that works: a task needs only earlier tasks
+    "train.py": ["learning_rate_factor"],
+    "rank.py": ["tau_rank", "effective_rank"],
+    "support/tasks/classification.py": ["matthews"],
+    "maelm.py": ["attention", "Attention.forward", "relative_bucket", "RelativeBias.forward", "corrupt",
+                 "Encoder.hidden_states", "MAELM.fill_gaps", "MAELM.forward"],
+}
+HOMEWORK = {task: file for file, tasks in TASKS.items() for task in tasks}
+FILES = {Path(file).name: file for file in TASKS}
+PARTS = {task: [task] for task in HOMEWORK} | {"corrupt": ["corrupt", "draw_masks", "apply_masks"]}  # functions
+COPIED = ("*.py", "LICENSE", "requirements*.txt", "course/*.py", "course/*.md", "support/**/*.py", "tests/__init__.py",
+          "tests/random_inputs.py", "tests/test_homework.py")
+PROJECT = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for name in COPIED for path in ROOT.glob(name)}
+HEADER = '"""Functions that you write for a larger program."""\nimport math\n\nimport numpy as np\nimport torch'
+
+
+def source(part: str, text: str) -> str:
+    """The lines of a function or Class.method in one of our files."""
+    node = ast.parse(text)
+    for name in part.split("."):
+        node, = [inner for inner in node.body if getattr(inner, "name", "") == name]
+    return "\n".join(text.split("\n")[node.lineno - 1:node.end_lineno])
+
+
+SOLUTIONS = {part: source(part, PROJECT[file]) for task, file in HOMEWORK.items() for part in PARTS[task]}
+
+
+def blank(part: str) -> str:
+    """The signature and docstring of a function, followed by its rules from tasks.md."""
+    signature, docstring, *_ = SOLUTIONS[part].split('"""')
+    indent = "    " * (part.count(".") + 1)
+    rules = PROJECT["course/tasks.md"].partition(f"## {part}\n")[2].partition("\n## ")[0].strip()
+    rules = textwrap.indent(f"\n\n{rules}", indent) if rules else ""
+    return f'{signature}"""{docstring}{rules}"""\n{indent}raise NotImplementedError'
+
+
+BLANKS = {part: blank(part) for part in SOLUTIONS}
+
+
+def without(tasks: list[str]) -> str:
+    """The file of these tasks, with blanks in place of their functions. Raises UserError for tasks of two files."""
+    files = sorted({HOMEWORK[task] for task in tasks})
+    if len(files) > 1:
+        raise UserError(f"these tasks are in {' and '.join(files)}; name only tasks from one file")
+    text = PROJECT[files[0]]
+    for part in [part for task in tasks for part in PARTS[task]]:
+        text = text.replace(SOLUTIONS[part], BLANKS[part])
+    return text
+
+
+# The files as students get them: maelm.py without its solutions; of the other files, only the blanks.
+HANDED_OUT = {file: "\n\n\n".join([HEADER, *[BLANKS[task] for task in tasks]]) + "\n" for file, tasks in TASKS.items()}
+HANDED_OUT["maelm.py"] = without(TASKS["maelm.py"])
+
+
+def is_attempted(task: str, texts: dict[str, str]) -> bool:
+    """Whether a submission has a function of a task, other than its blank; a definition below the blank counts."""
+    text = texts.get(HOMEWORK[task], "")
+    for part in PARTS[task]:
+        owner, _, name = part.rpartition(".")
+        scope = text.rpartition(f"class {owner}(")[2].partition("\nclass ")[0] if owner else text
+        if f"def {name}(" in scope.rpartition(BLANKS[part])[2] or f"\n{part} = " in text:
+            return True
+    return False
+
+
+def submissions(path: Path) -> list[Path]:
+    """The entries of a class, which is a folder with a zip or several folders, but no homework; otherwise, the path."""
+    entries = sorted(path.glob("[!._]*"))
+    if any(entry.name in FILES for entry in entries):
+        return [path]
+    is_class = any(entry.suffix.lower() == ".zip" for entry in entries) or sum(map(Path.is_dir, entries)) > 1
+    return entries if is_class else [path]
+
+
+def read(path: Path) -> dict[str, str]:
+    """The texts of the homework's files, by their names, in a folder, a zip or a file. Raises UserError for none."""
+    if path.suffix.lower() == ".zip":
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.unpack_archive(path, folder, "zip")
+            return read(Path(folder))
+    found = [each for each in (path, *path.rglob("*")) if is_plain(each) and not path.is_symlink()]
+    found.sort(key=lambda each: len(each.parts))  # the nearest first
+    texts = {}
+    for name, file in FILES.items():
+        same = [each for each in found if each.name == name]
+        if len(same) > 1 and len(same[0].parts) == len(same[1].parts):
+            raise UserError(f"two files are named {name}; delete one or, for a class, unpack it into a folder")
+        if same:
+            texts[file] = same[0].read_text("utf-8-sig", "replace")
+    if not texts:
+        names = ", ".join(each.name for each in found[:9]) or "nothing"
+        raise UserError(f"found {names}; a folder or zip must have files named {', '.join(FILES)}")
+    return texts
+
+
+def is_plain(path: Path) -> bool:
+    """Whether a path is a file, but no link, which could lead to ours, and not from macOS or an installed package."""
+    return path.is_file() and not path.is_symlink() and {"__MACOSX", "site-packages"}.isdisjoint(path.parts)

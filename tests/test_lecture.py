@@ -1,0 +1,54 @@
+"""Claims about the lecture's notebook, course/lecture.ipynb."""
+import json
+import os
+import subprocess
+import sys
+
+import nbformat
+from nbclient import NotebookClient
+
+import rank
+from support.program.files import read_json
+from tests.common import ROOT, write_corpus
+
+NOTEBOOK = ROOT / "course" / "lecture.ipynb"
+
+
+def pictures(notebook):
+    """The number of pictures that the cells of a notebook show."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+def test_lecture_draws_what_rank_measures(tmp_path):
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    committed = pictures(notebook)
+    text = write_corpus(tmp_path / "text.txt", 1000)
+    settings, = [cell for cell in notebook.cells if cell.id == "settings"]
+    settings.source += f"\nTEXT, SHARE, STEPS = {str(text)!r}, 1.0, 20"
+    notebook.cells.append(nbformat.v4.new_code_cell("import json\nprint(json.dumps(found))"))
+    NotebookClient(notebook, timeout=None, resources={"metadata": {"path": NOTEBOOK.parent}}).execute()
+    found = json.loads(notebook.cells[-1].outputs[0].text)
+    assert pictures(notebook) == committed == 18
+
+    models = [str(ROOT / "models" / name) for name in ("mae-lm", "mlm")]
+    rank.main([*models, "--data", str(text), "--val-share=1", "--out", str(tmp_path / "rank")])
+    measured = read_json(tmp_path / "rank" / "rank.json")["models"]
+    assert list(found.values()) == list(measured.values())
+
+
+def test_the_first_cell_alone_fetches_the_repository_once(tmp_path):
+    origin, alone = tmp_path / "origin", tmp_path / "alone"
+    alone.mkdir()
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-C", str(origin)]
+    for command in (["git", "init", "-q", str(origin)], [*git, "add", "."], [*git, "commit", "-qm", "first"]):
+        subprocess.run(command, check=True)
+        (origin / "course").mkdir(exist_ok=True)
+        (origin / "course" / "lecture.py").touch()
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    first = next(cell.source for cell in cells if cell.cell_type == "code")
+    first += "\nprint(os.getcwd() == sys.path[0], os.getcwd())"
+    for address in (str(origin), ""):  # without an address, the fetched repository is found
+        end = subprocess.run([sys.executable, "-c", first], cwd=alone, capture_output=True, text=True,
+                             env={**os.environ, "MAELM_REPOSITORY": address})
+        assert end.stdout == f"True {(alone / 'maelm').resolve()}\n", end.stderr
