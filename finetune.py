@@ -9,7 +9,7 @@
 with the columns text[,text2],label, or sentence1,sentence2,label as in GLUE. Labels are used as
 written (01 is not 1); decimals mean regression. F1 treats the second of two labels as positive.
 The best of at most 20 checkpoints is chosen on dev, so scores are slightly optimistic. Repeat a
-command to complete missing runs; torchrun's processes share the runs.
+command to complete missing runs; torchrun's processes share the jobs, through files.
 
 main -> parse; for each task: make_setup, run_task -> finish_jobs -> run_once or probe_once.
 """
@@ -26,7 +26,8 @@ from torch import nn
 from tqdm import tqdm
 
 from rank import CENTERINGS, VECTORS_PER_DIM, Moments, tau_rank
-from support.model.checkpoints import Pretrained, Tuned, last_states, write_tuned
+from support.model.build import seed_of
+from support.model.checkpoints import Pretrained, Tuned, last_layer, write_tuned
 from support.program.cli import Parser, add_flags, fields_of, path_of, short_name
 from support.program.errors import clear_errors, say
 from support.program.worker import Worker, make_worker
@@ -36,22 +37,21 @@ from support.tasks.classification import batches, by_length, collate, in_order
 from support.tasks.examples import hash_of, read_task
 from support.tasks.squad import Spans
 from support.tasks.task import DEFAULTS, GLUE, TASKS, TuneConfig, check_flags, grid, labels_of, tune_of
-from support.training.settings import seed_of
 
-# The kinds of tasks (see Task). The functions below call encode, head, loss, decode and score of each.
+# The kinds of tasks; Classification describes the five methods that the functions below call.
 KINDS = {"classification": Classification, "spans": Spans}
 
 
-# ---- 1. What the runs of a task share ------------------------------------------------------------
+# ---- 1. What the jobs of a task share ------------------------------------------------------------
 class Setup(NamedTuple):
-    """Everything that the runs of a task share."""
+    """Everything that the jobs of a task share."""
     task: str
     pretrained: Pretrained
     kind: Classification | Spans
     metric: str  # selects checkpoints, and is the value of a run
     train: Encoded
     dev_splits: dict[str, Encoded]  # dev and, for MNLI, dev_mm
-    tune: TuneConfig  # a sweep replaces some of its fields
+    tune: TuneConfig  # before a sweep
     frozen: str  # "" to fine-tune; mean or cls for a linear probe
     worker: Worker
     out: Path
@@ -67,7 +67,7 @@ def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out
     splits = {split: kind.encode(each) for split, each in examples.items()}
     results.claim(out, worker, {
         "init": flags.init, "task": task, "weights": pretrained.weights_hash(),
-        "examples": hash_of(examples), "row": repr(TASKS[task]), "sweep": flags.sweep, "frozen": flags.frozen,
+        "examples": hash_of(examples), "column": repr(TASKS[task]), "sweep": flags.sweep, "frozen": flags.frozen,
         **vars(tune)})
     if worker.is_main:
         say(f"{out}:", *[f"  {split}: {encoded.remark}" for split, encoded in splits.items()])
@@ -75,7 +75,7 @@ def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out
     return Setup(task, pretrained, kind, labels.metrics[0], train, splits, tune, flags.frozen, worker, out)
 
 
-# ---- 2. One run: section 4.1, Tables 5 and 6 -----------------------------------------------------
+# ---- 2. One job: section 4.1, Tables 5 and 6 -----------------------------------------------------
 def schedule(step: int, warmup: int, steps: int) -> float:
     """Fraction of the peak learning rate at a step: linear warm-up, then linear decay to 0."""
     if step < warmup:
@@ -93,7 +93,7 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), lr=tune.learning_rate, betas=(0.9, 0.98),
                                   eps=1e-6, weight_decay=tune.weight_decay, fused=True)
     steps = math.ceil(tune.epochs * math.ceil(len(train.ids) / tune.batch_size))
-    evaluations = min(20, math.ceil(2 * tune.epochs))  # one per half epoch, if 20 suffice
+    evaluations = min(20, math.ceil(2 * tune.epochs))  # two per epoch, but at most 20
     evaluate_after = {math.ceil(steps * i / evaluations) for i in range(1, evaluations + 1)}
     best = None
     bar = tqdm(range(steps), desc=f"{setup.task} seed {seed}", leave=False, disable=None)
@@ -109,7 +109,6 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
         optimizer.param_groups[0]["lr"] = factor * tune.learning_rate
         optimizer.step()
         optimizer.zero_grad()
-
         if step + 1 in evaluate_after:
             metrics, files = evaluate(model, setup)
             if metrics is None:  # diverged: no value, even if an earlier checkpoint had one
@@ -147,7 +146,7 @@ def ranks(encoder: nn.Module, setup: Setup) -> dict[str, int] | None:
     encoder.eval()
     moments = Moments()
     for tokens, padding, _ in by_length(setup.dev_splits["dev"], setup.tune.batch_size, setup.worker.device):
-        moments.add(last_states(encoder, tokens, padding)[~padding])
+        moments.add(last_layer(encoder, tokens, padding)[~padding])
     if moments.count < VECTORS_PER_DIM * setup.pretrained.config.encoder_dim:
         return None
     return {name: tau_rank(moments.spectrum(centered), 0.9) for name, centered in CENTERINGS.items()}
@@ -158,11 +157,12 @@ def finish_jobs(setup: Setup, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
     """Do the jobs whose files are missing, shared by torchrun's processes. Returns the runs of all jobs."""
     do = run_once
     if setup.frozen:
-        from support.tasks.probe import probe_once as do  # here, because scikit-learn is slow to import
+        from support.tasks.probe import probe_once  # here, because scikit-learn is slow to import
+        do = probe_once
     mine = jobs[setup.worker.rank::setup.worker.world_size]
     missing = [job for job in mine if not results.path_of_run(setup.out, *job).is_file()]
     if len(missing) < len(mine):
-        say(f"{setup.out}: {len(mine) - len(missing)} of {len(mine)} runs are there")
+        say(f"{setup.out}: {len(mine) - len(missing)} of {len(mine)} runs are done")
     epochs = sum(tune.epochs for tune, _ in missing)  # that remain
     for tune, seed in missing:
         began = time.perf_counter()

@@ -166,7 +166,7 @@ class Block(nn.Module):
         """A layer with its dropout, skip connection and LayerNorm: last, as in the paper, or first."""
         if self.post_norm:
             y = self.dropout(layer(x, *arguments))
-            return norm(x + y).to(y.dtype)  # bf16 under autocast; in pre-LN, x stays float32
+            return norm(x + y).to(y.dtype)  # autocast's LayerNorm returns float32, which pre-LN keeps
         return x + self.dropout(layer(norm(x), *arguments))
 
 

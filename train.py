@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from maelm import ABLATIONS, MAELM, NUM_SPECIAL, Config, apply_masks, corrupt, draw_masks
-from support.model.build import check
+from support.model.build import check, seed_of
 from support.model.optim import set_rates
 from support.program.cli import Parser, add_flags, fields_of, path_of, require
 from support.program.errors import clear_errors, noted_signals, say
@@ -29,7 +29,7 @@ from support.program.worker import Worker, compile_model, join_processes, make_w
 from support.text.corpus import VAL_SHARE, Rows, evenly_spaced, indices_of_step, prepared_corpus, summary
 from support.training.log import Progress, draw_loss
 from support.training.run import Run, Start, begin, load_start, save_checkpoint
-from support.training.settings import RunOptions, Settings, default_out, seed_of
+from support.training.settings import RunOptions, Settings, default_out
 
 
 # ---- 1. Settings: Table 4 ------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> 
     config, recipe, options = settings
     indices = indices_of_step(settings.data_seed, step, recipe.batch_size, len(rows))  # (B,)
     tokens = torch.from_numpy(rows[indices])  # (B, n)
-    mask_seed = seed_of(settings.data_seed, step, 0, 0)  # the last 0: masks, of the whole batch
+    mask_seed = seed_of(settings.data_seed, step, 0, 0)  # the last number: 0 for masks, 1 for dropout
     corruption = corrupt(tokens, config, torch.Generator().manual_seed(mask_seed))
     return [worker.pin(batch) for batch in worker.micro_batches(tokens, corruption, options.micro_batch_size)]
 
@@ -124,7 +124,7 @@ def train_step(network: nn.Module, optimizers: list, batches: list[tuple], step:
     share = sum(len(tokens) for tokens, _ in batches)  # sequences of this process
     for i, batch in enumerate(batches):  # gradients accumulate in p.grad
         number = worker.rank * len(batches) + i  # of this micro-batch in the whole batch
-        torch.manual_seed(seed_of(recipe.seed, step, number, 1))  # 1: dropout
+        torch.manual_seed(seed_of(recipe.seed, step, number, 1))
         tokens, corruption = worker.put(batch)
         # In the last backward pass, DDP takes the mean over all processes, whose shares are equal.
         is_last = i == len(batches) - 1
@@ -175,11 +175,12 @@ def loop(run: Run, progress: Progress, signals: list[int]) -> int:
     options = run.settings.options
     network = worker.parallel(run.model)  # only for train_step
     prepare = partial(batch_of_step, rows=run.rows["train"], settings=run.settings, worker=worker)
+    steps = range(run.step, run.settings.last_step)
     progress.start_clock()
-    for batches in prepared_ahead(prepare, range(run.step, run.settings.last_step)):  # in a thread
-        loss, norm = train_step(network, run.optimizers, batches, run.step, recipe, worker)
+    for step, batches in zip(steps, prepared_ahead(prepare, steps)):  # in a thread
+        loss, norm = train_step(network, run.optimizers, batches, step, recipe, worker)
         progress.add(loss, norm)
-        run.step += 1
+        run.step = step + 1
 
         # All processes stop together. Asking each other costs a wait, hence every fourth step.
         stopped = False
@@ -197,7 +198,7 @@ def loop(run: Run, progress: Progress, signals: list[int]) -> int:
                 save_checkpoint(run)
                 draw_loss(run.out)
             progress.start_clock()
-        if stopped:
+        if stopped and not finished:
             return signals[0] if signals else SIGTERM  # another process may have received it
     return 0
 
@@ -228,7 +229,7 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
     add = parser.add_argument
     add("--preset", choices=PRESETS, help="size and recipe (Table 4) [toy; with --init, that run's]")
     add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm; with --init, that run's decoder and masks]")
-    add("--out", type=path_of, help="run folder [out/PRESET[-ABLATION]; with --init, that run's name for PRESET]")
+    add("--out", type=path_of, help="run folder [out/PRESET[-ABLATION]; with --init, out/RUN-more or out/RUN-ABLATION]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
     preset = PRESETS[parser.parse_known_args(argv)[0].preset or "toy"]  # -h shows its values
     for part in (Config, Recipe, RunOptions):
@@ -237,7 +238,8 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
     init = vars(flags).get("init", "")
     flags.out = flags.out or default_out(flags.preset or "toy", flags.ablation, init)
     start = load_start(init, flags.out) if init else Start()
-    inherited = fields_of(Recipe, start.settings) | ({} if flags.ablation else start.config)
+    of_rows = {name for row in ABLATIONS.values() for name in row}  # which a row takes from the preset, not from --init
+    inherited = {name: value for name, value in start.settings.items() if not flags.ablation or name not in of_rows}
     named = preset if flags.preset else {}
     row = ABLATIONS[flags.ablation or "mae-lm"]
     values = preset | inherited | named | start.encoder_settings | row  # the last one wins

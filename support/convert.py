@@ -11,7 +11,7 @@ import torch
 
 from maelm import MASK, NUM_SPECIAL, PAD, Config
 from support.model.build import make_model
-from support.model.checkpoints import checkpoint_of, last_states, load_encoder, load_model, read_checkpoint
+from support.model.checkpoints import checkpoint_of, last_layer, load_encoder, load_model, read_checkpoint
 from support.model.guesses import logits_at
 from support.program.cli import Parser, path_of
 from support.program.errors import UserError, clear_errors, say
@@ -112,7 +112,7 @@ def check_export(source: Path, out: Path, head: str, state: dict):
         expected = state["scale"] * expected.view_as(found)
     else:
         encoder, _ = load_encoder(source)
-        expected = last_states(encoder, tokens, tokens < 0)
+        expected = last_layer(encoder, tokens, tokens < 0)
         found = theirs(tokens).last_hidden_state
     if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
         shutil.rmtree(out)

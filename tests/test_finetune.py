@@ -226,7 +226,7 @@ def test_a_result_can_be_read_and_continued(finished, tmp_path, capsys, monkeypa
         assert 1 <= found["uncentered"] <= 32 and 1 <= found["centered"] <= 32
     capsys.readouterr()
     assert tune(finished, "mnli", tmp_path, "--learning-rate", "1e-3") == result
-    assert "2 of 2 runs are there" in capsys.readouterr().out
+    assert "2 of 2 runs are done" in capsys.readouterr().out
     assert result["metrics"]["accuracy"] != result["metrics"]["accuracy_mm"]  # the mismatched labels are shifted
     again = functools.partial(tune, finished, "mnli", tmp_path, "--learning-rate", "1e-3")
     with monkeypatch.context() as patch:

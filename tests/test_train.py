@@ -82,6 +82,7 @@ def test_sequences_and_masks_depend_on_seed_start_and_step_alone():
         assert len({str(part.tolist()) for part in parts}) == 5
     with pytest.raises(UserError, match="batch_size=24: use a multiple of the 5 processes"):
         Worker(0, 5, CPU, torch.float32).share_of(24)
+    assert [len(Worker(rank, 6, CPU, torch.float32).micro_batches(whole[0][:3], (), 4)) for rank in (0, 5)] == [1, 0]
 
 
 @pytest.mark.parametrize("total, wanted", [(1000, 37), (20, 37)])
@@ -137,7 +138,10 @@ def test_init_gives_shape_tokenizer_and_recipe_but_a_preset_a_row_and_flags_win(
     config = load_model(finished)[0].config
     settings, start, flags = train.parse(["--init", str(finished)])
     assert settings.config == config and len(start.tokenizer) <= config.vocab_size and flags.out.name == "run-more"
+    row = train.parse(["--init", str(finished), "--ablation=enc-mask"])[0]
+    assert row.config == replace(config, mask_in_encoder=1.0)
     recipe = settings.recipe
+    assert settings.options.eval_rows == 16 and settings.options.keep_checkpoints == 2  # of the run, and of its own
     assert (recipe.data, recipe.batch_size, recipe.max_steps, recipe.warmup_steps) == (str(text), 8, 6, 2)
     monkeypatch.setitem(train.PRESETS["small"], "mask_in_encoder", 0.5)
     longer = train.parse(["--init", str(finished), "--preset=small", "--max-steps=3000"])[0]

@@ -1,11 +1,17 @@
-"""Models for any Config."""
+"""Models for any Config, and seeds."""
 import math
 
+import numpy as np
 import torch
 
 from maelm import MAELM, Config
 from support.model.cross_attention import DECODERS
 from support.program.cli import require
+
+
+def seed_of(*numbers: int) -> int:
+    """Combine whole numbers into one seed in [0, 2^63). Everything random in a step is a function of (seed, step)."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def make_model(config: Config, position_init: str = "normal") -> MAELM:

@@ -25,7 +25,7 @@ from support.text.tokenizer import Tokenizer
 
 # The code that decides weights, as it was when this program began.
 CODE = code_hashes("maelm.py", "train.py", "support/model/build.py", "support/model/cross_attention.py",
-                   "support/model/optim.py")
+                   "support/model/optim.py", "support/text/corpus.py")
 
 
 # ---- 1. Files -----------------------------------------------------------------------------------------------
@@ -63,7 +63,6 @@ def read_checkpoint(path: Path, *wanted: str) -> dict:
     if missing:
         raise UserError(f"{path}: lacks {', '.join(missing)}; use a checkpoint of train.py, from this version of maelm")
     try:
-        state["recorded"] = state["config"]
         state["config"] = Config(**state["config"])  # a missing field gets its default
     except TypeError as error:
         raise UserError(f"{path}: from another version of maelm ({error}); use that version") from error
@@ -131,7 +130,7 @@ class Pretrained:
         return encoder
 
 
-def last_states(encoder: Encoder, tokens, padding):
+def last_layer(encoder: Encoder, tokens, padding):
     """tokens (B, t) int64, padding (B, t) bool -> H^L (B, t, d)."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     return encoder(tokens, positions, padding)
@@ -145,7 +144,7 @@ class Tuned(nn.Module):
 
     def forward(self, tokens, padding):
         """tokens (B, t) int64, padding (B, t) bool -> the head's float32 logits."""
-        return self.head(last_states(self.encoder, tokens, padding), padding).float()
+        return self.head(last_layer(self.encoder, tokens, padding), padding).float()
 
 
 def write_tuned(path: Path, model: Tuned, pretrained: Pretrained, **entries):

@@ -61,7 +61,7 @@ class CrossMAELM(MAELM):
         self.init_parameters()
 
     def forward(self, tokens, corruption, **terms):
-        """As in MAELM, with its `terms` of the loss; but uni+cross predicts all tokens except the first, each from the
+        """As in MAELM, to which you may add `terms`; but uni+cross predicts all tokens except the first, each from the
         true tokens before it."""
         if self.config.decoder == "uni+cross":
             B, n = tokens.shape

@@ -44,7 +44,8 @@ class Worker(NamedTuple):
         """This process's share of a batch (B, n) and of its Corruption, in micro-batches of at most `size`."""
         share = [x.tensor_split(self.world_size)[self.rank] for x in (tokens, *corruption)]
         pieces = zip(*[x.split(size) for x in share])
-        return [(piece, type(corruption)(*masks)) for piece, *masks in pieces]
+        Corruption = type(corruption)  # of maelm, which this folder does not import
+        return [(piece, Corruption(*masks)) for piece, *masks in pieces if len(piece) > 0]
 
     def autocast(self) -> torch.autocast:
         """A new context in which matrix products are computed in `dtype`."""

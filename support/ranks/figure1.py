@@ -53,10 +53,10 @@ def draw(entries: dict[str, dict], tau: float, path: Path):
     """Draw the uncentered ranks by layer: (a) of all tokens of a text, (b) of the vectors at [MASK] or at a control."""
     with figure(path, panels=2) as axes:
         for number, (name, entry) in enumerate(entries.items()):
-            for key, ranks in entry["uncentered"].items():
-                curve = CURVES[key]
-                label = f"{curve.label}: {printable(name)}"  # matplotlib hides labels that begin with _
-                axes[curve.panel].plot(ranks, curve.style, color=f"C{number}", label=label)
+            for curve, ranks in entry["uncentered"].items():
+                look = CURVES[curve]
+                label = f"{look.label}: {printable(name)}"  # matplotlib hides labels that begin with _
+                axes[look.panel].plot(ranks, look.style, color=f"C{number}", label=label)
         for axis, title in zip(axes, ("(a) all tokens", "(b) [MASK] tokens")):
             axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {tau}", title=title)
             axis.set_ylim(bottom=0)

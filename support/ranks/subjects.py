@@ -14,7 +14,7 @@ from support.model.checkpoints import load_encoder
 from support.program.cli import path_of
 from support.program.errors import UserError, root_cause
 from support.text.corpus import VAL_SHARE, in_validation, prepared_corpus, sample
-from support.text.documents import documents, sources
+from support.text.documents import CACHE, documents, sources
 from support.text.corpus import Rows, evenly_spaced
 
 
@@ -121,7 +121,8 @@ def text_rows(source: str, encode: Callable, frame: tuple, n: int, options, sett
     before, between, after = frame
     room = n - len(before) - len(after)
     share = options.val_share or settings.get("val_share", VAL_SHARE)
-    read = documents(sources(source), options.column or settings.get("column", "text"))
+    column = options.column or settings.get("column", "text")
+    read = documents(sources(source), column, settings.get("cache", CACHE))
     texts = sample((text for text in filter(None, read) if in_validation(text, share)), 20 * options.tokens)
     ids = []
     for text in tqdm(texts, "tokenizing", unit="text", leave=False, disable=None):

@@ -106,7 +106,11 @@ def batches(encoded: Encoded, seed: int, batch_size: int) -> Iterator[np.ndarray
 
 # ---- 3. The kind of task ------------------------------------------------------------------------------------
 class Classification:
-    """Inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`. The target is a label or a number."""
+    """Inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`. The target is a label or a number.
+
+    Every kind of task has these methods: `encode` turns a split into tokens; `head` makes a head; `loss` compares its
+    outputs with the targets of a batch; `decode` takes from the outputs of a batch what `score` needs, (B, K), of which
+    finetune.py makes (N, K) for the whole split; `score` gives metrics and prediction files."""
     def __init__(self, tokenizer: Tokenizer, config: Config, tune: TuneConfig, labels: Labels):
         self.config, self.labels = config, labels
         self.n = min(tune.seq_len, config.seq_len)

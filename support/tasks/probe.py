@@ -9,7 +9,7 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from support.model.checkpoints import last_states
+from support.model.checkpoints import last_layer
 from support.program.errors import UserError
 from support.tasks.classification import DIVERGED, Encoded, by_length, in_order, scores
 from support.tasks.results import FIRST_SEED, write_predictions
@@ -25,7 +25,7 @@ def vectors_of(encoder: nn.Module, encoded: Encoded, pooling: str, batch_size: i
     encoder.eval()
     vectors = []
     for tokens, padding, _ in by_length(encoded, batch_size, device):
-        h = last_states(encoder, tokens, padding).float()
+        h = last_layer(encoder, tokens, padding).float()
         if pooling == "cls":
             vectors.append(h[:, 0].cpu())
         else:

@@ -85,7 +85,7 @@ def line_of_run(run: dict, metric: str, left: float) -> str:
 
 
 def report(summary: dict) -> str:
-    """result.json in two lines: the metrics, and Table 3's ranks."""
+    """result.json in words: the metrics, and Table 3's ranks."""
     ranks = summary["effective_rank"]
     metrics = "  ".join(f"{name} {format_number(value)}" for name, value in summary["metrics"].items())
     values = ", ".join(map(format_number, summary["values"]))

@@ -46,7 +46,7 @@ GLUE = ("mnli", "qqp", "qnli", "sst2", "cola", "rte", "mrpc", "stsb")  # Table 1
 # The comment after a field is also its text in -h.
 @dataclass(frozen=True)
 class TuneConfig:
-    """Settings of a run; each group of tasks has its own defaults."""
+    """Settings of a job; each group of tasks has its own defaults."""
     epochs: float = 3.0  # number of passes over the training split
     learning_rate: float = 0.0  # peak learning rate; 0 means 3e-5 * (768 / d)^2
     batch_size: int = 32  # examples per optimizer step and per evaluation batch
@@ -100,7 +100,7 @@ def tune_of(task: str, given: dict, dim: int) -> TuneConfig:
 def grid(task: str, tune: TuneConfig, dim: int, given: dict) -> list[TuneConfig]:
     """The settings that Table 5 or 6 tries for an encoder of width `dim`. Fields in `given` keep their values."""
     group = TASKS[task].group if TASKS[task].group in SWEEPS else "small"
-    smaller = max(1, 768 / dim) ** 2  # as in tune_of
+    smaller = max(1, 768 / dim) ** 2  # a smaller encoder than base needs higher rates
     narrow, wide = RATES[group]
     rates = wide if dim >= 1024 else narrow
     tried = SWEEPS[group] | {"learning_rate": [rate * smaller for rate in rates]}
@@ -115,6 +115,10 @@ def check_flags(flags: Namespace):
         raise ValueError("--data: docs reads the documentation on this machine; use --task custom for your own files")
     if flags.task == "custom" and not flags.data:
         raise ValueError("--task custom: needs --data, a folder with train and dev")
+    if flags.seeds is not None and flags.seeds < 1:
+        raise ValueError(f"seeds={flags.seeds}: use 1 or more")
+    if flags.frozen and flags.sweep:
+        raise ValueError("--sweep: a linear probe has no grid; leave out --frozen")
     if flags.task == "squad2" and flags.frozen:
         raise ValueError("--frozen: squad2 needs an encoder that is fine-tuned")
 
@@ -158,8 +162,8 @@ class Labels(NamedTuple):
 
 
 def labels_of(name: str, train: list) -> Labels:
-    """The labels of task `name`: those of the release, if any. Otherwise, they are numbers if a training label has
-    decimals or the task's metric is spearman, or else the distinct training labels in alphabetical order."""
+    """The labels of task `name`: those of the release, if any. Otherwise, they are numbers if a training label is not
+    whole (1.0 is) or the task's metric is spearman, or else the distinct training labels in alphabetical order."""
     task = TASKS[name]
     if task.labels or task.kind != "classification":
         return Labels(task.metrics, task.labels)

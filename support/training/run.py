@@ -21,12 +21,14 @@ from support.training.settings import MAY_CHANGE, RunOptions, Settings
 NOT_OF_ENCODER = {"decoder_layers", "dropout", "mask_rate", "init_std", "decoder_relative", "mask_in_encoder",
                   "encoder_fill", "decoder_reset", "aligned_positions", "decoder_dim", "decoder"}
 
+# The settings of a run that another run does not take over with --init.
+NOT_INHERITED = {"init", "stop_at", "keep_checkpoints", "device", "cache", "wandb"}
+
 
 # ---- 1. The run that --init names ---------------------------------------------------------------------------
 class Start(NamedTuple):
     """The weights and the tokenizer with which a run begins; by default, both are new."""
-    config: dict = {}  # the fields of the Config that the run of --init recorded
-    settings: dict = {}  # its other settings
+    settings: dict = {}  # those of the run that --init names, except NOT_INHERITED
     encoder_settings: dict = {}  # those on which the encoder's weights and its tokens depend
     tokenizer: Tokenizer | None = None
     weights: dict | None = None  # by name
@@ -38,15 +40,17 @@ class Start(NamedTuple):
 
 
 def load_start(init: str, out: Path) -> Start:
-    """Read the run folder or checkpoint of --init. A run in `out` that began there already has the weights, so its
-    start may be gone. Raises UserError if there is no checkpoint."""
+    """Read the run folder or checkpoint of --init. If a run in `out` began there, its own checkpoint has the same
+    settings, so its start may be gone. Raises UserError if there is no checkpoint."""
     begun = checkpoints(out)
     state = read_checkpoint(begun[-1]) if begun else None
     if state is None or state["settings"].get("init") != init:
         state = read_checkpoint(checkpoint_of(path_of(init)), "step")
-    encoder_settings = {name: value for name, value in asdict(state["config"]).items() if name not in NOT_OF_ENCODER}
+    config = asdict(state["config"])
+    settings = {name: value for name, value in (config | state["settings"]).items() if name not in NOT_INHERITED}
+    encoder_settings = {name: value for name, value in config.items() if name not in NOT_OF_ENCODER}
     encoder_settings["uncased"] = state["tokenizer"].uncased
-    return Start(state["recorded"], state["settings"], encoder_settings, state["tokenizer"], state["model"])
+    return Start(settings, encoder_settings, state["tokenizer"], state["model"])
 
 
 # ---- 2. A run -----------------------------------------------------------------------------------------------
@@ -89,17 +93,12 @@ def begin(settings: Settings, out: Path, start: Start, worker: Worker) -> Run:
     newest = worker.of_main([path.name for path in checkpoints(out)[-1:]])  # processes may not share a disk
     saved = None
     changed = {}
-    corpus = ""  # as the run recorded it
-    tokenizer = start.tokenizer
+    given = start.tokenizer
     if newest:
         saved = read_checkpoint(out / newest[0], "corpus", "step")
         changed = changes(out, saved, settings)
-        corpus = saved["corpus"]
-        tokenizer = saved["tokenizer"] if settings.options.init else None
-    if worker.is_main:
-        corpus = prepared_corpus(settings.fields(), tokenizer, corpus, moved="data" in changed).name
-    corpus = worker.of_main(corpus)
-    folder = prepared_corpus(settings.fields(), tokenizer, corpus)  # reads no text, except on another machine
+        given = saved["tokenizer"] if settings.options.init else None
+    folder = corpus_of_run(settings, given, saved["corpus"] if saved else "", "data" in changed, worker)
     tokenizer = Tokenizer.load(folder)
     rows = {split: Rows(folder, split, config.seq_len) for split in SPLITS}
     check_text(config, tokenizer, rows)
@@ -115,6 +114,14 @@ def begin(settings: Settings, out: Path, start: Start, worker: Worker) -> Run:
             names = ", ".join(new[:4])
             say(f"{settings.options.init} lacks {len(new)} weights of this model, which are random: {names} ...")
     return run
+
+
+def corpus_of_run(settings: Settings, given: Tokenizer | None, name: str, moved: bool, worker: Worker) -> Path:
+    """The folder of the corpus, whose `name` the run may have recorded. The first process prepares it, with the given
+    tokenizer or a new one; the others find it, or prepare the same corpus on another machine."""
+    if worker.is_main:
+        name = prepared_corpus(settings.fields(), given, name, moved).name
+    return prepared_corpus(settings.fields(), given, worker.of_main(name))
 
 
 def check_text(config: Config, tokenizer: Tokenizer, rows: dict[str, Rows]):

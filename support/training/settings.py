@@ -3,16 +3,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from maelm import Config
+from support.model.build import seed_of
 from support.program.cli import require, short_name
 from support.text.documents import CACHE
-
-
-def seed_of(*numbers: int) -> int:
-    """Combine whole numbers into one seed in [0, 2^63). Everything random in a step is a function of (seed, step)."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 @dataclass(frozen=True)
