@@ -7,7 +7,7 @@
 
 --task custom reads the files train and dev (.csv, .tsv, .jsonl or .parquet, or compressed) in --data,
 with the columns text[,text2],label, or sentence1,sentence2,label as in GLUE. Labels are used as
-written (01 is not 1); decimals mean regression. F1 treats the second of two labels as positive.
+written (01 is not 1), and decimals mean regression. F1 treats the second of two labels as positive.
 The best of at most 20 checkpoints is chosen on dev, so scores are slightly optimistic. Repeat a
 command to complete missing runs; torchrun's processes share the jobs, through files.
 

@@ -94,7 +94,7 @@ class RankOptions:
     data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; default: the text of the run, or docs
     column: str = ""  # field that holds the text of a record; default: the run's field, or text
     val_share: float = 0.0  # fraction of the documents to use; 0 means the run's validation share, or 1%
-    tokens: int = 1_000_000  # number of tokens to read, if there are so many, including special tokens
+    tokens: int = 1_000_000  # largest number of tokens to read, with special tokens
     tau: float = 0.9  # fraction of the sum of squared singular values
     seq_len: int = 512  # tokens per sequence for hf: models, unless their limit is lower
     batch_size: int = 32  # sequences per batch
@@ -138,21 +138,21 @@ def measure(subject: Subject, options: RankOptions) -> dict[str, list[Moments]]:
     mask_count = count * round(MASK_RATE * n)
     least = VECTORS_PER_DIM * example[-1].shape[-1]
     if mask_count < least:
-        raise UserError(f"{subject.name}: {mask_count:,} [MASK] are fewer than {VECTORS_PER_DIM} d = {least:,}, which "
-                        "a rank needs; raise --tokens, or give more text: --data, --val-share 1")
+        raise UserError(f"{subject.name}: {mask_count:,} [MASK] are fewer than {VECTORS_PER_DIM} d = {least:,}, the "
+                        "least for a rank; raise --tokens, or give more text: --data, --val-share 1")
     maskable = ~torch.isin(rows, torch.tensor(subject.specials))
     masks = masks_for(maskable, options.seed)  # of all sequences, so that the batch size does not matter
     texts = texts_for(subject, rows, maskable, masks, options)
     moments = {curve: [Moments() for _ in example] for curve in CURVES if CURVES[curve].text in texts}
-    curves_of = {text: [curve for curve in moments if CURVES[curve].text == text] for text in texts}
     for start in tqdm(range(0, count, options.batch_size), subject.name, leave=False, disable=None):
         batch = slice(start, start + options.batch_size)
         is_masked = masks[batch].to(example[0].device)  # (B, n)
         for text, sequences in texts.items():
             for layer, h in enumerate(subject.encode(sequences[batch])):  # H^l (B, n, d)
-                for curve in curves_of[text]:
-                    vectors = h[is_masked] if CURVES[curve].masked_only else h
-                    moments[curve][layer].add(vectors)
+                for curve in moments:
+                    if CURVES[curve].text == text:
+                        vectors = h[is_masked] if CURVES[curve].masked_only else h
+                        moments[curve][layer].add(vectors)
     return moments
 
 

@@ -56,7 +56,7 @@ class Worker(NamedTuple):
         return tree_map(lambda x: x.to(self.device, non_blocking=True), batch)
 
     def pin(self, batch: tuple) -> tuple:
-        """Move a batch to memory from which a copy does not wait for a GPU, if this process has one."""
+        """Move a batch to pinned memory, from which a GPU copies while it computes, if this process has a GPU."""
         return tree_map(torch.Tensor.pin_memory, batch) if self.device.type == "cuda" else batch
 
     def average_if(self, is_last: bool, network: nn.Module) -> AbstractContextManager:

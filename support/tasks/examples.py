@@ -45,7 +45,7 @@ def hash_of(splits: dict[str, list]) -> str:
 
 def read_docs_task(val_share: float, cache: str) -> dict[str, list[Example]]:
     """Documentation strings, at most 100 (train) and 150 (dev) per library, none from the validation split of
-    pre-training. No training text is a near-duplicate of a dev text, by the rule of corpora."""
+    pre-training. No training text shares 13 words in a row with a dev text."""
     splits, known = {"train": [], "dev": []}, set()
     texts = sorted(read_docs(cache), key=lambda item: hashlib.blake2b(item[1].encode()).digest())
     for split, most in (("dev", 150), ("train", 100)):

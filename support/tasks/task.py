@@ -61,7 +61,7 @@ class TuneConfig:
     l2: float = 0.0  # --frozen: strength of L2 regularization; 0 chooses it on the training split
 
     def __post_init__(self):
-        """Raises ValueError for the first field with a value that is often mistaken; PyTorch refuses others."""
+        """Raises ValueError for a common mistake; other bad values fail later."""
         require(
             self,
             ("epochs", 0 < self.epochs <= 10_000, "a number above 0, at most 10,000"),
