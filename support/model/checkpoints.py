@@ -76,6 +76,7 @@ def read_checkpoint(path: Path, *wanted: str) -> dict:
 
 def checkpoint_of(path: Path) -> Path:
     """The checkpoint at a path, the newest in a run folder, or finetune.py's encoder.pt. Raises UserError if none."""
+    path = Path(path)  # which may be a text in a notebook
     files = [path] if path.suffix == ".pt" else [*checkpoints(path), *path.glob("encoder.pt")]
     if not files:
         raise UserError(f"{path}: not a run folder with checkpoints; make one with train.py")

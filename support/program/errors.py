@@ -66,6 +66,9 @@ def clear_errors(program: str, memory_flags: str = "--batch-size") -> Iterator[N
             give_up(program, f"the model cannot be compiled ({root_cause(error)}); use --compile off")
         if re.search("(closed|reset) by peer|pair closure", str(error)):
             give_up(program, "another process has ended; see its message", silent=not is_first())
+        if re.search("connectFullMesh|[Tt]imed out", str(error)):
+            give_up(program, "another process was not reached for ten minutes; before a large text is used, run "
+                    "--prepare; between machines, GLOO_SOCKET_IFNAME may have to name the network interface")
         if isinstance(error, RuntimeError) and not re.search("can't allocate memory|out of memory", str(error)):
             raise
         give_up(program, f"out of memory: use a smaller {memory_flags}")

@@ -2,10 +2,11 @@
 import ctypes
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -97,11 +98,29 @@ class Worker(NamedTuple):
             os._exit(code)
 
 
+def interface_to(host: str) -> str:
+    """The name of the network interface that reaches a host, on Linux."""
+    import fcntl  # here, because Windows lacks it
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        address = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                if fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))[20:24] == address:  # SIOCGIFADDR
+                    return name
+
+
 def join_processes():
     """Join the other processes that torchrun started. This comes first: if one of them fails later, its connections
-    close, and all others end. They may wait for a day, because preparing a corpus can take hours."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group("gloo", timeout=timedelta(days=1))
+    close, and all others end. They also end when they have waited for ten minutes."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size == 1:
+        return
+    several_machines = int(os.environ["LOCAL_WORLD_SIZE"]) < world_size
+    if several_machines and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # Otherwise, gloo may offer 127.0.1.1 to other machines, as the address of a Debian machine's own name.
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_to(os.environ["MASTER_ADDR"])
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
 
 
 def prepared_ahead(prepare: Callable[[int], object], steps: range) -> Iterator:

@@ -61,4 +61,4 @@ def draw(entries: dict[str, dict], tau: float, path: Path):
             axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {tau}", title=title)
             axis.set_ylim(bottom=0)
             axis.xaxis.get_major_locator().set_params(integer=True)
-            axis.legend(fontsize="small")
+            axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2))  # below all curves
