@@ -13,6 +13,7 @@
 #     python -m venv .venv && .venv/bin/pip install -r requirements.txt
 #     .venv/bin/python train.py --preset base --data TEXT --cache cache --prepare
 #     sbatch runs/slurm.sh --data TEXT [--FLAG VALUE ...]        takes all flags of train.py
+# With --array 0-2 before runs/slurm.sh, three such jobs train seeds 0, 1 and 2, each in a folder of its own.
 # The log of each process is logs/JOB/rank-N.log; rank 0's log shows the progress.
 #
 # 300 seconds before the time limit, Slurm sends SIGUSR1 to this script, and srun passes it on to all processes. They
@@ -39,6 +40,9 @@ python -c "import torch, datasets" || fail "PyTorch or datasets is missing in .v
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${hosts%%$'\n'*}  # the first node
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # differs between the jobs on that node
+if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
+    set -- --seed "$SLURM_ARRAY_TASK_ID" --out "out/array-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID" "$@"
+fi
 logs=logs/$SLURM_JOB_ID
 mkdir -p "$logs"
 

@@ -116,7 +116,7 @@ def join_processes():
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size == 1:
         return
-    several_machines = int(os.environ["LOCAL_WORLD_SIZE"]) < world_size
+    several_machines = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < world_size
     if several_machines and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
         # Otherwise, gloo may offer 127.0.1.1 to other machines, as the address of a Debian machine's own name.
         os.environ["GLOO_SOCKET_IFNAME"] = interface_to(os.environ["MASTER_ADDR"])
