@@ -67,7 +67,7 @@ def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out
     splits = {split: kind.encode(each) for split, each in examples.items()}
     results.claim(out, worker, {
         "init": flags.init, "task": task, "weights": pretrained.weights_hash(),
-        "examples": hash_of(examples), "column": repr(TASKS[task]), "sweep": flags.sweep, "frozen": flags.frozen,
+        "examples": hash_of(examples), "task_settings": repr(TASKS[task]), "sweep": flags.sweep, "frozen": flags.frozen,
         **vars(tune)})
     if worker.is_main:
         say(f"{out}:", *[f"  {split}: {encoded.remark}" for split, encoded in splits.items()])
@@ -189,8 +189,8 @@ def run_task(setup: Setup, flags: argparse.Namespace) -> dict:
     runs = finish_jobs(setup, [(tune, results.FIRST_SEED + i) for i in range(seeds)])
     if not setup.worker.is_main:
         return {}
-    untrained = setup.pretrained.new_encoder(results.FIRST_SEED).to(setup.worker.device)
-    return results.write_summary(setup, flags.init, tune, sweep, runs, ranks(untrained, setup))
+    encoder = setup.pretrained.new_encoder(results.FIRST_SEED).to(setup.worker.device)  # before fine-tuning
+    return results.write_summary(setup, flags.init, tune, sweep, runs, ranks(encoder, setup))
 
 
 # ---- 4. Command line -----------------------------------------------------------------------------

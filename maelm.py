@@ -310,7 +310,7 @@ class MAELM(nn.Module):
         """H^L (B, r, d) at the kept positions; in a standard MLM (r = n), (B, m, d) at the positions `at`."""
         seen = corruption.corrupted.gather(1, corruption.kept)  # (B, r)
         positions = corruption.kept  # in MAE-LM
-        if corruption.is_complete:  # all rows are equal, and one of them saves time
+        if corruption.is_complete:  # all rows are equal, and using one of them saves time
             positions = positions[:1]
         if not self.config.aligned_positions:  # Table 2: misaligned
             positions = torch.arange(seen.shape[1], device=seen.device)[None]

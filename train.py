@@ -182,7 +182,7 @@ def loop(run: Run, progress: Progress, signals: list[int]) -> int:
         progress.add(loss, norm)
         run.step = step + 1
 
-        # All processes stop together. They wait for each other when they ask, so only every fourth step.
+        # All processes stop together. The check makes them wait for each other, hence every fourth step.
         stopped = False
         if worker.world_size == 1 or run.step % 4 == 0:
             stopped = worker.all_reduce(len(signals))[0] > 0
@@ -224,7 +224,7 @@ def pretrain(run: Run) -> int:
 
 # ---- 4. Command line -----------------------------------------------------------------------------
 def parse(argv) -> tuple[Settings, Start, Namespace]:
-    """Read the command line and the run of --init. Settings not given are absent from the result."""
+    """Read the command line and the run of --init. The Namespace lacks flags that are not given."""
     parser = Parser("train.py", __doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, help="size and recipe (Table 4) [toy; with --init, that run's]")
@@ -238,11 +238,9 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
     init = vars(flags).get("init", "")
     flags.out = flags.out or default_out(flags.preset or "toy", flags.ablation, init)
     start = load_start(init, flags.out) if init else Start()
-    of_rows = {name for row in ABLATIONS.values() for name in row}  # which a row takes from the preset, not from --init
-    inherited = {name: value for name, value in start.settings.items() if not flags.ablation or name not in of_rows}
-    named = preset if flags.preset else {}
+    named = make_settings(preset).fields() if flags.preset else {}  # also what it leaves at the default
     row = ABLATIONS[flags.ablation or "mae-lm"]
-    values = preset | inherited | named | start.encoder_settings | row  # the last one wins
+    values = preset | start.inherited(flags.ablation) | named | start.encoder_settings | row  # the last one wins
     recipe = Recipe(**fields_of(Recipe, values))
     if "max_steps" in flags:  # warm up for the same share of the steps
         values["warmup_steps"] = round(recipe.warmup_steps / recipe.max_steps * flags.max_steps)

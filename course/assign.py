@@ -104,7 +104,7 @@ def main(argv=None) -> int:
     """Run the command. Returns its exit code: 0, or 1 for less than full marks."""
     parser = Parser("test_maelm.py", __doc__)
     command = parser.add_mutually_exclusive_group(required=True).add_argument
-    command("--blank", nargs="+", metavar="TASK", choices=[*HOMEWORK, "all"], help="print a file without these tasks")
+    command("--blank", nargs="+", metavar="TASK", choices=[*HOMEWORK, "all"], help="print a file without these")
     command("--handout", type=Path, metavar="DIR", help="make a folder for students")
     command("--gradescope", type=Path, metavar="ZIP", help="make an autograder for Gradescope")
     command("--grade", type=Path, metavar="PATH", help="grade a folder, a zip, a maelm.py, or a class")

@@ -77,7 +77,7 @@ def run_task(task: str, texts: dict[str, str], effects: Path, limits: dict) -> d
     needed = [name for name in tasks if HOMEWORK[name] == "maelm.py"] or tasks
     if not {*needed}.issubset(students):
         return {task: "not attempted"}
-    # Students cannot know these names, so only pytest can report them.
+    # Code that was written before cannot contain these names, so it cannot report them.
     names = {claim: f"test_{secrets.token_hex(8)}" for claim in (*claims_of(task), *MUST_FAIL)}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)

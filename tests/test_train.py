@@ -146,17 +146,20 @@ def test_init_gives_shape_tokenizer_and_recipe_but_a_preset_a_row_and_flags_win(
     monkeypatch.setitem(train.PRESETS["small"], "mask_in_encoder", 0.5)
     longer = train.parse(["--init", str(finished), "--preset=small", "--max-steps=3000"])[0]
     assert (longer.recipe.learning_rate, longer.recipe.max_steps, longer.recipe.warmup_steps) == (2e-3, 3000, 150)
-    # the preset decides decoder and masks, but the encoder keeps its shape
+    # a named preset decides all but the shape of the encoder
     fields = dict(decoder_layers=2, dropout=0.1, init_std=0.03, decoder_relative=True)
     assert longer.config == replace(config, mask_in_encoder=0.5, **fields)
     row = train.parse(["--init", str(finished), "--preset=small", "--ablation=enc-mask"])[0]
     assert row.config == replace(config, mask_in_encoder=1.0, **fields)
+    base = train.parse(["--init", str(finished), "--preset=base"])[0]  # which is all defaults
+    assert (base.recipe.batch_size, base.config.decoder_layers, base.config.encoder_dim) == (2048, 4, 32)
     assert train.parse(["--max-steps", "38", "--warmup-steps", "9"])[0].recipe.warmup_steps == 9
 
 
 def test_weights_that_init_lacks_are_listed(finished, capsys, tmp_path, text):
-    short_run(text, tmp_path / "run", "--init", finished, "--decoder-layers", 3, "--stop-at", 1)
+    out = short_run(text, tmp_path / "run", "--init", finished, "--decoder-layers", 3, "--stop-at", 1)
     assert re.search(r"lacks 28 weights .* random: decoder.stack.blocks.1.self_attention", capsys.readouterr().out)
+    assert train.parse(["--init", str(out), "--ablation", "enc-mask"])[0].config.decoder_layers == 3
 
 
 def test_a_run_follows_its_settings(text, tmp_path, monkeypatch, capsys):

@@ -75,7 +75,7 @@ def short_hash(content: str | bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-TABLES = "ABLATIONS|PRESETS|TASKS|DEFAULTS|SWEEPS|RATES"  # of settings: what is kept records the entry that it used
+TABLES = "ABLATIONS|PRESETS|SMALL_MODELS|TASKS|DEFAULTS|SWEEPS|RATES"  # of settings, which are recorded where used
 
 
 def code_hashes(*files: str) -> dict[str, str]:

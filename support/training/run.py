@@ -21,6 +21,8 @@ from support.training.settings import MAY_CHANGE, RunOptions, Settings
 NOT_OF_ENCODER = {"decoder_layers", "dropout", "mask_rate", "init_std", "decoder_relative", "mask_in_encoder",
                   "encoder_fill", "decoder_reset", "aligned_positions", "decoder_dim", "decoder"}
 
+# The fields of Config that make a model a row of Table 2, except sizes.
+OF_ROWS = {"mask_in_encoder", "encoder_fill", "decoder_reset", "aligned_positions", "decoder"}
 # The settings of a run that another run does not take over with --init.
 NOT_INHERITED = {"init", "stop_at", "keep_checkpoints", "device", "cache", "wandb"}
 
@@ -32,6 +34,14 @@ class Start(NamedTuple):
     encoder_settings: dict = {}  # those on which the encoder's weights and its tokens depend
     tokenizer: Tokenizer | None = None
     weights: dict | None = None  # by name
+
+    def inherited(self, ablation: str | None) -> dict:
+        """The settings that the new run takes over. A row of Table 2 is a difference from an MAE-LM; for a row, they do
+        not include what made the old run another row."""
+        old_row = OF_ROWS if ablation else set()
+        if ablation and self.settings.get("decoder_layers") == 0:
+            old_row = OF_ROWS | {"decoder_layers"}
+        return {name: value for name, value in self.settings.items() if name not in old_row}
 
     def check(self, init: str, settings: Settings):
         """Raises UserError if a flag changes a setting of the encoder."""
@@ -78,7 +88,7 @@ def changes(out: Path, saved: dict, settings: Settings) -> dict[str, list]:
     before = asdict(saved["config"]) | defaults | saved["settings"] | code
     now = settings.fields() | CODE
     if saved["step"] >= settings.last_step:
-        return compare(out, before, now, code)  # a finished run would not use any other setting
+        return compare(out, before, now, code)  # a finished run uses no setting, so only the code may differ
     changed = compare(out, before, now, MAY_CHANGE | code.keys())
     if changed.get("keep_checkpoints", [1])[0] == 0:
         raise UserError(f"{out}: keep_checkpoints=0 there; repeat the command with --keep-checkpoints 0, because "

@@ -11,7 +11,7 @@ from support.text.documents import CACHE
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The settings of a run that do not decide its weights, except `init`."""
+    """The settings of a run that do not decide its weights, except `init` and, by dropout's masks, the micro-batch."""
     init: str = ""  # run folder or checkpoint from which to take the model's shape, weights and tokenizer
     micro_batch_size: int = 64  # largest number of sequences per forward pass; gradients are accumulated
     stop_at: int = 0  # step at which to end early, without changing the schedule; 0 for never
