@@ -47,20 +47,20 @@ def short_name(model: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser, part: type, values: dict):
-    """Add a flag for every plain field of a dataclass. Its help joins the field's comment and its value in `values`."""
+    """Add a flag for every field of a dataclass. Its help joins the field's comment and its value in `values`."""
     comments = {}
     with suppress(OSError):  # under a profiler, which hides the source, -h lacks the comments
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(part), re.MULTILINE))
     group = parser.add_argument_group(part.__name__)
-    for field in [field for field in fields(part) if field.type in (bool, int, float, str, Path)]:
+    for field in fields(part):
         flag = "--" + field.name.replace("_", "-")
         value = values.get(field.name, field.default)
-        shown = "" if value in ("", Path()) else f" [{value}]"
+        shown = "" if value == "" else f" [{value}]"
         text = f"{comments.get(field.name, '')}{shown}".replace("%", "%%")  # argparse formats with %
         if field.type is bool:
             how = {"action": argparse.BooleanOptionalAction}
         else:
-            how = {"type": path_of if field.type is Path else field.type, "metavar": field.type.__name__.upper()}
+            how = {"type": field.type, "metavar": field.type.__name__.upper()}
         # A flag that is not given is absent from the result, so that the value of the preset applies.
         group.add_argument(flag, default=argparse.SUPPRESS, help=text.strip(), **how)
 

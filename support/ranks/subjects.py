@@ -13,9 +13,8 @@ from maelm import CLS, MASK, NUM_SPECIAL, SEP
 from support.model.checkpoints import load_encoder
 from support.program.cli import path_of
 from support.program.errors import UserError, root_cause
-from support.text.corpus import VAL_SHARE, in_validation, prepared_corpus, sample
+from support.text.corpus import VAL_SHARE, Rows, evenly_spaced, in_validation, prepared_corpus, sample
 from support.text.documents import CACHE, documents, sources
-from support.text.corpus import Rows, evenly_spaced
 
 
 class Subject(NamedTuple):
