@@ -29,8 +29,8 @@ def hand_out(folder: Path):
     texts = HANDED_OUT | {name: PROJECT[name] for name in ("conftest.py", "LICENSE")}
     texts |= {"README.md": PROJECT["course/homework.md"], "pytest.ini": INI}
     texts["support/model/cross_attention.py"] = "DECODERS = {}  # not homework, but conftest.py imports it\n"
-    for file in TESTS:  # without the lecturer's command
-        texts[file] = re.sub(r'\n    python test_maelm.py -h[^\n]*|if __name__ .*?\n\n', "", PROJECT[file], flags=re.DOTALL)
+    lecturers = re.compile(r'\n    python test_maelm.py -h[^\n]*|if __name__ .*?\n\n', re.DOTALL)
+    texts |= {file: lecturers.sub("", PROJECT[file]) for file in TESTS}
     write_all(folder, texts)
     print(f"{folder}: read its README.md")
 
