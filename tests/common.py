@@ -13,6 +13,8 @@ from support.training.log import read_log
 
 ROOT = Path(__file__).resolve().parent.parent
 
+PAPER_ROWS = [*ABLATIONS][:14]  # of Table 2; further rows may set any field
+
 # ---- A little language ----------------------------------------------------------------------------------------------
 SUBJECTS = "the cat", "a dog", "my friend", "Anna"
 VERBS = "sees", "likes", "finds", "has"

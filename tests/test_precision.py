@@ -6,8 +6,7 @@ from conftest import generator, model_and_batch, random_tokens
 from maelm import ABLATIONS, attention, corrupt
 from support.model.build import make_model
 from support.program.worker import Worker, make_worker
-from tests.common import losses, short_run
-from tests.common import make_config
+from tests.common import PAPER_ROWS, losses, make_config, short_run
 
 EXACT = Worker(0, 1, torch.device("cpu"), torch.float32)  # without autocast
 
@@ -46,7 +45,7 @@ def errors(size, name, worker, compiler=None, **fields):
     return found
 
 
-@pytest.mark.parametrize("name", ABLATIONS)
+@pytest.mark.parametrize("name", PAPER_ROWS)
 def test_bf16_is_close_to_float64_for_post_ln(name):
     worker = Worker(0, 1, torch.device("cpu"), torch.bfloat16)
     shape = dict(encoder_dim=96, encoder_heads=6, seq_len=21, vocab_size=300)  # two layers of base, an eighth as wide
@@ -80,7 +79,7 @@ def test_rows_of_a_bias_are_aligned():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("size, compiler", [("small", None), ("base", None), ("base", "inductor")])
-@pytest.mark.parametrize("name", ABLATIONS)
+@pytest.mark.parametrize("name", PAPER_ROWS)
 def test_bf16_is_close_to_float64(size, compiler, name):
     torch.compiler.reset()
     for found in errors(size, name, make_worker("bf16", "cuda"), compiler, seq_len=61, vocab_size=320):

@@ -168,10 +168,11 @@ def test_a_change_of_the_code_is_named(text, copy, monkeypatch, capsys):
         monkeypatch.setattr(module, "CODE", {**module.CODE, "code of train.py": "other"})
     short_run(text, copy)
     printed = capsys.readouterr().out
-    assert "was made before a change of the code of train.py" in printed and "finished at step 6" in printed
+    assert "before a change of the code of train.py" in printed and "finished at step 6" in printed
     short_run(text, copy, "--max-steps", 7)
     changed, = [line["start"]["changed"] for line in read_log(copy) if "start" in line and line["step"] == 6]
     assert changed.keys() == {"code of train.py", "max_steps"}
+    assert last_checkpoint(copy)["code"] == checkpoints.CODE | {"code of train.py": "mixed"}
 
 
 def test_the_checkpoint_is_the_run(text, finished, tmp_path, capsys):

@@ -36,7 +36,7 @@ def checkpoints(out: Path) -> list[Path]:
 
 def write_checkpoint(path: Path, state: dict):
     """Write a checkpoint atomically. It may hold only tensors, numbers and texts, so that reading it runs no code."""
-    state = state | {"code": CODE}
+    state = {"code": CODE} | state
     content = io.BytesIO()  # if PyTorch wrote the file, its error for a full disk would not say so
     torch.save(state, content)
     with atomic(path) as temporary:
@@ -69,8 +69,9 @@ def read_checkpoint(path: Path, *wanted: str) -> dict:
     state["tokenizer"] = Tokenizer.of_json(state["tokenizer"])
     changed = [name for name, code in state.get("code", {}).items() if CODE.get(name) != code]
     if changed and is_first():
-        names = ", ".join(changed)
-        say(f"{path} was made before a change of the {names}; to see its effect, train again with another --out")
+        names = " and the ".join(changed)
+        say(f"{path} was made, at least in part, before a change of the {names}; to see its effect, train again with "
+            "another --out")
     return state
 
 

@@ -102,14 +102,14 @@ def label_of(name: str, label, place: str) -> str:
     is 3.200000047683716 there."""
     names = TASKS[name].labels
     label = label.strip() if isinstance(label, str) else label
-    if label in (None, "") or label != label or (label == -1 and name != "custom"):  # NaN differs from itself
+    if label in (None, "") or label != label or (label == -1 and names):  # NaN differs from itself
         raise UserError(f"{place}: its label is missing; add one, or remove the row")
     if isinstance(label, str):
         return label
     if name == "custom":
         return json.dumps(label)
     if not names:
-        return str(round(label, 3))
+        return str(label if isinstance(label, int) else float(f"{label:.6g}"))
     if label not in range(len(names)):
         raise UserError(f"{place}: label {label!r}: use a whole number from 0 to {len(names) - 1}")
     return names[int(label)]

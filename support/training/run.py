@@ -75,7 +75,7 @@ class Run:
     rows: dict[str, Rows]  # by split
     model: MAELM
     optimizers: list
-    changed: dict[str, list] = field(default_factory=dict)  # settings that differ from the last checkpoint's
+    changed: dict[str, list] = field(default_factory=dict)  # settings and code that differ from the last checkpoint's
     step: int = 0
     seconds: float = 0.0  # of training, excluding evaluations and checkpoints
 
@@ -169,8 +169,9 @@ def copy_fitting_weights(weights: dict, model: MAELM) -> list[str]:
 def save_checkpoint(run: Run):
     """Write a checkpoint and remove older ones, as --keep-checkpoints says."""
     config, recipe, options = run.settings
+    code = {name: "mixed" if name in run.changed else value for name, value in CODE.items()}
     write_checkpoint(run.out / f"step_{run.step:07d}.pt", {
-        "config": asdict(config), "settings": asdict(recipe) | asdict(options), "corpus": run.corpus,
+        "code": code, "config": asdict(config), "settings": asdict(recipe) | asdict(options), "corpus": run.corpus,
         "tokenizer": run.tokenizer.to_json(), "step": run.step, "seconds": run.seconds,
         "model": run.model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in run.optimizers]})
     if options.keep_checkpoints > 0:
