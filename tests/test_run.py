@@ -229,6 +229,7 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
     (train, "--\x1b[31m\x07é\u202e 3", r"unknown flag --\\x1b\[31m\\x07é\\u202e; the flags are "),  # not obeyed
     (train, "--ablation bert", "invalid choice: 'bert' .*mae-lm.*dec-1024"),
     (train, "--batch-size 0", "batch_size=0: use 1 or more"),
+    (train, "--mask-rate 0.95", "would mask 23 of 24 tokens, but .* has only 22 that are not special"),
     (train, "--max-steps 30 --warmup-steps 100", "warmup_steps=100: use 0 to max_steps=30"),
     (train, "--init RUN --encoder-layers 1", "encoder_layers=2 there, 1 here; with --init, these cannot change"),
     (train, "--init=", "--init: the value is empty"),

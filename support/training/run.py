@@ -20,7 +20,6 @@ from support.training.settings import MAY_CHANGE, RunOptions, Settings
 # The fields of Config that do not shape the encoder. All others stay as they are in a run with --init.
 NOT_OF_ENCODER = {"decoder_layers", "dropout", "mask_rate", "init_std", "decoder_relative", "mask_in_encoder",
                   "encoder_fill", "decoder_reset", "aligned_positions", "decoder_dim", "decoder"}
-
 # The fields of Config that make a model a row of Table 2, except sizes.
 OF_ROWS = {"mask_in_encoder", "encoder_fill", "decoder_reset", "aligned_positions", "decoder"}
 # The settings of a run that another run does not take over with --init.
@@ -39,7 +38,7 @@ class Start(NamedTuple):
         """The settings that the new run takes over. A row of Table 2 is a difference from an MAE-LM; for a row, they do
         not include what made the old run another row."""
         old_row = OF_ROWS if ablation else set()
-        if ablation and self.settings.get("decoder_layers") == 0:
+        if ablation and self.settings.get("decoder_layers") == 0:  # an MLM; the preset knows how many there should be
             old_row = OF_ROWS | {"decoder_layers"}
         return {name: value for name, value in self.settings.items() if name not in old_row}
 
@@ -87,9 +86,9 @@ def changes(out: Path, saved: dict, settings: Settings) -> dict[str, list]:
     code = saved.get("code", CODE)
     before = asdict(saved["config"]) | defaults | saved["settings"] | code
     now = settings.fields() | CODE
-    if saved["step"] >= settings.last_step:
-        return compare(out, before, now, code)  # a finished run uses no setting, so only the code may differ
-    changed = compare(out, before, now, MAY_CHANGE | code.keys())
+    if saved["step"] >= settings.last_step:  # a finished run uses no setting, so only the code may differ
+        return compare(out, before, now, code | CODE)
+    changed = compare(out, before, now, MAY_CHANGE | code.keys() | CODE.keys())
     if changed.get("keep_checkpoints", [1])[0] == 0:
         raise UserError(f"{out}: keep_checkpoints=0 there; repeat the command with --keep-checkpoints 0, because "
                         "otherwise its older checkpoints would be deleted")
@@ -137,7 +136,7 @@ def corpus_of_run(settings: Settings, given: Tokenizer | None, name: str, moved:
 def check_text(config: Config, tokenizer: Tokenizer, rows: dict[str, Rows]):
     """Raises UserError if the Config asks for more masks or tokens than the text has."""
     m = config.num_masked(config.seq_len)
-    real = min(each.fewest_real() for each in rows.values())
+    real = rows["train"].fewest_real()
     if m > real:
         raise UserError(f"mask_rate={config.mask_rate}: would mask {m} of {config.seq_len} tokens, but a sequence of "
                         f"this text has only {real} that are not special; use a lower --mask-rate")
