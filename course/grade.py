@@ -42,17 +42,17 @@ def grade(texts: dict[str, str], tasks: list[str], seconds: int, total: float, r
     """Grade these tasks of a submission, within seconds of CPU time per task and a total of seconds by the clock."""
     limits = dict(seconds=seconds, end=time.monotonic() + total, rights=rights)  # of a user, as arguments of subprocess
     with tempfile.TemporaryDirectory() as folder:
-        messages = {task: run_task(task, texts, Path(folder, task), limits) for task in tasks}
+        outcomes = {task: run_task(task, texts, Path(folder, task), limits) for task in tasks}
         done = subprocess.run([sys.executable, "-m", "tests.random_inputs", folder], cwd=ROOT, capture_output=True)
         differences = json.loads(done.stdout) if done.returncode == 0 else {}
-    return [result_of(task, messages[task], differences.get(task, "the effects are missing")) for task in tasks]
+    return [result_of(task, *outcomes[task], differences.get(task, "the effects are missing")) for task in tasks]
 
 
-def result_of(task: str, messages: dict[str, str], difference: str) -> Result:
-    """The points of a task, given the messages of its claims, and the difference between its effects and ours."""
+def result_of(task: str, problem: str, messages: dict[str, str], difference: str) -> Result:
+    """The points of a task, given the outcome of run_task, and the difference between its effects and ours."""
     claims = claims_of(task)
-    if task in messages:
-        return Result(task, 0, len(claims), messages[task])
+    if problem:
+        return Result(task, 0, len(claims), problem)
     messages[RANDOM_CLAIM] = messages[RANDOM_CLAIM] or difference
     failed = [claim for claim in claims if messages[claim]]
     gates = [claim for claim in failed if claims[claim]]
@@ -69,14 +69,14 @@ def claims_of(task: str) -> dict[str, bool]:
     return {name: bool(gate) for gate, name in found} | {RANDOM_CLAIM: True}
 
 
-def run_task(task: str, texts: dict[str, str], effects: Path, limits: dict) -> dict[str, str]:
-    """Run the claims of a task in a copy of the project, and copy its file of effects to a path. Returns the message of
-    each claim, "" if it holds; or if no claim counts, the reason by the task's name."""
+def run_task(task: str, texts: dict[str, str], effects: Path, limits: dict) -> tuple[str, dict[str, str]]:
+    """Run the claims of a task in a copy of the project, and copy its file of effects to a path. Returns why no claim
+    counts, "" if they count, and the message of each claim, "" if it holds."""
     tasks = HOMEWORK if task == TOGETHER else [task]
     students = [name for name in tasks if is_attempted(name, texts)]
-    needed = [name for name in tasks if HOMEWORK[name] == "maelm.py"] or tasks
+    needed = TASKS["maelm.py"] if task == TOGETHER else [task]  # other functions may be ours
     if not {*needed}.issubset(students):
-        return {task: "not attempted"}
+        return "not attempted", {}
     # Code that was written before cannot contain these names, so it cannot report them.
     names = {claim: f"test_{secrets.token_hex(8)}" for claim in (*claims_of(task), *MUST_FAIL)}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
@@ -89,12 +89,12 @@ def run_task(task: str, texts: dict[str, str], effects: Path, limits: dict) -> d
         if found and not problem and is_plain(folder / "effects.pt"):  # otherwise, it may be incomplete
             shutil.copyfile(folder / "effects.pt", effects)
     if problem or not found:
-        return {task: problem or "no report: the code ends Python"}
+        return problem or "no report: the code ends Python", {}
     if found.keys().isdisjoint(names.values()):  # pytest could not even collect the tests
-        return {task: f"cannot be imported: {next(iter(found.values()))}"}
+        return f"cannot be imported: {next(iter(found.values()))}", {}
     if not all(found.get(names[wrong]) for wrong in MUST_FAIL):
-        return {task: "read by hand: claims that cannot hold did not fail"}
-    return {claim: found.get(names[claim], "has no result") for claim in claims_of(task)}
+        return "read by hand: claims that cannot hold did not fail", {}
+    return "", {claim: found.get(names[claim], "has no result") for claim in claims_of(task)}
 
 
 def copy_for(task: str, texts: dict[str, str], students: list[str], names: dict[str, str]) -> dict[str, str]:
@@ -126,8 +126,8 @@ def write_all(folder: Path, texts: dict[str, str]):
 
 
 def run_limited(command: list[str], folder: Path, seconds: int, end: float, rights: dict) -> str:
-    """Run a command in a folder with a limit of CPU time, and ten times as much in all, because other programs may run,
-    but not after an end by time.monotonic. Kills its process group. Returns the reason if a limit ended the command."""
+    """Run a command in a folder, with these seconds of CPU time, ten times as many by the clock, and until `end` by
+    time.monotonic. Kills its process group. Returns the reason if a limit ended the command."""
     if rights:
         subprocess.run(["chown", "-R", str(rights["user"]), folder], check=True)
     # No variable may tell where our solutions are.
