@@ -1,8 +1,8 @@
 """Fine-tuning: GLUE, SQuAD 2.0, and a task that needs no download.
 
-    python finetune.py --init out/toy --task docs               # classify documentation by its library
-    python finetune.py --init out/toy --task docs --frozen      # a linear probe: the encoder is not trained
-    python finetune.py --init out/base --task rte --sweep       # Table 5's grid, then the median of five seeds
+    python finetune.py --init out/toy --task docs               # name a docstring's library
+    python finetune.py --init out/toy --task docs --frozen      # a linear probe
+    python finetune.py --init out/base --task rte --sweep       # Table 5's grid, then five seeds
     python finetune.py --init out/base --task glue --data DIR   # all eight tasks, and their average
 
 --task custom reads the files train and dev (.csv, .tsv, .jsonl or .parquet, or compressed) in --data,

@@ -113,7 +113,7 @@ def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> 
     config, recipe, options = settings
     indices = indices_of_step(settings.data_seed, step, recipe.batch_size, len(rows))  # (B,)
     tokens = torch.from_numpy(rows[indices])  # (B, n)
-    mask_seed = seed_of(settings.data_seed, step, 0, 0)  # the last number: 0 for masks, 1 for dropout
+    mask_seed = seed_of(settings.data_seed, step, 0, 0)  # last: 0 for masks, 1 for dropout
     corruption = corrupt(tokens, config, torch.Generator().manual_seed(mask_seed))
     return [worker.pin(batch) for batch in worker.micro_batches(tokens, corruption, options.micro_batch_size)]
 
@@ -130,7 +130,7 @@ def train_step(network: nn.Module, optimizers: list, batches: list[tuple], step:
         is_last = i == len(batches) - 1
         with worker.average_if(is_last, network):
             with worker.autocast():
-                loss = network(tokens, corruption) * (len(tokens) / share)  # the last micro-batch may be smaller
+                loss = network(tokens, corruption) * (len(tokens) / share)  # the last may be smaller
             loss.backward()
         total += loss.detach()
     norm = nn.utils.clip_grad_norm_(network.parameters(), recipe.clip_norm)
@@ -262,7 +262,7 @@ def main(argv=None):
         if flags.prepare:
             say(summary(prepared_corpus(settings.fields(), start.tokenizer)))
         else:
-            with worker.lock(flags.out, "log.jsonl", "step_*.pt"):  # a folder with other files is refused
+            with worker.lock(flags.out, "log.jsonl", "step_*.pt"):  # refuses a folder with other files
                 code = pretrain(begin(settings, flags.out, start, worker))
         worker.destroy_process_group(code)  # under torchrun, the process ends here
     if code:
