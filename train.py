@@ -182,7 +182,7 @@ def loop(run: Run, progress: Progress, signals: list[int]) -> int:
         progress.add(loss, norm)
         run.step = step + 1
 
-        # All processes stop together. The check makes them wait for each other, hence every fourth step.
+        # All processes stop together. The check makes them wait, hence only every fourth step.
         stopped = False
         if worker.world_size == 1 or run.step % 4 == 0:
             stopped = worker.all_reduce(len(signals))[0] > 0
