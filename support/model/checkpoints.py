@@ -80,7 +80,7 @@ def checkpoint_of(path: Path) -> Path:
     path = Path(path)  # which may be a text in a notebook
     files = [path] if path.suffix == ".pt" else [*checkpoints(path), *path.glob("encoder.pt")]
     if not files:
-        raise UserError(f"{path}: not a run folder with checkpoints; make one with train.py (a linear probe saves none)")
+        raise UserError(f"{path}: no run folder with checkpoints; make one with train.py (a linear probe saves none)")
     return files[-1]
 
 
