@@ -192,7 +192,8 @@ def main(argv=None):
             subject = open_subject(name, options, device)
             entries[name] = model_ranks(subject, measure(subject, options), options.tau)
             say(table(name, entries[name], options.tau))
-        write_json(out / "rank.json", {"tau": options.tau, "settings": asdict(options), "models": entries})
+            # Now, because another model may fail.
+            write_json(out / "rank.json", {"tau": options.tau, "settings": asdict(options), "models": entries})
         draw(entries, options.tau, out / "rank.png")
         say(f"{out}: rank.json, rank.png")
 
