@@ -18,7 +18,7 @@ from maelm import MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head, apply_mask
 from support import fill_mask
 from support.model import optim
 from support.model.checkpoints import load_model
-from support.text.corpus import Rows, evenly_spaced, indices_of_step, unigram_entropy
+from support.text.corpus import evenly_spaced, indices_of_step, unigram_entropy
 from support.program.errors import UserError
 from support.training import run as runs
 from support.training.log import flops, read_log
@@ -30,18 +30,6 @@ TINY = tiny()
 
 
 # ---- Runs -----------------------------------------------------------------------------------------------------------
-def test_a_run_folder_holds_what_the_readme_says(finished):
-    files = {"config.json", "tokenizer.json", "log.jsonl", "loss.png", "step_0000003.pt", "step_0000006.pt"}
-    assert contents(finished).keys() == files
-    first, *log = read_log(finished)
-    assert first["step"] == 0 and first["unigram_entropy"] > 1
-    assert first["start"]["torch"] == torch.__version__ and first["start"]["micro_batch"] == 4
-    assert [step for step, _ in losses(finished, "val_loss")] == [0, 3, 6]
-    steps = [line for line in log if "loss" in line]
-    assert [line["tokens"] for line in steps] == [step * 8 * 24 for step in range(1, 7)]
-    assert steps[-1].keys() == set("step loss grad_norm lr muon_lr tokens epoch tokens_per_second seconds".split())
-
-
 @pytest.mark.parametrize("ablation", ["mae-lm", "mlm"])
 def test_training_learns_the_little_language(ablation, text, tmp_path, capsys):
     flags = """--max-steps 200 --batch-size 16 --micro-batch-size 16 --encoder-dim 64 --dropout 0 --log-interval 50
@@ -162,12 +150,9 @@ def test_weights_that_init_lacks_are_listed(finished, capsys, tmp_path, text):
     assert train.parse(["--init", str(out), "--ablation", "enc-mask"])[0].config.decoder_layers == 3
 
 
-def test_a_run_follows_its_settings(text, tmp_path, monkeypatch, capsys):
-    """Six steps of two micro-batches, with dropout, evaluations and a slow disk. Whoever reads the clock moves it on by
-    a minute."""
-    flags = """--log-interval 3 --precision bf16 --adam-beta1 0.8 --adam-beta2 0.9 --adam-epsilon 1e-5
-               --weight-decay 0.3 --muon-weight-decay 0.2 --learning-rate 1e-3 --muon-learning-rate 4e-3""".split()
-    minutes, forwards, groups, results = [0], [], [], []
+def test_a_step_follows_precision_dropout_and_the_clock(text, tmp_path, monkeypatch, capsys):
+    """Six steps of two micro-batches. Whoever reads the clock moves it on by a minute; saving takes a thousand."""
+    minutes, forwards = [0], []
 
     def clock(passed=1):
         minutes[0] += passed
@@ -177,37 +162,19 @@ def test_a_run_follows_its_settings(text, tmp_path, monkeypatch, capsys):
         rates = {part.p for part in model.encoder.modules() if hasattr(part, "p")}
         is_bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
         if not tokens.is_meta:  # which only count FLOPs
-            forwards.append((torch.is_grad_enabled(), model.training, is_bf16, rates, torch.initial_seed()))
+            forwards.append((model.training, is_bf16, rates, torch.initial_seed()))
         return real_forward(model, tokens, corruption)
 
-    def step(model, optimizers, *others):
-        results.append(real_step(model, optimizers, *others))
-        groups.append([group.copy() for optimizer in optimizers for group in optimizer.param_groups])
-        return results[-1]
-
-    real_forward, real_step, save = MAELM.forward, train.train_step, train.save_checkpoint
+    real_forward, save = MAELM.forward, train.save_checkpoint
     monkeypatch.setattr(MAELM, "forward", forward)
-    monkeypatch.setattr(train, "train_step", step)
     monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setattr(train, "save_checkpoint", lambda run: (clock(1000), save(run)))
-    out = short_run(text, tmp_path / "run", *flags)
-    training = [forward for forward in forwards if forward[0]]
-    assert len(training) == 12 == len({seed for *_, seed in training})  # each micro-batch has dropout of its own
-    assert all(forward[1:4] == (forward[0], True, {0.1}) for forward in forwards)  # training mode, except evaluations
-    for found, factor in zip(groups, (0.5, 1, 1, 0.75, 0.5, 0.25), strict=True):
-        adamw = dict(lr=pytest.approx(1e-3 * factor), betas=(0.8, 0.9), eps=1e-5, weight_decay=0.3)
-        muon = dict(lr=pytest.approx(4e-3 * factor), weight_decay=0.2, momentum=0.95)
-        assert all(group | wanted == group for group, wanted in zip(found, (adamw, muon, muon), strict=True))
-    log = [line for line in read_log(out) if "loss" in line]
-    rows = len(Rows(text.parent / "cache" / last_checkpoint(out)["corpus"], "train", 24))
-    for line, part in zip(log, (results[:3], results[3:]), strict=True):
-        means = [float(torch.stack(values).mean()) for values in zip(*part)]
-        assert [line["loss"], line["grad_norm"]] == pytest.approx(means)
+    out = short_run(text, tmp_path / "run", "--log-interval", 3, "--precision", "bf16")
+    assert len({seed for *_, seed in forwards}) == 12 == len(forwards)  # each micro-batch has dropout of its own
+    assert all(forward[:3] == (True, True, {0.1}) for forward in forwards)
+    for line in [line for line in read_log(out) if "loss" in line]:
         assert line["tokens_per_second"] == 3 * 8 * 24 / 60 and line["seconds"] == 20 * line["step"]
-        assert line["epoch"] == pytest.approx(line["step"] * 8 / rows, abs=1e-4)
     assert "1.0 min left" in capsys.readouterr().out
-    other = short_run(text, tmp_path / "other", "--seed", 1, "--stop-at", 1)
-    assert losses(other, "val_loss")[0] != losses(short_run(text, tmp_path / "same", "--stop-at", 1), "val_loss")[0]
 
 
 def test_groups_of_parameters_keep_their_own_rates_and_decays(text, tmp_path, monkeypatch):
@@ -268,15 +235,6 @@ def test_help_shows_the_values_of_the_preset(capsys):
     pytest.raises(SystemExit, train.main, ["--preset=base++", "-h"])
     printed = " ".join(capsys.readouterr().out.split())
     assert "[2000000]" in printed and "--mask-in-encoder FLOAT delta in Figure 4: fraction of the masked" in printed
-
-
-def test_a_step_clips_the_whole_gradient():
-    recipe, model = train.Recipe(max_steps=10, warmup_steps=4, clip_norm=1e-3), MAELM(TINY)
-    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
-    _, norm = train.train_step(model, [optimizer], batch(0, 1), 7, recipe, Worker(0, 1, CPU, torch.float32))
-    moved = torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
-    assert norm > 1e-3 and float(moved.norm()) == pytest.approx(0.5 * 2.0 * 1e-3, rel=1e-3)  # half the peak rate
 
 
 def test_wandb_gets_every_number_of_the_log(text, tmp_path, monkeypatch):

@@ -1,0 +1,231 @@
+"""Claims about records: every number in the files that our programs write follows from other files."""
+import csv
+import json
+import math
+import statistics
+
+import numpy as np
+import pytest
+import scipy.stats
+import sklearn.metrics
+import torch
+
+import finetune
+import rank
+from conftest import generator
+from maelm import CLS, SEP, apply_masks, corrupt, draw_masks
+from support import convert
+from support.model.build import make_model, seed_of
+from support.model.checkpoints import load_encoder, load_model
+from support.model.heads import ClassifierHead
+from support.program.files import read_json
+from support.tasks import probe
+from support.text.corpus import indices_of_step
+from support.training.log import flops, read_log
+from tests.common import last_checkpoint, little_documents, sentence, short_run
+from tests.test_hub import TRUST, hub  # noqa: F401
+
+FACTORS = 0.5, 1, 1, 0.75, 0.5, 0.25  # of the peak rate, in the six steps of a short run
+
+
+# ---- Pre-training ---------------------------------------------------------------------------------------------------
+def framed(tokens):
+    """The sequences (N, 24) int64 of a text."""
+    count = len(tokens) // 23
+    return torch.from_numpy(np.insert(tokens[:23 * count].astype(np.int64).reshape(count, 23), 0, CLS, axis=1))
+
+
+def rows_of(out, split):
+    """The sequences of a split of a run's corpus."""
+    values = read_json(out / "config.json")
+    return framed(np.fromfile(f"{values['cache']}/{values['corpus']}/{split}.bin", np.uint16))
+
+
+def test_a_log_follows_from_the_corpus_and_the_model(finished):
+    files = {"config.json", "tokenizer.json", "log.jsonl", "loss.png", "step_0000003.pt", "step_0000006.pt"}
+    assert {path.name for path in finished.glob("[!.]*")} == files
+    first, *log = read_log(finished)
+    training, rows = rows_of(finished, "train"), rows_of(finished, "val")
+    rows = rows[np.linspace(0, len(rows) - 1, 16).astype(int)]  # --eval-rows 16
+    _, counts = np.unique(rows[rows > 3], return_counts=True)
+    assert first["unigram_entropy"] == pytest.approx(scipy.stats.entropy(counts))
+    trained, _ = load_model(finished)
+    torch.manual_seed(0)
+    new = make_model(trained.config, "sinusoid").eval()
+    start = first["start"]
+    assert (start["torch"], start["micro_batch"], start["changed"]) == (torch.__version__, 4, {})
+    assert start["flops_per_token"] == flops(trained.config) / 24
+    masked = draw_masks(rows > 3, 4, generator(0))  # 15% of 24
+    true = rows.gather(1, masked)
+    evaluations = [line for line in log if "val_loss" in line]
+    assert [line["step"] for line in evaluations] == [0, 3, 6]
+    for model, line in ((new, evaluations[0]), (trained, evaluations[2])):
+        with torch.no_grad():
+            log_p = model.logits(apply_masks(rows, masked, model.config, generator(0))).log_softmax(-1)
+        assert line["val_loss"] == pytest.approx(-log_p.gather(2, true[:, :, None]).mean().item(), rel=1e-5)
+        assert line["val_accuracy"] == (log_p.argmax(-1) == true).double().mean()
+    seconds = 0.0
+    for step, line in enumerate((line for line in log if "loss" in line), start=1):
+        assert line["step"] == step and line["tokens"] == step * 8 * 24
+        assert line["epoch"] == round(step * 8 / len(training), 4)
+        assert line["tokens_per_second"] == pytest.approx(8 * 24 / (line["seconds"] - seconds))
+        assert (line["lr"], line["muon_lr"]) == (6e-3 * FACTORS[step - 1], 2e-2 * FACTORS[step - 1])
+        seconds = line["seconds"]
+    assert step == 6 and last_checkpoint(finished)["seconds"] == seconds
+
+
+def test_a_run_is_this_loop(text, tmp_path):
+    flags = """--log-interval 3 --optimizer adamw --dropout 0 --micro-batch-size 3 --clip-norm 0.5 --learning-rate 1e-2
+               --adam-beta1 0.8 --adam-beta2 0.9 --adam-epsilon 1e-5 --weight-decay 0.3 --seed 4""".split()
+    out = short_run(text, tmp_path / "run", *flags)
+    found, _ = load_model(out)
+    rows = rows_of(out, "train")
+    torch.manual_seed(4)
+    model = make_model(found.config, "sinusoid")
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9), eps=1e-5, weight_decay=0.3)
+    results = []
+    for step, factor in enumerate(FACTORS):
+        tokens = rows[indices_of_step(4, step, 8, len(rows))]
+        loss = model(tokens, corrupt(tokens, model.config, generator(seed_of(4, step, 0, 0))))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.param_groups[0]["lr"] = 1e-2 * factor
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((loss.item(), norm.item()))
+    log = [(line["loss"], line["grad_norm"]) for line in read_log(out) if "loss" in line]
+    means = np.mean([results[:3], results[3:]], axis=1)
+    np.testing.assert_allclose(log, means, rtol=1e-4)
+    assert min(norm for _, norm in results) > 0.5  # every gradient is clipped
+    torch.testing.assert_close(found.state_dict(), model.state_dict(), atol=1e-4, rtol=0)
+
+
+# ---- Fine-tuning ----------------------------------------------------------------------------------------------------
+def encoded(texts, tokenizer, n):
+    """Texts as tokens, cut off after n."""
+    return [torch.tensor([[CLS, *tokenizer.encode(text)[:n - 2].tolist(), SEP]]) for text in texts]
+
+
+def states_of(encoder, tokens):
+    """H^L of each text, (t, d)."""
+    with torch.no_grad():
+        return [encoder(each, torch.arange(each.shape[1])[None])[0] for each in tokens]
+
+
+@pytest.fixture(scope="module")
+def labeled(tmp_path_factory):
+    """A folder with train.csv and dev.csv, in which subjects decide labels, and the texts and labels of dev."""
+    folder = tmp_path_factory.mktemp("labeled")
+    for split, start, stop in (("train", 0, 60), ("dev", 100, 180)):
+        rows = [(sentence(i)[:20 + i % 20], "zxy"[i % 4 % 3]) for i in range(start, stop)]
+        with open(folder / f"{split}.csv", "w", newline="") as file:
+            csv.writer(file).writerows([("text", "label"), *rows])
+    return folder, *zip(*rows)
+
+
+@pytest.fixture(scope="module")
+def tuned(labeled, finished, tmp_path_factory):
+    """The folder of a fine-tuning run with two seeds, and the accuracy at each checkpoint."""
+    out = tmp_path_factory.mktemp("tuned") / "out"
+    accuracies, evaluate = [], finetune.evaluate
+
+    def noting(*arguments):
+        metrics, files = evaluate(*arguments)
+        accuracies.append(metrics["accuracy"])
+        return metrics, files
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finetune, "evaluate", noting)
+        finetune.main(f"""--init {finished} --task custom --data {labeled[0]} --out {out} --seeds 2 --epochs 11
+            --seq-len 12 --batch-size 20 --learning-rate 1e-2 --dropout 0.3 --precision fp32""".split())
+    return out, accuracies
+
+
+def test_a_result_follows_from_the_saved_model(labeled, tuned, finished):
+    _, texts, labels = labeled
+    out, accuracies = tuned
+    result = read_json(out / "result.json")
+    state = torch.load(out / "encoder.pt")
+    pretrained, tokenizer = load_model(finished)
+    tokens = encoded(texts, tokenizer, 12)
+    model = finetune.Tuned(pretrained.encoder, ClassifierHead(32, 3, 0.3))
+    before = torch.cat(states_of(pretrained.encoder, tokens))
+    model.load_state_dict(state["model"])
+    model.eval()
+    after = torch.cat(states_of(model.encoder, tokens))
+    with torch.no_grad():
+        scores = torch.cat([model(each, each < 0) for each in tokens]).softmax(-1)
+    lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+    assert [line["label"] for line in lines] == [*labels]
+    for line, score in zip(lines, scores, strict=True):
+        assert line["scores"] == pytest.approx(dict(zip("xyz", score.tolist())), abs=1e-5)
+        assert line["prediction"] == "xyz"[score.argmax()]
+    value = 100 * sklearn.metrics.accuracy_score(labels, [line["prediction"] for line in lines])
+    # 33 steps, two checkpoints per epoch, but at most 20
+    steps = sorted({math.ceil(33 * i / 20) for i in range(1, 21)})
+    halves = accuracies[:20], accuracies[20:]
+    assert result["values"] == [max(half) for half in halves] == [pytest.approx(value), result["values"][1]]
+    assert result["steps"] == [steps[half.index(max(half))] for half in halves] and result["steps"][0] < 33
+    assert result["median"] == result["metrics"]["accuracy"] == statistics.median(result["values"])
+    runs = [read_json(path) for path in sorted(out.glob("runs/*.json"))]
+    ranks = result["effective_rank"]
+    assert [run["seed"] for run in runs] == [1, 2] and [run["ranks"] for run in runs] == ranks["after"]
+    for found, h in ((ranks["before"], before), (ranks["after"][0], after)):
+        assert found == dict(uncentered=rank.effective_rank(h), centered=rank.effective_rank(h - h.mean(0)))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, labeled, finished, tmp_path):
+    folder, texts, labels = labeled
+    finetune.main(f"""--init {finished} --task custom --data {folder} --out {tmp_path}/out --frozen {pooling}
+                      --seq-len 12""".split())
+    result = read_json(tmp_path / "out/result.json")
+    encoder, state = load_encoder(finished)
+    with open(folder / "train.csv") as file:
+        rows = list(csv.DictReader(file))
+    vectors = []
+    for split in ([row["text"] for row in rows], texts):
+        states = states_of(encoder, encoded(split, state["tokenizer"], 12))
+        vectors.append(np.stack([h.numpy()[0] if pooling == "cls" else h.numpy().mean(0) for h in states]))
+    targets = np.array(["xyz".index(row["label"]) for row in rows])
+    model = probe.fit(vectors[0].astype(np.float64), targets, probe.STRENGTHS)
+    right = 100 * np.mean(["xyz"[i] for i in model.predict(vectors[1])] == np.array(labels))
+    assert result["values"] == [result["median"]] == [pytest.approx(right)] and result["metrics"]["accuracy"] == right
+    run, = [read_json(path) for path in tmp_path.glob("out/runs/*.json")]
+    assert run["l2"] == pytest.approx(1 / model[-1].C_)
+    lines = [json.loads(line) for line in (tmp_path / "out/predictions.jsonl").read_text().splitlines()]
+    found = [[line["scores"][name] for name in "xyz"] for line in lines]
+    np.testing.assert_allclose(found, model.predict_proba(vectors[1]), atol=1e-4)
+
+
+# ---- Ranks and exports ----------------------------------------------------------------------------------------------
+def test_ranks_follow_from_the_text(text, finished, tmp_path):
+    rank.main(f"{finished} --data {text} --val-share 1 --tau 0.8 --out {tmp_path}".split())
+    content = read_json(tmp_path / "rank.json")
+    entry, = content["models"].values()
+    encoder, state = load_encoder(finished)
+    tokens = np.concatenate([[*state["tokenizer"].encode(document), SEP] for document in little_documents()])
+    rows = framed(tokens)
+    count = len(rows)
+    with torch.no_grad():
+        layers = [h.flatten(0, 1) for h in encoder.hidden_states(rows, torch.arange(24)[None])]
+    assert entry["uncentered"]["without_mask"] == [rank.effective_rank(h, 0.8) for h in layers]
+    assert entry["centered"]["without_mask"] == [rank.effective_rank(h - h.mean(0), 0.8) for h in layers]
+    assert entry["n"] == dict(with_mask=24 * count, without_mask=24 * count, mask_only=4 * count)
+    assert (entry["text"], entry["trained_on_mask"], entry["d"], content["tau"]) == (str(text), False, 32, 0.8)
+
+
+def test_an_export_gives_the_predictions_of_fine_tuning(labeled, tuned, hub, tmp_path):  # noqa: F811
+    convert.main(["export", str(tuned[0]), str(tmp_path / "hub")])
+    tokenizer = hub.AutoTokenizer.from_pretrained(tmp_path / "hub")
+    model = hub.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hub", **TRUST)
+    batch = tokenizer(list(labeled[1]), truncation=True, padding=True, return_tensors="pt")
+    assert batch["input_ids"].shape[1] == 12 and not model.training and not model.accepts_loss_kwargs
+    with torch.no_grad():
+        scores = model(**batch).logits.softmax(-1)
+    lines = [json.loads(line) for line in (tuned[0] / "predictions.jsonl").read_text().splitlines()]
+    for line, score in zip(lines, scores, strict=True):
+        assert line["scores"] == pytest.approx({model.config.id2label[i]: score[i].item() for i in range(3)}, abs=1e-5)
+    rates = {part.p for part in model.modules() if isinstance(part, torch.nn.Dropout)}
+    other = hub.AutoModel.from_pretrained(tmp_path / "hub", hidden_dropout_prob=0.7, **TRUST)
+    assert rates == {0.3} and {part.p for part in other.modules() if hasattr(part, "p")} == {0.7}
