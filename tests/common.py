@@ -13,7 +13,8 @@ from support.training.log import read_log
 
 ROOT = Path(__file__).resolve().parent.parent
 
-PAPER_ROWS = [*ABLATIONS][:14]  # of Table 2; further rows may set any field
+PAPER_ROWS = """mae-lm enc-mask enc-mask-dec-resets random-replace misaligned no-relative bi+cross uni+cross cross dec-2
+                dec-6 dec-512 dec-1024 mlm""".split()  # of Table 2; further rows may set any field
 
 # ---- A little language ----------------------------------------------------------------------------------------------
 SUBJECTS = "the cat", "a dog", "my friend", "Anna"

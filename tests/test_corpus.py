@@ -1,6 +1,7 @@
 """Claims about the files and the documentation that --data reads, prepared corpora, and the sequences of a step."""
 import bz2
 import gzip
+import hashlib
 import lzma
 import pathlib
 import re
@@ -14,11 +15,12 @@ import pytest
 
 import train
 from maelm import CLS
+from support.model import checkpoints
 from support.program.errors import UserError
 from support.text import corpus, documents, tokenizer as tokenizers
 from support.text.corpus import Rows, indices_of_step
 from support.program import files
-from support.program.files import json_lines
+from support.program.files import json_lines, read_json
 from support.tasks import results
 from tests.common import ROOT, contents, fails, little_documents, sentence, write_corpus
 
@@ -110,28 +112,49 @@ def f():
 
         Not even here."""
 add_docstr(f, r"""f(x) -> y, given by a call.""")
-def g(): "short"
+def g(): "only three words"
 '''
+FOUND = ["A module that cannot be imported.", "Returns nothing of interest.\n\nNot even here.",
+         "f(x) -> y, given by a call."]
 
 
-def test_documentation_is_read_without_importing_and_kept(tmp_path, monkeypatch):
-    (tmp_path / "module.py").write_text(MODULE)
-    (tmp_path / "broken.py").write_text("def")
-    found = documents.docstrings(tmp_path / "module.py")
-    assert found == ["A module that cannot be imported.", "Returns nothing of interest.\n\nNot even here.",
-                     "f(x) -> y, given by a call."]
-    assert documents.docstrings(tmp_path / "broken.py") == []
-    monkeypatch.setattr(documents, "docs_files", lambda: [("mine", tmp_path / "module.py")])
-    for cache in ("new", "module.py"):  # the second is a file, which cannot be a cache
-        assert documents.read_docs(str(tmp_path / cache)) == [("mine", text) for text in found]
-    assert len([*tmp_path.glob("new/docs-*.json")]) == 1
+def test_docs_are_read_without_importing_and_kept_by_version(tmp_path, monkeypatch):
+    files = {"lib/a.py": '"Text that two of them have."', "lib/b.py": "def", "one/m.py": MODULE,
+             "one/tests/t.py": '"Tests are not part of it."', "two/c.py": '"Text that two of them have."\ndef'}
+    files["two/d.py"] = '"Text that two of them have."\nclass A:\n  "Text of only this one."'
+    files |= {f"{name}-1.0.dist-info/METADATA": f"Name: {name}\nVersion: 1.0" for name in ("one", "two")}
+
+    def write():
+        for name, content in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(content)
+
+    write()
+    for name in ("one", "two"):
+        (tmp_path / name / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(documents, "PACKAGES", ("one", "two", "absent"))
+    monkeypatch.setattr(documents.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    expected = [("python", "Text that two of them have."), *[("one", text) for text in FOUND],
+                ("two", "Text of only this one.")]
+    read = documents.read_docs.__wrapped__  # without the memory of this process
+    for cache in ("new", "lib/a.py"):  # the second is a file, which cannot be a cache
+        assert read(str(tmp_path / cache)) == expected
+    files["one/m.py"] = '"One has a new text."'
+    write()
+    assert read(str(tmp_path / "new")) == expected  # kept
+    files["one-1.0.dist-info/METADATA"] = "Name: one\nVersion: 1.1"
+    write()
+    assert read(str(tmp_path / "new")) == [expected[0], ("one", "One has a new text."), expected[-1]]
 
 
 def test_docs_leave_out_near_duplicates_of_validation(tmp_path, monkeypatch):
     texts = [" ".join(20 * [f"word{i}"]) for i in range(400)]
     copies = [f"Copied: {text.upper()} and more" for text in texts if corpus.in_validation(text, 0.1)]
+    short = [f"short {i}" for i in range(200)]  # of fewer than 13 words, which may repeat each other
+    short += [text.upper() for text in short if corpus.in_validation(text, 0.1)]
     for module in (corpus, documents):
-        monkeypatch.setattr(module, "read_docs", lambda cache: [("python", text) for text in texts + copies])
+        monkeypatch.setattr(module, "read_docs", lambda cache: [("python", text) for text in texts + copies + short])
     assert len([text for text in copies if not corpus.in_validation(text, 0.1)]) > 20
     terms = [text.replace("word", "term") for text in texts]
     mine = [*terms, *[f"again: {text}" for text in terms]]  # other sources may repeat themselves
@@ -139,20 +162,30 @@ def test_docs_leave_out_near_duplicates_of_validation(tmp_path, monkeypatch):
     for data, more in (("docs", []), (f"docs+{tmp_path / 'mine.jsonl'}", mine)):
         folder = prepared(data, tmp_path)
         whole = tokenizers.Tokenizer.load(folder).decode(np.fromfile(folder / "train.bin", np.uint16))
-        assert whole == "".join(f"{text}[SEP]" for text in texts + more if not corpus.in_validation(text, 0.1))
+        expected = [text.lower() for text in texts + short + more if not corpus.in_validation(text, 0.1)]
+        assert whole == "".join(f"{text}[SEP]" for text in expected)
 
 
 # ---- A prepared corpus, and the sequences of a step -----------------------------------------------------------------
-def test_sequences_of_any_length_are_cls_and_documents_joined_by_sep(text, folder):
-    expected = {"train": "", "val": ""}
-    for document in documents_of(text):
-        split = "val" if corpus.in_validation(document, 0.1) else "train"
-        expected[split] += f"{document.lower()}[SEP]"
-    assert expected["val"].count("[SEP]") > 20
-    for split, whole in expected.items():
-        tokens = np.fromfile(folder / f"{split}.bin", np.uint16)
-        assert tokenizers.Tokenizer.load(folder).decode(tokens) == whole
-        for n in (2, 24, 61):
+@pytest.mark.parametrize("column, share, vocab_size", [
+    ("body", 0.3, 65_536), ("body", 0.3, 65_537), ("body", 0.6, 320), ("title", 0.6, 320)])
+def test_twenty_texts_are_split_by_hash_and_cut_into_sequences(column, share, vocab_size, tmp_path):
+    records = [{"title": sentence(i), "body": text} for i, text in enumerate(little_documents(20))]
+    (tmp_path / "a.jsonl").write_text(json_lines([*records, {"title": "", "body": None}]))
+    prepared(tmp_path / "a.jsonl", tmp_path, column="body" if column == "title" else "title")  # another corpus
+    folder = prepared(tmp_path / "a.jsonl", tmp_path, column=column, val_share=share, vocab_size=vocab_size)
+    parts = {"train": [], "val": []}
+    for text in (record[column] for record in records):
+        fraction = int(hashlib.blake2b(text.encode(), digest_size=4).hexdigest(), 16) / 16 ** 8
+        parts["val" if fraction < share else "train"].append(text)
+    meta = read_json(folder / "meta.json")
+    assert meta["documents"] == {split: len(texts) for split, texts in parts.items()} | {"empty": 1}
+    assert meta["bytes"] == sum(len(record[column].encode()) for record in records)
+    for split, texts in parts.items():
+        tokens = np.fromfile(folder / f"{split}.bin", np.uint32 if vocab_size == 65_537 else np.uint16)
+        assert tokenizers.Tokenizer.load(folder).decode(tokens) == "".join(f"{text.lower()}[SEP]" for text in texts)
+        assert meta["tokens"][split] == len(tokens)
+        for n in (2, 24, 41):
             rows = Rows(folder, split, n)
             rows = rows[np.arange(len(rows))]
             assert (rows[:, 0] == CLS).all() and len(rows) == len(tokens) // (n - 1)
@@ -177,22 +210,35 @@ def test_a_corpus_is_found_by_everything_that_shapes_it(tmp_path, monkeypatch):
     assert len(names) == 7
 
 
-@pytest.mark.parametrize("file, old, new, counts", [
-    ("maelm.py", '    "cross": dict(', '    "dec-3": dict(decoder_layers=3),\n    "cross": dict(', False),
-    ("maelm.py", "A Transformer layer:", "A comment  # and a", False),
-    ("finetune.py", "freeze the encoder, and", "keep the encoder as it is, and", False),
-    ("support/tasks/task.py", '    "custom": Task(', '    "mine": Task("small"),\n    "custom": Task(', False),
-    ("support/tasks/task.py", "is not one of the training labels", "is unknown", False),
-    ("support/tasks/results.py", "{format_number(run['value'])}", "{format_number(run['value'], 1)}", False),
-    ("maelm.py", "nn.GELU(), nn.Linear(4", "nn.ReLU(), nn.Linear(4", True),
-    ("finetune.py", "return (steps - step)", "return 0.5 * (steps - step)", True),
-    ("finetune.py", "betas=(0.9, 0.98)", "betas=(0.9, 0.999)", True),
-    ("support/model/heads.py", "nn.Tanh()", "nn.GELU()", True),
-    ("support/tasks/classification.py", "random.permutation(len(lengths))", "np.arange(len(lengths))", True),
-    ("support/tasks/classification.py", "2 * hits /", "hits /", True),
-    ("support/text/tokenizer.py", r"| ?\p{N}{1,3}", r"| ?\p{N}{1,2}", True)])
-def test_code_that_computes_is_known_and_code_that_prints_is_free(file, old, new, counts, tmp_path, monkeypatch):
-    code = {name: (ROOT / name).read_text() for name in {*results.CODE, file}}
+@pytest.mark.parametrize("file, old, new, kept", [
+    ("maelm.py", '    "cross": dict(', '    "dec-3": dict(decoder_layers=3),\n    "cross": dict(', ""),
+    ("maelm.py", "A Transformer layer:", "A comment  # and a", ""),
+    ("finetune.py", "freeze the encoder, and", "keep the encoder as it is, and", ""),
+    ("support/tasks/task.py", '    "custom": Task(', '    "mine": Task("small"),\n    "custom": Task(', ""),
+    ("support/tasks/task.py", "is not one of the training labels", "is unknown", ""),
+    ("support/tasks/results.py", "{format_number(run['value'])}", "{format_number(run['value'], 1)}", ""),
+    ("maelm.py", "nn.GELU(), nn.Linear(4", "nn.ReLU(), nn.Linear(4", "run tuning"),
+    ("support/model/build.py", "-torch.linspace(0, 1", "-torch.linspace(0, 2", "run tuning"),
+    ("support/model/optim.py", "max(1, rows / columns)", "max(2, rows / columns)", "run"),
+    ("support/model/cross_attention.py", "dropout=0.0)", "dropout=0.1)", "run"),
+    ("train.py", "return (max_steps - step)", "return 0.5 * (max_steps - step)", "run"),
+    ("finetune.py", "return (steps - step)", "return 0.5 * (steps - step)", "tuning"),
+    ("support/model/heads.py", "nn.Tanh()", "nn.GELU()", "tuning"),
+    ("support/model/checkpoints.py", "encoder.load_state_dict(self.weights)", "pass", "tuning"),
+    ("support/tasks/classification.py", "random.permutation(len(lengths))", "np.arange(len(lengths))", "tuning"),
+    ("support/tasks/classification.py", "2 * hits /", "hits /", "tuning"),
+    ("support/tasks/squad.py", "min(null[q.id], no_answer)", "no_answer", "tuning"),
+    ("support/tasks/probe.py", "max_iter=1000", "max_iter=10", "tuning"),
+    ("support/tasks/task.py", "float(label) / self.scale", "float(label)", "tuning"),
+    ("rank.py", "(tau - 1e-9)", "tau", "tuning"),
+    ("support/text/tokenizer.py", r"| ?\p{N}{1,3}", r"| ?\p{N}{1,2}", "tuning corpus"),
+    ("support/text/corpus.py", "NGRAM = 13", "NGRAM = 12", "run corpus"),
+    ("support/text/documents.py", "len(text.split()) > 3", "len(text.split()) > 2", "corpus"),
+    ("support/text/readers.py", "utf-8-sig", "utf-8", "corpus")])
+def test_code_that_computes_is_known_and_code_that_prints_is_free(file, old, new, kept, tmp_path, monkeypatch):
+    of_run = [name.removeprefix("code of ") for name in checkpoints.CODE]
+    used = {"run": of_run, "tuning": results.CODE, "corpus": corpus.CODE}
+    code = {name: (ROOT / name).read_text() for name in {file, *sum(map(list, used.values()), [])}}
     assert code[file].count(old) == 1
     found = []
     for texts in (code, code | {file: code[file].replace(old, new)}):
@@ -200,8 +246,8 @@ def test_code_that_computes_is_known_and_code_that_prints_is_free(file, old, new
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
         monkeypatch.setattr(files, "ROOT", tmp_path)
-        found.append(files.code_hashes(*results.CODE))
-    assert (found[0] != found[1]) == counts
+        found.append([files.code_hashes(*names) for names in used.values()])
+    assert [name for name, before, now in zip(used, *found) if before != now] == kept.split()
 
 
 @pytest.mark.parametrize("train, val, share", [

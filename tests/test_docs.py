@@ -6,9 +6,11 @@ import re
 import shlex
 
 import pytest
+import torch
 
 import rank
 import train
+from maelm import ABLATIONS
 from support import fill_mask
 from support.program.files import read_json
 from tests.common import ROOT, arguments
@@ -59,6 +61,14 @@ def test_the_models_show_figure_1(tmp_path):
     low, high = (found[name]["uncentered"]["mask_only"] for name in (MAE, MLM))
     assert sorted(high) == high and high[0] < 10 and high[-1] > 2 * low[-1]
     assert found[MLM]["uncentered"]["with_mask"][-1] > found[MLM]["uncentered"]["without_mask"][-1]
+
+
+@pytest.mark.parametrize("row", ["mae-lm", "mlm"])
+def test_the_models_have_the_recipe_of_laptop(row):
+    state = torch.load(next(ROOT.glob(f"models/{row}/*.pt")))
+    fields = train.make_settings(train.PRESETS["laptop"] | ABLATIONS[row]).fields()
+    not_kept = dict.fromkeys(("data", "cache", "seed", "checkpoint_interval", "keep_checkpoints"))
+    assert fields | not_kept == fields | state["config"] | state["settings"] | not_kept
 
 
 def test_the_models_have_learned_english(capsys):

@@ -60,6 +60,9 @@ def test_windows_cover_the_context_and_hold_the_answers(uncased):
     tokens, padding, targets = collate(encoded, range(len(encoded.ids)), "cpu")
     logits = 10.0 * torch.nn.functional.one_hot(targets, tokens.shape[1]).mT
     logits[:, 1:4] = 20  # positions in the question are never answers
+    logits[range(len(tokens)), (~padding).sum(1) - 1] = 20  # nor is the last [SEP]
+    logits[padding] = 20
+    assert kind.loss(logits, targets, tokens) < 0.01
     metrics, files = kind.score(kind.decode(logits, tokens).numpy(), encoded)
     assert metrics["exact"] == metrics["HasAns_f1"] == metrics["NoAns_f1"] == metrics["best_f1"] == 100
     expected = {q.id: q.answers[0][1] for q in WORDS} | {"none": ""}
@@ -219,9 +222,10 @@ def test_scores_are_those_of_the_written_numbers():
 
 
 def test_the_head_of_a_classifier_is_robertas():
-    head, h, padding = ClassifierHead(8, 3, 0.0), torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
+    head, h, padding = ClassifierHead(8, 3, 0.3).eval(), torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
     padding[1, :2] = True  # on the left
-    _, dense, _, _, out = head
+    first, dense, _, second, out = head
+    assert first.p == second.p == 0.3
     torch.testing.assert_close(head(h, padding), out(dense(torch.stack([h[0, 0], h[1, 2]])).tanh()))
 
 

@@ -267,6 +267,15 @@ def test_auto_takes_the_best_device(monkeypatch):
         assert str(worker.best_device("auto", 128 if small else 768)) == expected
 
 
+@pytest.mark.parametrize("units, auto", [("amx_bf16", torch.bfloat16), ("avx512_bf16 x", torch.bfloat16),
+                                         ("avx512f", torch.float32)])
+def test_auto_multiplies_in_bf16_where_this_is_fast(units, auto, monkeypatch):
+    info = Mock(read_text=lambda: f"flags : fpu {units}")
+    monkeypatch.setattr(worker, "Path", lambda name: {"/proc/cpuinfo": info}[name])
+    found = [worker.make_worker(precision, "cpu").dtype for precision in ("auto", "fp32", "bf16")]
+    assert found == [auto, torch.float32, torch.bfloat16]
+
+
 # ---- Several processes, on one CPU with gloo ------------------------------------------------------------------------
 PROGRAM = """
 import os

@@ -93,9 +93,10 @@ def test_each_row_of_table_2_does_what_its_name_says(row):
 
 
 # ---- The start, and dropout ------------------------------------------------------------------------------------------
-def test_initial_weights_are_normal():
+@pytest.mark.parametrize("decoder", cross_attention.DECODERS)
+def test_initial_weights_are_normal(decoder):
     torch.manual_seed(0)
-    model = maelm.MAELM(tiny(encoder_dim=256, init_std=0.02))
+    model = make_model(tiny(encoder_dim=256, init_std=0.02, decoder=decoder))
     for name, p in model.named_parameters():
         if p.ndim == 1:  # biases, and gains of LayerNorms
             assert p.unique().tolist() == [float(name.endswith("weight"))], name

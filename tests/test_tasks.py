@@ -1,6 +1,7 @@
 """Claims about tasks: their files, their grids and their metrics."""
 import csv
 import gzip
+import hashlib
 import json
 
 import numpy as np
@@ -127,6 +128,11 @@ def test_docs_repeat_no_text_of_dev_or_of_the_validation_split(monkeypatch):
     train, dev = examples.read_task("docs", None, {"val_share": 0.3, "cache": "kept"}).values()
     for text, _, library, *_ in train + dev:
         assert library != "tqdm" and (library, text) in documents and not in_validation(text, 0.3)
+    documents.sort(key=lambda item: hashlib.blake2b(item[1].encode()).hexdigest())
+    for name in ("torch", "numpy"):  # of each library, the texts with the lowest hashes in the next tenth
+        tenth = [text for library, text in documents if library == name and in_validation(text, 0.4)]
+        expected = [text for text in tenth if not in_validation(text, 0.3)][:150]
+        assert [row.text for row in dev if row.label == name] == expected
     originals = [{copies.get(example.text, example.text) for example in split} for split in (train, dev)]
     assert len(train) == 200 and len(dev) == 300 and originals[0].isdisjoint(originals[1])
 
