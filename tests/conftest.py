@@ -29,3 +29,14 @@ def alone(home, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "draw_loss", lambda out: None)
+
+
+@pytest.fixture(scope="session")
+def hub(tmp_path_factory):
+    """The transformers module, with a temporary folder as its cache of model code: one per process."""
+    import transformers
+    cache = str(tmp_path_factory.mktemp("modules"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
+        patch.syspath_prepend(cache)
+        yield transformers

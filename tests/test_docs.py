@@ -1,6 +1,4 @@
 """Claims about README.md and the other pages, about the models in the repository, and about imports."""
-import ast
-import graphlib
 import importlib
 import re
 import shlex
@@ -17,9 +15,6 @@ from tests.common import ROOT, arguments
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("[bcd]*/*.md")]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MAY_IMPORT = {"maelm": set(), "support": {"maelm"}, "rank": {"maelm", "support"}, "train": {"maelm", "support"},
-              "finetune": {"maelm", "support", "rank", "train"}}
-MAY_IMPORT["course"] = {"finetune", *MAY_IMPORT["finetune"]}
 MAE, MLM = (str(ROOT / "models" / name) for name in ("mae-lm", "mlm"))
 FLAG = r"--[a-z][\w-]+"
 
@@ -81,30 +76,3 @@ def test_the_models_have_learned_english(capsys):
 def test_links_of_a_page_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
         assert link.startswith("http") or (page.parent / link).exists(), link
-
-
-def imports_of(path):
-    """Names of the modules that a file imports; `from support import corpus` gives support and support.corpus."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from [name.name for name in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            yield from [node.module, *[f"{node.module}.{name.name}" for name in node.names]]
-
-
-def test_imports_go_one_way_without_cycles():
-    graph = {}
-    shelves = "program", "text", "model", "training", "tasks", "ranks", "export"  # the last four are apart
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("support/**/*.py"), *ROOT.glob("course/*.py")]:
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        top = name.partition(".")[0]
-        if top in MAY_IMPORT:
-            graph[name] = set(imports_of(path))
-            tops = {other.partition(".")[0] for other in graph[name]}
-            assert tops & {*MAY_IMPORT, "tests", "bench", "conftest"} <= MAY_IMPORT[top] | {top}, name
-            shelf = path.parent.name
-            if shelf in shelves:
-                allowed = {*shelves[:min(3, shelves.index(shelf))], shelf}
-                assert {other.split(".")[1] for other in graph[name] if "support." in other} <= allowed, name
-                assert shelf != "program" or "maelm" not in tops, name
-    graphlib.TopologicalSorter({name: graph[name] & graph.keys() for name in graph}).prepare()  # fails on a cycle

@@ -31,17 +31,6 @@ TRUST = dict(trust_remote_code=True)
 ODD_TEXTS = [*ODD, "\n\n\t  x  ", "The cat's 12,345", "漢字 ı ﬁ½", "\u200b\u0301e", "</a> <x>"]
 
 
-@pytest.fixture(scope="session")  # a second cache in one process would mix with the modules of the first one
-def hub(tmp_path_factory):
-    """The transformers module, with a temporary folder as its cache of model code."""
-    import transformers
-    cache = str(tmp_path_factory.mktemp("modules"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
-        patch.syspath_prepend(cache)
-        yield transformers
-
-
 def write_run(folder, uncased=False, **fields):
     """Write a run folder with random weights; returns its model."""
     model, _, _ = model_and_batch(**dict(vocab_size=V, seq_len=N, norm="pre") | fields)

@@ -12,7 +12,6 @@ import rank
 from conftest import generator
 from support.ranks import subjects
 from support.model.checkpoints import checkpoints, load_encoder
-from support.text.corpus import in_validation
 from support.program.errors import UserError
 from support.program.files import read_json
 from tests.common import contents, fails, little_documents, sentence
@@ -148,16 +147,6 @@ def test_the_command_writes_ranks_and_draws_them(text, finished, tmp_path, capsy
     monkeypatch.undo()
     rank.main([*command, "--tau", "0.6"])  # measured anew and replaced
     assert read_json(tmp_path / "rank.json")["tau"] == 0.6
-
-
-def test_a_run_is_measured_on_its_validation_text(finished):
-    subject = subjects.subject_of_run(str(finished), rank.RankOptions(), CPU)
-    encoder, state = load_encoder(finished)
-    document = next(text for text in little_documents() if in_validation(text, 0.1))
-    tokens = torch.from_numpy(subject.rows[[0, 1, 2]])
-    assert state["tokenizer"].decode(tokens[:, 1:].flatten()).startswith(document.lower())
-    states = encoder.hidden_states(tokens, torch.arange(24)[None])
-    assert all(map(torch.equal, subject.encode(tokens), states))
 
 
 def test_a_text_is_sampled_evenly_and_as_the_run_held_it_out(finished, tmp_path):

@@ -22,8 +22,7 @@ from support.program.files import read_json
 from support.tasks import probe
 from support.text.corpus import indices_of_step
 from support.training.log import flops, read_log
-from tests.common import last_checkpoint, little_documents, sentence, short_run
-from tests.test_hub import TRUST, hub  # noqa: F401
+from tests.common import last_checkpoint, sentence, short_run
 
 FACTORS = 0.5, 1, 1, 0.75, 0.5, 0.25  # of the peak rate, in the six steps of a short run
 
@@ -166,7 +165,7 @@ def test_a_result_follows_from_the_saved_model(labeled, tuned, finished):
     halves = accuracies[:20], accuracies[20:]
     assert result["values"] == [max(half) for half in halves] == [pytest.approx(value), result["values"][1]]
     assert result["steps"] == [steps[half.index(max(half))] for half in halves] and result["steps"][0] < 33
-    assert result["median"] == result["metrics"]["accuracy"] == statistics.median(result["values"])
+    assert 80 < result["median"] == result["metrics"]["accuracy"] == statistics.median(result["values"])
     runs = [read_json(path) for path in sorted(out.glob("runs/*.json"))]
     ranks = result["effective_rank"]
     assert [run["seed"] for run in runs] == [1, 2] and [run["ranks"] for run in runs] == ranks["after"]
@@ -190,7 +189,7 @@ def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, labeled, finis
     targets = np.array(["xyz".index(row["label"]) for row in rows])
     model = probe.fit(vectors[0].astype(np.float64), targets, probe.STRENGTHS)
     right = 100 * np.mean(["xyz"[i] for i in model.predict(vectors[1])] == np.array(labels))
-    assert result["values"] == [result["median"]] == [pytest.approx(right)] and result["metrics"]["accuracy"] == right
+    assert result["values"] == [result["median"]] == [pytest.approx(right)] and right > 70
     run, = [read_json(path) for path in tmp_path.glob("out/runs/*.json")]
     assert run["l2"] == pytest.approx(1 / model[-1].C_)
     lines = [json.loads(line) for line in (tmp_path / "out/predictions.jsonl").read_text().splitlines()]
@@ -199,13 +198,13 @@ def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, labeled, finis
 
 
 # ---- Ranks and exports ----------------------------------------------------------------------------------------------
-def test_ranks_follow_from_the_text(text, finished, tmp_path):
-    rank.main(f"{finished} --data {text} --val-share 1 --tau 0.8 --out {tmp_path}".split())
+def test_ranks_follow_from_the_validation_text(text, finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(rank, "VECTORS_PER_DIM", 5)  # the text is short
+    rank.main(f"{finished} --tau 0.8 --out {tmp_path}".split())
     content = read_json(tmp_path / "rank.json")
     entry, = content["models"].values()
-    encoder, state = load_encoder(finished)
-    tokens = np.concatenate([[*state["tokenizer"].encode(document), SEP] for document in little_documents()])
-    rows = framed(tokens)
+    encoder, _ = load_encoder(finished)
+    rows = rows_of(finished, "val")
     count = len(rows)
     with torch.no_grad():
         layers = [h.flatten(0, 1) for h in encoder.hidden_states(rows, torch.arange(24)[None])]
@@ -215,10 +214,10 @@ def test_ranks_follow_from_the_text(text, finished, tmp_path):
     assert (entry["text"], entry["trained_on_mask"], entry["d"], content["tau"]) == (str(text), False, 32, 0.8)
 
 
-def test_an_export_gives_the_predictions_of_fine_tuning(labeled, tuned, hub, tmp_path):  # noqa: F811
+def test_an_export_gives_the_predictions_of_fine_tuning(labeled, tuned, hub, tmp_path):
     convert.main(["export", str(tuned[0]), str(tmp_path / "hub")])
     tokenizer = hub.AutoTokenizer.from_pretrained(tmp_path / "hub")
-    model = hub.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hub", **TRUST)
+    model = hub.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hub", trust_remote_code=True)
     batch = tokenizer(list(labeled[1]), truncation=True, padding=True, return_tensors="pt")
     assert batch["input_ids"].shape[1] == 12 and not model.training and not model.accepts_loss_kwargs
     with torch.no_grad():
@@ -227,5 +226,5 @@ def test_an_export_gives_the_predictions_of_fine_tuning(labeled, tuned, hub, tmp
     for line, score in zip(lines, scores, strict=True):
         assert line["scores"] == pytest.approx({model.config.id2label[i]: score[i].item() for i in range(3)}, abs=1e-5)
     rates = {part.p for part in model.modules() if isinstance(part, torch.nn.Dropout)}
-    other = hub.AutoModel.from_pretrained(tmp_path / "hub", hidden_dropout_prob=0.7, **TRUST)
+    other = hub.AutoModel.from_pretrained(tmp_path / "hub", hidden_dropout_prob=0.7, trust_remote_code=True)
     assert rates == {0.3} and {part.p for part in other.modules() if hasattr(part, "p")} == {0.7}
