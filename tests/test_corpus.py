@@ -172,8 +172,9 @@ def test_docs_leave_out_near_duplicates_of_validation(tmp_path, monkeypatch):
 def test_twenty_texts_are_split_by_hash_and_cut_into_sequences(column, share, vocab_size, tmp_path):
     records = [{"title": sentence(i), "body": text} for i, text in enumerate(little_documents(20))]
     (tmp_path / "a.jsonl").write_text(json_lines([*records, {"title": "", "body": None}]))
-    prepared(tmp_path / "a.jsonl", tmp_path, column="body" if column == "title" else "title")  # another corpus
-    folder = prepared(tmp_path / "a.jsonl", tmp_path, column=column, val_share=share, vocab_size=vocab_size)
+    how = dict(val_share=share, vocab_size=vocab_size)
+    prepared(tmp_path / "a.jsonl", tmp_path, column="body" if column == "title" else "title", **how)  # another corpus
+    folder = prepared(tmp_path / "a.jsonl", tmp_path, column=column, **how)
     parts = {"train": [], "val": []}
     for text in (record[column] for record in records):
         fraction = int(hashlib.blake2b(text.encode(), digest_size=4).hexdigest(), 16) / 16 ** 8
