@@ -145,6 +145,7 @@ def test_each_epoch_is_a_permutation():
         assert half == 1 or [*drawn[0]] != [*drawn[half]]
     drawn = list(itertools.islice(batches(encoded, 1, 10), 33))
     assert np.mean([np.ptp(batch) for batch in drawn]) < 66  # lengths in a batch are similar
+    assert np.ptp(np.sign(np.diff([batch[0] for batch in drawn[:16]]))) == 2  # but rise and fall from batch to batch
 
 
 def test_the_strength_of_a_probe_is_chosen_on_held_out_folds():

@@ -16,13 +16,13 @@ import rank
 import train
 from conftest import generator, model_and_batch
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
-from support import convert, fill_mask
+from support import convert
 from support.model.checkpoints import Pretrained, load_model, write_checkpoint, write_tuned
 from support.model.heads import ClassifierHead, SpanHead
 from support.program.errors import UserError
 from support.text.documents import documents, sources
 from support.text.tokenizer import SPECIALS, Tokenizer
-from tests.common import arguments, contents, fails, little_documents, sentence, write_corpus
+from tests.common import arguments, fails, little_documents, sentence, write_corpus
 from tests.test_tokenizer import ODD
 
 N, V = 160, 320  # N is larger than rel_pos_max_distance
@@ -189,19 +189,6 @@ def test_padding_on_the_left_changes_nothing(task, fields, hub, tmp_path):
     assert_close(auto.from_pretrained(tmp_path / "copy", **TRUST)(text)[0], wanted)
 
 
-@pytest.mark.parametrize("fields", WITH_HEAD)
-@pytest.mark.parametrize("text", ["the cat [MASK] a tree", f"the cat  [MASK] a\n[MASK]{20 * ' a dog'}",
-                                  "[MASK] [MASK][MASK] tree"])
-def test_masks_are_filled_as_by_fill_mask(text, fields, hub, tmp_path):
-    _, folder = exported(tmp_path, **fields)
-    model, tokenizer = load_model(tmp_path / "run")
-    ours = [[p for _, p in guess] for guess in fill_mask.guess_masks(model, tokenizer, text)]
-    batch = hub.AutoTokenizer.from_pretrained(folder, **TRUST)(text, return_tensors="pt")
-    logits = hub.AutoModelForMaskedLM.from_pretrained(folder, **TRUST)(**batch).logits[0]
-    theirs = logits[batch["input_ids"][0] == MASK].softmax(-1).topk(3).values
-    assert_close(torch.tensor(ours), theirs)
-
-
 @torch.no_grad()
 def test_tokens_can_be_added_to_an_export(hub, tmp_path):
     _, folder = exported(tmp_path)
@@ -221,11 +208,8 @@ def test_tokens_can_be_added_to_an_export(hub, tmp_path):
 
 
 def test_an_export_overwrites_nothing_and_needs_transformers(tmp_path, monkeypatch, capsys):
-    _, folder = exported(tmp_path)
-    before = contents(folder)
-    assert not [*folder.glob(".*")] and len(before) == 7
+    exported(tmp_path)
     assert "not empty" in fails(lambda: exported(tmp_path), capsys)
-    assert contents(folder) == before
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install -U transformers" in fails(lambda: exported(tmp_path / "other"), capsys)
 

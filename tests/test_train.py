@@ -20,10 +20,9 @@ from support.model import optim
 from support.model.checkpoints import load_model
 from support.text.corpus import evenly_spaced, indices_of_step, unigram_entropy
 from support.program.errors import UserError
-from support.training import run as runs
 from support.training.log import flops, read_log
 from support.program.worker import Worker
-from tests.common import contents, last_checkpoint, losses, make_config, same, short_run
+from tests.common import contents, last_checkpoint, losses, make_config, short_run
 
 CPU = torch.device("cpu")
 TINY = tiny()
@@ -175,21 +174,6 @@ def test_a_step_follows_precision_dropout_and_the_clock(text, tmp_path, monkeypa
     for line in [line for line in read_log(out) if "loss" in line]:
         assert line["tokens_per_second"] == 3 * 8 * 24 / 60 and line["seconds"] == 20 * line["step"]
     assert "1.0 min left" in capsys.readouterr().out
-
-
-def test_groups_of_parameters_keep_their_own_rates_and_decays(text, tmp_path, monkeypatch):
-    """Without decay for biases and gains, as in BERT."""
-    def two_groups(model, recipe, dtype):
-        parts = [[p for p in model.parameters() if (p.ndim == 1) == flat] for flat in (False, True)]
-        groups = [dict(params=parts[0], weight_decay=0.3), dict(params=parts[1], lr=2e-3, weight_decay=0.0)]
-        return [torch.optim.AdamW(groups, lr=1e-3)]
-
-    monkeypatch.setattr(runs, "make_optimizers", two_groups)
-    whole = short_run(text, tmp_path / "whole", "--max-steps", 7)
-    out = short_run(text, tmp_path / "run", "--max-steps", 7, "--stop-at", 4)
-    assert same(short_run(text, out, "--max-steps", 7), whole)
-    groups = last_checkpoint(whole)["optimizers"][0]["param_groups"]
-    assert [group["weight_decay"] for group in groups] == [0.3, 0.0] and groups[1]["lr"] == 2 * groups[0]["lr"]
 
 
 # ---- Optimizers -----------------------------------------------------------------------------------------------------
