@@ -86,44 +86,6 @@ def test_windows_cover_the_context_and_hold_the_answers(uncased):
     assert found.tolist() == [[0, 9, 3, 14]]
 
 
-PEAK = 3e-5 * (768 / 32) ** 2  # the default of TuneConfig for an encoder of 32 dimensions
-WARM_UP = [(step + 1) / 6 for step in range(6)]
-DECAY = [(20 - step) / 14 for step in range(6, 20)]
-
-
-def test_a_run_follows_tables_5_and_6(finished, tmp_path, monkeypatch):
-    """Every step of two seeds: 16 examples, of which a batch has 4."""
-    steps, seen, heads = [], [], []
-
-    class Spy(torch.optim.AdamW):
-        def step(self):
-            group, = self.param_groups
-            steps.append([group[name] for name in ("lr", "betas", "eps", "weight_decay")])
-            super().step()
-
-    def spying(model, tokens, padding):
-        if torch.is_grad_enabled():
-            rates = {part.p for part in model.modules() if hasattr(part, "p")}
-            seen.append((model.training, rates, torch.initial_seed(), tokens.tolist()))
-            heads.append(model.head[1].weight.sum().item())
-        return forward(model, tokens, padding)
-
-    forward = finetune.Tuned.forward
-    monkeypatch.setattr(torch.optim, "AdamW", Spy)
-    monkeypatch.setattr(finetune.Tuned, "forward", spying)
-    for split, count in (("train", 16), ("dev", 40)):
-        lines = [f"{sentence(i)[:3 * i + 9]}\t{i % 5 / 2}" for i in range(count)]
-        (tmp_path / f"{split}.tsv").write_text("\n".join(["text\tlabel", *lines]))
-    monkeypatch.setitem(tasks.DEFAULTS, "small", dict(batch_size=4, dropout=0.2))
-    result = tune(finished, "custom", tmp_path, f"--data={tmp_path}", "--epochs=5", "--warmup-share=0.3")
-    assert steps == 2 * [[pytest.approx(PEAK * factor), (0.9, 0.98), 1e-6, 0.01] for factor in WARM_UP + DECAY]
-    assert all(training and rates == {0.2} for training, rates, _, _ in seen)
-    assert len({seed for _, _, seed, _ in seen}) == 40  # of dropout
-    orders = [[step[3] for step in seen[start:start + 20]] for start in (0, 20)]
-    assert orders[0] != orders[1] and heads[0] != heads[20]  # each seed has its own order and head
-    assert result["tune"]["learning_rate"] == pytest.approx(PEAK)
-
-
 def test_inputs_are_those_of_the_exported_tokenizer(finished, tmp_path):
     ours, text = Tokenizer.load(finished), "\t \n".join(little_documents(9))
     convert.save_tokenizer(ours, 24, "ForSequenceClassification", tmp_path)
@@ -196,6 +158,8 @@ def test_scores_are_those_of_the_written_numbers():
     metrics, files = kind.score(0.5 + 1e-7 * np.arange(3.0)[:, None], encoded)
     assert metrics == {"spearman": None} and files["predictions.jsonl"].count('"prediction": 2.5}') == 3
     assert kind.score(np.array([[0.1], [0.3], [0.2]]), encoded)[0]["spearman"] == pytest.approx(50)
+    targets = torch.tensor([kind.labels.target(example) for example in encoded.examples])  # 0, 0.5 and 1
+    assert kind.loss(torch.zeros(3, 1), targets, None).item() == pytest.approx(1.25 / 3)
 
 
 def test_the_head_of_a_classifier_is_robertas():

@@ -1,5 +1,4 @@
 """Claims about records: every number in the files that our programs write follows from other files."""
-import csv
 import json
 import math
 import statistics
@@ -16,10 +15,11 @@ from conftest import generator
 from maelm import CLS, SEP, apply_masks, corrupt, draw_masks
 from support import convert
 from support.model.build import make_model, seed_of
-from support.model.checkpoints import load_encoder, load_model
+from support.model.checkpoints import Pretrained, load_encoder, load_model
 from support.model.heads import ClassifierHead
 from support.program.files import read_json
 from support.tasks import probe
+from support.tasks.classification import Encoded, batches, collate
 from support.text.corpus import indices_of_step
 from support.training.log import flops, read_log
 from tests.common import last_checkpoint, sentence, short_run
@@ -100,6 +100,11 @@ def test_a_run_is_this_loop(text, tmp_path):
 
 
 # ---- Fine-tuning ----------------------------------------------------------------------------------------------------
+def rows_of_tsv(path):
+    """The texts and the labels in a file of `labeled`."""
+    return zip(*[line.split("\t") for line in path.read_text().splitlines()[1:]])
+
+
 def encoded(texts, tokenizer, n):
     """Texts as tokens, cut off after n."""
     return [torch.tensor([[CLS, *tokenizer.encode(text)[:n - 2].tolist(), SEP]]) for text in texts]
@@ -113,13 +118,12 @@ def states_of(encoder, tokens):
 
 @pytest.fixture(scope="module")
 def labeled(tmp_path_factory):
-    """A folder with train.csv and dev.csv, in which subjects decide labels, and the texts and labels of dev."""
+    """A folder with train.tsv and dev.tsv, in which subjects decide labels, and the texts and labels of dev."""
     folder = tmp_path_factory.mktemp("labeled")
     for split, start, stop in (("train", 0, 60), ("dev", 100, 180)):
-        rows = [(sentence(i)[:20 + i % 20], "zxy"[i % 4 % 3]) for i in range(start, stop)]
-        with open(folder / f"{split}.csv", "w", newline="") as file:
-            csv.writer(file).writerows([("text", "label"), *rows])
-    return folder, *zip(*rows)
+        rows = [f"{sentence(i)[:20 + i % 20]}\t{'zxy'[i % 4 % 3]}" for i in range(start, stop)]
+        (folder / f"{split}.tsv").write_text("\n".join(["text\tlabel", *rows]))
+    return folder, *rows_of_tsv(folder / "dev.tsv")
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +177,26 @@ def test_a_result_follows_from_the_saved_model(labeled, tuned, finished):
         assert found == dict(uncentered=rank.effective_rank(h), centered=rank.effective_rank(h - h.mean(0)))
 
 
+def test_fine_tuning_is_this_loop(labeled, tuned, finished):
+    """The first seed, up to its best checkpoint; Tables 5 and 6."""
+    texts, labels = rows_of_tsv(labeled[0] / "train.tsv")
+    pretrained = Pretrained(str(finished)).with_dropout(0.3)
+    ids = [tokens[0].numpy() for tokens in encoded(texts, pretrained.tokenizer, 12)]
+    split = Encoded(ids, torch.tensor(["xyz".index(label) for label in labels]), [], [], "")
+    encoder = pretrained.new_encoder(1)
+    torch.manual_seed(seed_of(1))
+    model = finetune.Tuned(encoder, ClassifierHead(32, 3, 0.3))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01)
+    for step, chosen in zip(range(read_json(tuned[0] / "result.json")["steps"][0]), batches(split, 1, 20)):
+        tokens, padding, targets = collate(split, chosen, "cpu")
+        torch.manual_seed(seed_of(1, step, 1))
+        torch.nn.functional.cross_entropy(model(tokens, padding), targets).backward()
+        optimizer.param_groups[0]["lr"] = 1e-2 * ((step + 1) / 2 if step < 2 else (33 - step) / 31)  # 6% of 33 steps
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(model.state_dict(), torch.load(tuned[0] / "encoder.pt")["model"], atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, labeled, finished, tmp_path):
     folder, texts, labels = labeled
@@ -180,13 +204,12 @@ def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, labeled, finis
                       --seq-len 12""".split())
     result = read_json(tmp_path / "out/result.json")
     encoder, state = load_encoder(finished)
-    with open(folder / "train.csv") as file:
-        rows = list(csv.DictReader(file))
+    training, targets = rows_of_tsv(folder / "train.tsv")
     vectors = []
-    for split in ([row["text"] for row in rows], texts):
+    for split in (training, texts):
         states = states_of(encoder, encoded(split, state["tokenizer"], 12))
         vectors.append(np.stack([h.numpy()[0] if pooling == "cls" else h.numpy().mean(0) for h in states]))
-    targets = np.array(["xyz".index(row["label"]) for row in rows])
+    targets = np.array(["xyz".index(label) for label in targets])
     model = probe.fit(vectors[0].astype(np.float64), targets, probe.STRENGTHS)
     right = 100 * np.mean(["xyz"[i] for i in model.predict(vectors[1])] == np.array(labels))
     assert result["values"] == [result["median"]] == [pytest.approx(right)] and right > 70
