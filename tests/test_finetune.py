@@ -18,7 +18,7 @@ from support import convert
 from support.model.checkpoints import load_encoder
 from support.model.heads import ClassifierHead
 from support.program.errors import UserError
-from support.program.files import read_json, write_json
+from support.program.files import json_lines, read_json, write_json
 from support.tasks import classification, examples, probe, results, task as tasks
 from support.tasks.classification import Classification, Encoded, batches, collate
 from support.tasks.squad import Spans
@@ -276,14 +276,33 @@ def test_a_diverged_run_has_no_value(finished, tmp_path):
     assert not (tmp_path / "out" / "encoder.pt").exists()
 
 
-def test_your_own_pairs_can_be_labeled(finished, tmp_path):
-    for name in ("train.csv", "validation.CSV"):
-        (tmp_path / name).write_text("text,text2,label\na,b,01\nc,d,1\nc,,1\n")
-    tune(finished, "custom", tmp_path, f"--data={tmp_path}")
-    assert read_json(tmp_path / "out/result.json")["metrics"].keys() == {"accuracy", "f1"}
-    lines = [json.loads(line) for line in (tmp_path / "out/predictions.jsonl").read_text().splitlines()]
-    assert [line["label"] for line in lines] == ["01", "1", "1"]
-    assert all(line["prediction"] == max(("01", "1"), key=line["scores"].get) for line in lines)
+@pytest.mark.parametrize("labels", [["01", "1", "1", "01"], ["0.5", "2", "1", "0"]])
+@pytest.mark.parametrize("flag", ["--epochs=3", "--frozen"])
+def test_a_test_file_is_predicted_in_its_order_and_chooses_nothing(labels, flag, finished, tmp_path, capsys):
+    texts = ["the cat sees some bread", "c", f"{sentence(5)} {sentence(6)}", "a dog"]
+    rows = [{"text": text, "text2": "b", "label": label} for text, label in zip(texts, labels)]
+    for name in ("train.json", "validation.JSONL"):
+        (tmp_path / name).write_text(json_lines(rows))
+    run = functools.partial(tune, finished, "custom", tmp_path, f"--data={tmp_path}", flag)
+    alone = run(out="alone")
+    del rows[0]["label"]
+    rows[1]["label"], rows[3]["label"] = labels[3], ""
+    (tmp_path / "test.jsonl").write_text(json_lines(rows[::-1]))
+    found = run()
+    assert [found[name] for name in ("values", "steps")] == [alone[name] for name in ("values", "steps")]
+    assert found["metrics"].keys() == {name + end for name in alone["metrics"] for end in ("", "_test")}
+    dev, test = [list(map(json.loads, (tmp_path / f"out/predictions{end}.jsonl").read_text().splitlines()))
+                 for end in ("", "_test")]
+    kind = float if "2" in labels else str
+    assert [line["label"] for line in dev + test] == [*map(kind, labels), None, kind(labels[2]), kind(labels[3]), None]
+    for line, wanted in zip(test, dev[::-1], strict=True):
+        assert line.get("scores", line["prediction"]) == pytest.approx(wanted.get("scores", wanted["prediction"]))
+        assert kind is float or line["prediction"] == max(line["scores"], key=line["scores"].get)
+    first = read_json(min(tmp_path.glob("out/runs/*.json")))["metrics"]
+    right = [line["prediction"] == line["label"] for line in test[1:3]]
+    assert first.get("accuracy_test", 50 * sum(right)) == 50 * sum(right)
+    (tmp_path / "test.jsonl").write_text(json_lines(rows))
+    assert "examples=" in fails(run, capsys)
 
 
 def fake_runs(monkeypatch, value):

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from support.program.errors import say
-from support.program.files import code_hashes, compare, read_json, write_json, write_text
+from support.program.files import code_hashes, compare, read_json, write_json
 from support.program.worker import Worker
 from support.tasks.classification import or_lowest
 from support.tasks.task import SWEPT, TuneConfig
@@ -55,12 +55,6 @@ def write_run(out: Path, tune: TuneConfig, seed: int, run: dict, seconds: float)
     run = run | {"setting": setting, "seed": seed, "seconds": round(seconds, 2)}
     write_json(path_of_run(out, tune, seed), run)
     return run
-
-
-def write_predictions(out: Path, files: dict[str, str]):
-    """Write the prediction files of a run, given by name."""
-    for name, text in files.items():
-        write_text(out / name, text)
 
 
 # ---- 2. Medians -------------------------------------------------------------------------------------------
@@ -112,7 +106,7 @@ def write_summary(setup, init: str, tune: TuneConfig, sweep: list[dict], runs: l
         "values": values, "metrics": metrics, "setting": runs[0]["setting"], "steps": [run.get("step") for run in runs],
         "effective_rank": ranks, "tune": asdict(tune), "sweep": sweep}
     write_json(setup.out / "result.json", summary)
-    say(report(summary), f"{setup.out}: result.json")
+    say(report(summary), f"{setup.out}: {', '.join(sorted(path.name for path in setup.out.glob('[!.]*.*')))}")
     return summary
 
 

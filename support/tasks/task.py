@@ -114,7 +114,7 @@ def check_flags(flags: Namespace):
     if flags.task == "docs" and flags.data:
         raise ValueError("--data: docs reads the documentation on this machine; use --task custom for your own files")
     if flags.task == "custom" and not flags.data:
-        raise ValueError("--task custom: needs --data, a folder with train and dev")
+        raise ValueError("--task custom: needs --data, a folder with a file train")
     if flags.seeds is not None and flags.seeds < 1:
         raise ValueError(f"seeds={flags.seeds}: use 1 or more")
     if flags.frozen and flags.sweep:
@@ -128,7 +128,7 @@ class Example(NamedTuple):
     """One or two texts and a label, as in the file."""
     text: str
     text2: str | None
-    label: str
+    label: str | None  # None if a test file has none
     place: str = ""  # such as dev.csv, row 7
 
 
@@ -151,8 +151,10 @@ class Labels(NamedTuple):
     scale: float = 1.0  # the model predicts the number divided by this
 
     def target(self, example: Example) -> int | float:
-        """The label in the form of the model's output: the index of its name, or a number."""
+        """The label in the form of the model's output: the index of its name, or a number; 0 if there is none."""
         label = example.label
+        if label is None:
+            return 0
         if label in self.names:
             return self.names.index(label)
         if self.names or not NUMBER.fullmatch(label):
