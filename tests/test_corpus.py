@@ -226,6 +226,9 @@ def test_the_tokenizers_sample_is_spread_evenly():
     found = [int(piece[:5]) for piece in corpus.sample(iter(texts), 5000)]
     assert 50 <= len(found) <= 100 == len(corpus.sample(iter(texts[:100]), 5000))
     assert set(np.diff(found)) == {found[1]} and found[-1] > 980
+    spaced = [text.replace("0", " ") for text in texts]
+    sizes = [len(corpus.sample(iter(each), 50_000, corpus.cost_of)) for each in (spaced, texts)]
+    assert sizes == [1000, 32]  # without spaces, learning takes more memory
 
 
 def test_prepare_reports_what_it_made_and_dropped(tmp_path, capsys):
@@ -241,6 +244,10 @@ def test_prepare_reports_what_it_made_and_dropped(tmp_path, capsys):
     assert re.search(r"documents: (?=.*97 train)(?=.*3 val)(?=.*3 empty)", line)
     train.main(flags)
     assert capsys.readouterr().out == line + "\n"  # the second time, nothing is prepared
+    (tmp_path / "greek.txt").write_text("καλημέρα σας " * 100)
+    greek = prepared(tmp_path / "greek.txt", tmp_path, tokenizers.Tokenizer.load(folder))
+    assert f"; 1.00 bytes of text per token ({density:.2f} in {folder}, from which" in capsys.readouterr().out
+    assert f"; 1.00 bytes of text per token ({density:.2f} in {folder}, from which" in corpus.summary(greek)
 
 
 BLOCK = ("val", 4, np.arange(4))  # a block that is written before the error
