@@ -1,5 +1,6 @@
 """Claims about Hugging Face: an export gives the results of our model, and all programs read models and data sets."""
 import json
+import re
 import sys
 from dataclasses import asdict
 
@@ -22,7 +23,7 @@ from support.model.heads import ClassifierHead, SpanHead
 from support.program.errors import UserError
 from support.text.documents import documents, sources
 from support.text.tokenizer import SPECIALS, Tokenizer
-from tests.common import arguments, contents, fails, little_documents, sentence, write_corpus
+from tests.common import QUICK, ROOT, arguments, contents, fails, little_documents, sentence, write_corpus
 from tests.test_tokenizer import ODD
 
 N, V = 160, 320  # N is larger than rel_pos_max_distance
@@ -133,6 +134,27 @@ def test_an_exported_tokenizer_gives_our_ids(uncased, hub, tmp_path):
     batch = theirs(["the cat " * N, "a"], truncation=True, padding=True)
     assert batch.keys() == {"input_ids", "attention_mask"}
     assert batch["input_ids"][1] == [CLS, *ours.encode("a"), SEP] + [PAD] * (N - 3)
+
+
+def test_python_of_the_page_runs(hub, tmp_path, monkeypatch):
+    model = write_run(tmp_path / "run")
+    tuned = finetune.Tuned(model.encoder, ClassifierHead(32, 2, 0.0))
+    entries = dict(task="docs", labels=["a", "b"], scale=1.0, longest=N)
+    write_tuned(tmp_path / "run/encoder.pt", tuned, Pretrained("run"), **entries)
+    convert.main(["export", "run/step_0000007.pt", "exported/toy"])
+    convert.main(["export", "run/encoder.pt", "exported/docs"])
+    main = train.main
+    monkeypatch.setattr(train, "main", lambda flags: main([*QUICK, "--cache=cache", *flags]))
+    (tmp_path / "my_texts").mkdir()
+    write_corpus(tmp_path / "my_texts/a.txt")
+    (tmp_path / "genome.fa").write_text(">1 a>b\nACGT\nAC\n>2\nGG\n")
+    page = (ROOT / "docs/transformers.md").read_text(encoding="utf-8")
+    names = {}
+    exec("".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), names)
+    assert names["log"][0]["unigram_entropy"] > 0 and "val_loss" in names["log"][-1]
+    assert list(documents(sources("my_texts/genome.jsonl"))) == ["ACGTAC", "GG"]
+    fields = {name for line in names["log"] for name in line}
+    assert fields <= set(re.findall(r"`(\w+)`", page)) | {"step"}
 
 
 @pytest.mark.parametrize("task, labels, scale", [
