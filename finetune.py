@@ -8,10 +8,9 @@
 --task custom reads the files train, dev and test (.csv, .tsv, .jsonl or .parquet, or compressed) in
 --data, with the columns text[,text2],label, or sentence1,sentence2,label as in GLUE. Labels are used
 as written (01 is not 1), and decimals mean regression. F1 treats the second of two labels as
-positive. Without dev, a tenth of train is dev. The first seed's predictions for test, with or without
-labels, are in predictions_test.jsonl. The best of at most 20 checkpoints is chosen on dev, so its
-scores are slightly optimistic. Repeat a command to complete missing runs; torchrun's processes share
-the jobs, through files.
+positive. Without dev, a tenth of train is dev. The best of at most 20 checkpoints is chosen on dev,
+so its scores are slightly optimistic. predictions_test.jsonl is for test, which may lack labels.
+Repeat a command to complete missing runs; torchrun's processes share the jobs, through files.
 
 main -> parse; for each task: make_setup, run_task -> finish_jobs -> run_once or probe_once.
 """
@@ -19,7 +18,6 @@ import argparse
 import copy
 import math
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +31,6 @@ from support.model.build import seed_of
 from support.model.checkpoints import Pretrained, Tuned, last_layer, write_tuned
 from support.program.cli import Parser, add_flags, fields_of, path_of, short_name
 from support.program.errors import clear_errors, say
-from support.program.files import write_text
 from support.program.worker import Worker, make_worker
 from support.tasks import results
 from support.tasks.classification import DIVERGED, Classification, Encoded, or_lowest, scores
@@ -65,7 +62,8 @@ def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out
                flags: argparse.Namespace, worker: Worker) -> Setup:
     """Encode the examples of a task, and claim the folder `out` for its runs."""
     tune = tune_of(task, fields_of(TuneConfig, vars(flags)), pretrained.config.encoder_dim)
-    pretrained = pretrained.with_dropout(tune.dropout)
+    pretrained = copy.copy(pretrained)
+    pretrained.config = replace(pretrained.config, dropout=tune.dropout)
     labels = labels_of(task, examples["train"])
     kind = KINDS[TASKS[task].kind](pretrained.tokenizer, pretrained.config, tune, labels)
     splits = {split: kind.encode(each) for split, each in examples.items()}
@@ -88,8 +86,8 @@ def schedule(step: int, warmup: int, steps: int) -> float:
 
 
 def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
-    """Fine-tune, without gradient clipping. Returns the value, metrics, ranks and step of the best
-    checkpoint on the dev split. The first seed's checkpoint and predictions are also saved."""
+    """Fine-tune, without gradient clipping. Returns the value, metrics, prediction files, ranks and step
+    of the best checkpoint on the dev split. The first seed's checkpoint is also saved."""
     train = setup.train
     encoder = setup.pretrained.new_encoder(seed)
     torch.manual_seed(seed_of(seed))  # for the new head
@@ -123,16 +121,14 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
                 best_weights = copy.deepcopy(model.state_dict())
 
     model.load_state_dict(best_weights)
-    metrics, files = evaluate(model, setup, setup.splits)
+    metrics, files = evaluate(model, setup, [*setup.splits])
     if seed == results.FIRST_SEED:
-        for name, text in files.items():
-            write_text(setup.out / name, text)
         write_tuned(setup.out / "encoder.pt", model, setup.pretrained, task=setup.task,
                     labels=list(setup.kind.labels.names), scale=setup.kind.labels.scale, longest=tune.seq_len)
-    return best | {"metrics": metrics, "ranks": ranks(model.encoder, setup)}
+    return best | {"metrics": metrics, "files": files, "ranks": ranks(model.encoder, setup)}
 
 
-def evaluate(model: Tuned, setup: Setup, splits: Iterable[str]) -> tuple[dict | None, dict[str, str]]:
+def evaluate(model: Tuned, setup: Setup, splits: list[str]) -> tuple[dict | None, dict[str, str]]:
     """The metrics of a model on these splits, None if it has diverged, and prediction files by name."""
     model.eval()
 
@@ -214,10 +210,7 @@ def parse(argv) -> argparse.Namespace:
     known = parser.parse_known_args(argv)[0]  # -h shows the defaults of its task
     add_flags(parser, TuneConfig, {} if known.task == "glue" else DEFAULTS[TASKS[known.task].group])
     flags = parser.parse_args(argv)
-    try:
-        check_flags(flags)
-    except ValueError as error:
-        parser.error(str(error))
+    check_flags(flags)
     return flags
 
 

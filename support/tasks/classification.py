@@ -41,8 +41,8 @@ def spearman(predicted, true) -> float:
     if np.ptp(predicted) == 0 or np.ptp(true) == 0:
         return math.nan
     import pandas  # here, because it is slow
-    ranks = [pandas.Series(values).rank() for values in (predicted, true)]  # equal values share their mean rank
-    return float(np.corrcoef(*ranks)[0, 1])
+    ranks = pandas.DataFrame([predicted, true]).rank(axis=1)  # equal values share their mean rank
+    return float(np.corrcoef(ranks)[0, 1])
 
 
 def f1(predicted, true) -> float:
@@ -149,9 +149,8 @@ class Classification:
         return logits
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float | None], dict[str, str]]:
-        """Logits (N, C) -> metrics in percent of the examples with labels (None for the correlation of constant
-        predictions), and predictions.jsonl with the label, the prediction and, for labels with names, all probabilities
-        of each example."""
+        """Logits (N, C) -> metrics in percent of examples with labels (None for the correlation of constant numbers),
+        and predictions.jsonl with each example's label, prediction and, for labels with names, all probabilities."""
         names = self.labels.names
         lines = []
         for example, output in zip(encoded.examples, torch.from_numpy(outputs)):

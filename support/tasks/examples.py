@@ -83,8 +83,7 @@ def hub_files(name: str, data: str, part: str) -> list[Record]:
 
 
 def examples_of(name: str, records: Iterable[Record], labeled: bool = True) -> list[Example]:
-    """Records of a task that classifies texts -> examples. Raises UserError if a text is missing or, if all must be
-    `labeled`, a label."""
+    """Records of a task that classifies texts -> examples. Raises UserError if a text (or label) is missing."""
     columns, examples = TASKS[name].columns, []
     for place, record in records:
         texts = [record.get(column) for column in columns]

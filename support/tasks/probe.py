@@ -1,5 +1,6 @@
 """Linear probes: how well a linear model reads the labels of a task from the vectors of a frozen encoder."""
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,9 +12,7 @@ from torch import nn
 
 from support.model.checkpoints import last_layer
 from support.program.errors import UserError
-from support.program.files import write_text
 from support.tasks.classification import DIVERGED, Encoded, outputs_of, scores
-from support.tasks.results import FIRST_SEED
 from support.tasks.task import TuneConfig
 
 STRENGTHS = np.logspace(-1, 3, 9)  # of L2 regularization, to choose from
@@ -22,8 +21,6 @@ FOLDS = 5  # of the training split, on which the strength is chosen
 
 def vectors_of(encoder: nn.Module, encoded: Encoded, pooling: str, batch_size: int, device: torch.device) -> np.ndarray:
     """A vector for each input of a split, (N, d) float64: the mean over its tokens, or that at [CLS]."""
-    encoder.eval()
-
     def pool(tokens, padding):
         h = last_layer(encoder, tokens, padding).float()
         real = (~padding)[:, :, None]
@@ -60,12 +57,9 @@ def logits_of(probe: Pipeline, x: np.ndarray, classes: int) -> torch.Tensor:
 
 def probe_once(setup, tune: TuneConfig, seed: int) -> dict:
     """Fit a linear model to the vectors of the frozen encoder of a task; `setup` is a finetune.Setup. Returns its
-    value, metrics and strength of regularization. The encoder's ranks do not change, so `ranks` is None."""
-    encoder = setup.pretrained.new_encoder(seed).to(setup.worker.device)
-
-    def vectors(encoded):
-        return vectors_of(encoder, encoded, setup.frozen, tune.batch_size, setup.worker.device)
-
+    value, metrics, prediction files and strength of regularization. `ranks` is None, because they do not change."""
+    encoder = setup.pretrained.new_encoder(seed).to(setup.worker.device).eval()
+    vectors = partial(vectors_of, encoder, pooling=setup.frozen, batch_size=tune.batch_size, device=setup.worker.device)
     train = vectors(setup.train)
     if not np.isfinite(train).all():
         return DIVERGED
@@ -74,9 +68,6 @@ def probe_once(setup, tune: TuneConfig, seed: int) -> dict:
     classes = len(setup.kind.labels.names)
     outputs = {split: logits_of(probe, vectors(encoded), classes) for split, encoded in setup.splits.items()}
     metrics, files = scores(outputs, setup)
-    if seed == FIRST_SEED:
-        for name, text in files.items():
-            write_text(setup.out / name, text)
     model = probe[-1]
     l2 = model.alpha_ if isinstance(model, RidgeCV) else 1 / model.C_
-    return {"value": metrics[setup.metric], "metrics": metrics, "l2": float(l2), "ranks": None}
+    return {"value": metrics[setup.metric], "metrics": metrics, "files": files, "l2": float(l2), "ranks": None}

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from support.program.errors import say
-from support.program.files import code_hashes, compare, read_json, write_json
+from support.program.files import code_hashes, compare, read_json, write_json, write_text
 from support.program.worker import Worker
 from support.tasks.classification import or_lowest
 from support.tasks.task import SWEPT, TuneConfig
@@ -50,7 +50,10 @@ def path_of_run(out: Path, tune: TuneConfig, seed: int) -> Path:
 
 
 def write_run(out: Path, tune: TuneConfig, seed: int, run: dict, seconds: float) -> dict:
-    """Write the file of a run, and return its content."""
+    """Write the file of a run, and return its content. The first seed's prediction files are also written."""
+    for name, text in run.pop("files", {}).items():
+        if seed == FIRST_SEED:
+            write_text(out / name, text)
     setting = {name: getattr(tune, name) for name in SWEPT}
     run = run | {"setting": setting, "seed": seed, "seconds": round(seconds, 2)}
     write_json(path_of_run(out, tune, seed), run)

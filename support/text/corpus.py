@@ -1,8 +1,7 @@
 """From --data to a prepared corpus: documents, their split into training and validation, their tokens, and sequences.
 
 A prepared corpus is a folder in --cache, named after a hash of the text and of how it was prepared. `train.bin` and
-`val.bin` hold tokens, uint16 or uint32, with `[SEP]` after each document; `meta.json` is written last. The text is read
-three times: for its hash, for the tokenizer and for the tokens.
+`val.bin` hold tokens, uint16 or uint32, with `[SEP]` after each document; `meta.json` is written last.
 """
 import hashlib
 import os
@@ -171,13 +170,6 @@ def summary(folder: Path) -> str:
             f"{bytes_per_token(folder)}; documents: {documents}")
 
 
-def corpus_name(settings: dict, text: str, tokenizer: Tokenizer | None) -> str:
-    """The name of a corpus folder: a hash of everything that shapes the corpus. `text` is the hash of its text."""
-    given = tokenizer.to_json() if tokenizer else settings["uncased"]  # a new tokenizer follows from the text
-    how = text, settings["vocab_size"], settings["val_share"], given, code_hashes(*CODE)
-    return short_hash(repr(how))
-
-
 def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None, name: str = "", moved: bool = False) -> Path:
     """The folder of the corpus that `settings` (the fields data, column, uncased, val_share, vocab_size and cache)
     select. If it does not exist, one process prepares it, with the given tokenizer or a new one. If it exists under the
@@ -187,7 +179,10 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None, name: st
     if name and not moved and (cache / name / "meta.json").is_file():
         return cache / name
     selected = sources(data)
-    folder = cache / corpus_name(settings, text_hash(selected, settings["column"], settings["cache"]), tokenizer)
+    text = text_hash(selected, settings["column"], settings["cache"])
+    given = tokenizer.to_json() if tokenizer else settings["uncased"]  # a new tokenizer follows from the text
+    how = text, settings["vocab_size"], settings["val_share"], given, code_hashes(*CODE)
+    folder = cache / short_hash(repr(how))
     if name not in ("", folder.name):
         raise UserError(f"--data {data}: the text has changed, or the code that reads it, and the tokens of this run, "
                         f"{cache / name}, are gone; restore one of them, or use another --data and --out")
