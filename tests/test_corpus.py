@@ -182,14 +182,11 @@ def test_a_corpus_is_found_by_everything_that_shapes_it(tmp_path, monkeypatch):
     ("maelm.py", "A Transformer layer:", "A comment  # and a", False),
     ("finetune.py", "freeze the encoder, and", "keep the encoder as it is, and", False),
     ("support/tasks/task.py", '    "custom": Task(', '    "mine": Task("small"),\n    "custom": Task(', False),
-    ("support/tasks/task.py", "is not one of the training labels", "is unknown", False),
     ("support/tasks/results.py", "{format_number(run['value'])}", "{format_number(run['value'], 1)}", False),
     ("maelm.py", "nn.GELU(), nn.Linear(4", "nn.ReLU(), nn.Linear(4", True),
     ("finetune.py", "return (steps - step)", "return 0.5 * (steps - step)", True),
-    ("finetune.py", "betas=(0.9, 0.98)", "betas=(0.9, 0.999)", True),
     ("support/model/heads.py", "nn.Tanh()", "nn.GELU()", True),
     ("support/tasks/classification.py", "random.permutation(len(lengths))", "np.arange(len(lengths))", True),
-    ("support/tasks/classification.py", "2 * hits /", "hits /", True),
     ("support/text/tokenizer.py", r"| ?\p{N}{1,3}", r"| ?\p{N}{1,2}", True)])
 def test_code_that_computes_is_known_and_code_that_prints_is_free(file, old, new, counts, tmp_path, monkeypatch):
     code = {name: (ROOT / name).read_text() for name in {*results.CODE, file}}
@@ -226,9 +223,8 @@ def test_the_tokenizers_sample_is_spread_evenly():
     found = [int(piece[:5]) for piece in corpus.sample(iter(texts), 5000)]
     assert 50 <= len(found) <= 100 == len(corpus.sample(iter(texts[:100]), 5000))
     assert set(np.diff(found)) == {found[1]} and found[-1] > 980
-    spaced = [text.replace("0", " ") for text in texts]
-    sizes = [len(corpus.sample(iter(each), 50_000, corpus.cost_of)) for each in (spaced, texts)]
-    assert sizes == [1000, 32]  # without spaces, learning takes more memory
+    for end, count in ((" a", 1000), ("aa", 32)):  # without spaces, learning takes more memory
+        assert len(corpus.sample((text[:-2] + end for text in texts), 50_000, corpus.cost_of)) == count
 
 
 def test_prepare_reports_what_it_made_and_dropped(tmp_path, capsys):
@@ -245,9 +241,9 @@ def test_prepare_reports_what_it_made_and_dropped(tmp_path, capsys):
     train.main(flags)
     assert capsys.readouterr().out == line + "\n"  # the second time, nothing is prepared
     (tmp_path / "greek.txt").write_text("καλημέρα σας " * 100)
-    greek = prepared(tmp_path / "greek.txt", tmp_path, tokenizers.Tokenizer.load(folder))
-    assert f"; 1.00 bytes of text per token ({density:.2f} in {folder}, from which" in capsys.readouterr().out
-    assert f"; 1.00 bytes of text per token ({density:.2f} in {folder}, from which" in corpus.summary(greek)
+    found = corpus.summary(prepared(tmp_path / "greek.txt", tmp_path, tokenizers.Tokenizer.load(folder)))
+    for printed in (found, capsys.readouterr().out):
+        assert f"; 1.00 bytes of text per token ({density:.2f} in {folder}, from which" in printed
 
 
 BLOCK = ("val", 4, np.arange(4))  # a block that is written before the error
