@@ -137,12 +137,9 @@ def test_an_exported_tokenizer_gives_our_ids(uncased, hub, tmp_path):
 
 
 def test_python_of_the_page_runs(hub, tmp_path, monkeypatch):
-    model = write_run(tmp_path / "run")
-    tuned = finetune.Tuned(model.encoder, ClassifierHead(32, 2, 0.0))
-    entries = dict(task="docs", labels=["a", "b"], scale=1.0, longest=N)
-    write_tuned(tmp_path / "run/encoder.pt", tuned, Pretrained("run"), **entries)
-    convert.main(["export", "run/step_0000007.pt", "exported/toy"])
-    convert.main(["export", "run/encoder.pt", "exported/docs"])
+    write_run(tmp_path / "run")
+    for name in ("toy", "docs"):
+        convert.main(["export", "run", f"exported/{name}"])
     main = train.main
     monkeypatch.setattr(train, "main", lambda flags: main([*QUICK, "--cache=cache", *flags]))
     (tmp_path / "my_texts").mkdir()
