@@ -5,11 +5,12 @@
     python finetune.py --init out/base --task rte --sweep       # Table 5's grid, then five seeds
     python finetune.py --init out/base --task glue --data DIR   # all eight tasks, and their average
 
---task custom reads the files train and dev (.csv, .tsv, .jsonl or .parquet, or compressed) in --data,
-with the columns text[,text2],label, or sentence1,sentence2,label as in GLUE. Labels are used as
-written (01 is not 1), and decimals mean regression. F1 treats the second of two labels as positive.
-The best of at most 20 checkpoints is chosen on dev, so scores are slightly optimistic. Repeat a
-command to complete missing runs; torchrun's processes share the jobs, through files.
+--task custom reads the files train, dev and test (.csv, .tsv, .jsonl or .parquet, or compressed) in
+--data, with the columns text[,text2],label, or sentence1,sentence2,label as in GLUE. Labels are used
+as written (01 is not 1), and decimals mean regression. F1 treats the second of two labels as
+positive. Without dev, a tenth of train is dev. The best of at most 20 checkpoints is chosen on dev,
+so its scores are slightly optimistic. predictions_test.jsonl is for test, which may lack labels.
+Repeat a command to complete missing runs; torchrun's processes share the jobs, through files.
 
 main -> parse; for each task: make_setup, run_task -> finish_jobs -> run_once or probe_once.
 """
@@ -33,7 +34,7 @@ from support.program.errors import clear_errors, say
 from support.program.worker import Worker, make_worker
 from support.tasks import results
 from support.tasks.classification import DIVERGED, Classification, Encoded, or_lowest, scores
-from support.tasks.classification import batches, by_length, collate, in_order
+from support.tasks.classification import batches, by_length, collate, outputs_of
 from support.tasks.examples import hash_of, read_task
 from support.tasks.squad import Spans
 from support.tasks.task import DEFAULTS, GLUE, TASKS, TuneConfig, check_flags, grid, labels_of, tune_of
@@ -50,7 +51,7 @@ class Setup(NamedTuple):
     kind: Classification | Spans
     metric: str  # selects checkpoints, and is the value of a run
     train: Encoded
-    dev_splits: dict[str, Encoded]  # dev and, for MNLI, dev_mm
+    splits: dict[str, Encoded]  # dev, which chooses checkpoints; dev_mm of MNLI; test of custom
     tune: TuneConfig  # before a sweep
     frozen: str  # "" to fine-tune; mean or cls for a linear probe
     worker: Worker
@@ -61,7 +62,8 @@ def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out
                flags: argparse.Namespace, worker: Worker) -> Setup:
     """Encode the examples of a task, and claim the folder `out` for its runs."""
     tune = tune_of(task, fields_of(TuneConfig, vars(flags)), pretrained.config.encoder_dim)
-    pretrained = pretrained.with_dropout(tune.dropout)
+    pretrained = copy.copy(pretrained)
+    pretrained.config = replace(pretrained.config, dropout=tune.dropout)
     labels = labels_of(task, examples["train"])
     kind = KINDS[TASKS[task].kind](pretrained.tokenizer, pretrained.config, tune, labels)
     splits = {split: kind.encode(each) for split, each in examples.items()}
@@ -84,8 +86,8 @@ def schedule(step: int, warmup: int, steps: int) -> float:
 
 
 def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
-    """Fine-tune, without gradient clipping. Returns the value, metrics, ranks and step of the best
-    checkpoint on the dev split. The first seed's checkpoint and predictions are also saved."""
+    """Fine-tune, without gradient clipping. Returns the value, metrics, prediction files, ranks and step
+    of the best checkpoint on the dev split. The first seed's checkpoint is also saved."""
     train = setup.train
     encoder = setup.pretrained.new_encoder(seed)
     torch.manual_seed(seed_of(seed))  # for the new head
@@ -110,33 +112,31 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 in evaluate_after:
-            metrics, files = evaluate(model, setup)
+            metrics, _ = evaluate(model, setup, ["dev"])
             if metrics is None:  # diverged: no value, even if an earlier checkpoint had one
                 return DIVERGED
             value = metrics[setup.metric]
             if best is None or or_lowest(value) > or_lowest(best["value"]):
-                best = {"value": value, "metrics": metrics, "step": step + 1}
-                best_files = files
+                best = {"value": value, "step": step + 1}
                 best_weights = copy.deepcopy(model.state_dict())
 
     model.load_state_dict(best_weights)
+    metrics, files = evaluate(model, setup, [*setup.splits])
     if seed == results.FIRST_SEED:
-        results.write_predictions(setup.out, best_files)
         write_tuned(setup.out / "encoder.pt", model, setup.pretrained, task=setup.task,
                     labels=list(setup.kind.labels.names), scale=setup.kind.labels.scale, longest=tune.seq_len)
-    return best | {"ranks": ranks(model.encoder, setup)}
+    return best | {"metrics": metrics, "files": files, "ranks": ranks(model.encoder, setup)}
 
 
-@torch.no_grad()
-def evaluate(model: Tuned, setup: Setup) -> tuple[dict | None, dict[str, str]]:
-    """The metrics of a model, None if it has diverged, and its prediction files by name."""
+def evaluate(model: Tuned, setup: Setup, splits: list[str]) -> tuple[dict | None, dict[str, str]]:
+    """The metrics of a model on these splits, None if it has diverged, and prediction files by name."""
     model.eval()
-    outputs = {}
-    for split, encoded in setup.dev_splits.items():
-        found = []
-        for tokens, padding, _ in by_length(encoded, setup.tune.batch_size, setup.worker.device):
-            found.append(setup.kind.decode(model(tokens, padding), tokens).cpu())
-        outputs[split] = in_order(found, encoded)
+
+    def decoded(tokens, padding):
+        return setup.kind.decode(model(tokens, padding), tokens)
+
+    outputs = {split: outputs_of(decoded, setup.splits[split], setup.tune.batch_size, setup.worker.device)
+               for split in splits}
     return scores(outputs, setup)
 
 
@@ -145,7 +145,7 @@ def ranks(encoder: nn.Module, setup: Setup) -> dict[str, int] | None:
     """The effective ranks of H^L on the dev split (Table 3); None if there are too few tokens."""
     encoder.eval()
     moments = Moments()
-    for tokens, padding, _ in by_length(setup.dev_splits["dev"], setup.tune.batch_size, setup.worker.device):
+    for tokens, padding, _ in by_length(setup.splits["dev"], setup.tune.batch_size, setup.worker.device):
         moments.add(last_layer(encoder, tokens, padding)[~padding])
     if moments.count < VECTORS_PER_DIM * setup.pretrained.config.encoder_dim:
         return None
@@ -202,7 +202,7 @@ def parse(argv) -> argparse.Namespace:
     add("--out", type=path_of, help="folder for all results [out/TASK-INIT, and -mean or -cls with --frozen]")
     add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
     add("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight tasks [%(default)s]")
-    add("--data", help="folder with the Hub's own files or, for custom, with train and dev [GLUE and SQuAD: the Hub]")
+    add("--data", help="folder with the Hub's own files or, for custom, with train [GLUE and SQuAD: the Hub]")
     add("--seeds", type=int, help="number of runs; the result is their median [5; 1 if nothing is random]")
     add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
     add("--frozen", choices=["mean", "cls"], nargs="?", const="mean", default="", help="freeze the encoder, and fit a "
@@ -210,10 +210,7 @@ def parse(argv) -> argparse.Namespace:
     known = parser.parse_known_args(argv)[0]  # -h shows the defaults of its task
     add_flags(parser, TuneConfig, {} if known.task == "glue" else DEFAULTS[TASKS[known.task].group])
     flags = parser.parse_args(argv)
-    try:
-        check_flags(flags)
-    except ValueError as error:
-        parser.error(str(error))
+    check_flags(flags)
     return flags
 
 

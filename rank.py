@@ -90,7 +90,7 @@ class Moments:
 # The comment after a field is also its text in -h.
 @dataclass(frozen=True)
 class RankOptions:
-    """Settings of a measurement; every field is a flag. Raises ValueError if a value is not allowed."""
+    """Settings of a measurement; every field is a flag. Raises UserError if a value is not allowed."""
     data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; default: the text of the run, or docs
     column: str = ""  # field that holds the text of a record; default: the run's field, or text
     val_share: float = 0.0  # fraction of the documents to use; 0 means the run's validation share, or 1%
@@ -176,15 +176,12 @@ def main(argv=None):
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a run folder, a checkpoint, or hf:NAME_OR_FOLDER")
     add_flags(parser, RankOptions, {})
     flags = parser.parse_args(argv)
-    try:
-        options = RankOptions(**fields_of(RankOptions, vars(flags)))
-    except ValueError as error:
-        parser.error(str(error))
     for name in flags.models:
         if not name.startswith("hf:") and not path_of(name).exists():  # checked before the first measurement
             parser.error(f"{name}: no such run folder or checkpoint; make one with train.py, or name hf:MODEL")
-    out = path_of(options.out or f"out/{'-'.join(['rank', *map(short_name, flags.models)])}")
     with clear_errors("rank.py"):
+        options = RankOptions(**fields_of(RankOptions, vars(flags)))
+        out = path_of(options.out or f"out/{'-'.join(['rank', *map(short_name, flags.models)])}")
         entries = {}
         device = make_worker("fp32", options.device).device
         for name in flags.models:

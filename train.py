@@ -93,7 +93,7 @@ PRESETS["laptop"] = PRESETS["toy"] | dict(  # the toy preset, trained on 100 mil
 
 
 def make_settings(values: dict) -> Settings:
-    """Settings from values by name, or the defaults. Raises ValueError if a value is not allowed."""
+    """Settings from values by name, or the defaults. Raises UserError if a value is not allowed."""
     config = Config(**fields_of(Config, values))
     recipe = Recipe(**fields_of(Recipe, values))
     options = RunOptions(**fields_of(RunOptions, values))
@@ -244,10 +244,7 @@ def parse(argv) -> tuple[Settings, Start, Namespace]:
     recipe = Recipe(**fields_of(Recipe, values))
     if "max_steps" in flags:  # warm up for the same share of the steps
         values["warmup_steps"] = round(recipe.warmup_steps / recipe.max_steps * flags.max_steps)
-    try:
-        settings = make_settings(values | vars(flags))
-    except ValueError as error:
-        parser.error(str(error))
+    settings = make_settings(values | vars(flags))
     start.check(init, settings)
     return settings, start, flags
 

@@ -269,6 +269,8 @@ def test_the_tokenizers_sample_is_spread_evenly():
     found = [int(piece[:5]) for piece in corpus.sample(iter(texts), 5000)]
     assert 50 <= len(found) <= 100 == len(corpus.sample(iter(texts[:100]), 5000))
     assert set(np.diff(found)) == {found[1]} and found[-1] > 980
+    for end, count in ((" a", 1000), ("aa", 32)):  # without spaces, learning takes more memory
+        assert len(corpus.sample((text[:-2] + end for text in texts), 50_000, corpus.cost_of)) == count
 
 
 def test_prepare_reports_what_it_made_and_dropped(tmp_path, capsys):
@@ -284,6 +286,10 @@ def test_prepare_reports_what_it_made_and_dropped(tmp_path, capsys):
     assert re.search(r"documents: (?=.*97 train)(?=.*3 val)(?=.*3 empty)", line)
     train.main(flags)
     assert capsys.readouterr().out == line + "\n"  # the second time, nothing is prepared
+    (tmp_path / "greek.txt").write_text("καλημέρα σας " * 100)
+    found = corpus.summary(prepared(tmp_path / "greek.txt", tmp_path, tokenizers.Tokenizer.load(folder)))
+    for printed in (found, capsys.readouterr().out):
+        assert f"; 1.00 bytes of text per token ({density:.2f} in {folder}, from which" in printed
 
 
 BLOCK = ("val", 4, np.arange(4))  # a block that is written before the error

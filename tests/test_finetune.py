@@ -5,6 +5,7 @@ import json
 import re
 
 import numpy as np
+import pandas
 import pytest
 import tokenizers
 import torch
@@ -16,7 +17,7 @@ from maelm import CLS, SEP
 from support import convert
 from support.model.heads import ClassifierHead
 from support.program.errors import UserError
-from support.program.files import read_json, write_json
+from support.program.files import json_lines, read_json, write_json
 from support.tasks import classification, probe, results, task as tasks
 from support.tasks.classification import Classification, Encoded, batches, collate
 from support.tasks.squad import Spans
@@ -117,17 +118,14 @@ def test_the_strength_of_a_probe_is_chosen_on_held_out_folds():
     assert probe.fit(x, (x[:, 0] > 0).astype(np.int64), probe.STRENGTHS)[-1].C_ > 1 / 100
 
 
-def test_a_probe_of_two_labels_of_four_or_of_numbers_gives_the_outputs_of_its_model():
+def test_a_probe_gives_the_probabilities_of_its_model():
     random = np.random.default_rng(0)
-    x = 5 + 3 * random.normal(size=(60, 4))
-    labels, numbers = 1 + (x[:, 0] > 5), x[:, 0].astype(np.float32)  # labels 1 and 2 of 4
-    x[:, 0] /= 1000  # which standardization undoes
-    found = probe.fit(x, labels, np.array([1.0]))
-    outputs = probe.logits_of(found, x, 4).softmax(1).numpy()
-    np.testing.assert_allclose(outputs[:, 1:3], found.predict_proba(x), atol=1e-6)
-    assert (outputs.argmax(1) == labels).mean() > 0.9
-    found = probe.fit(x, numbers, np.array([1e-3]))
-    np.testing.assert_allclose(probe.logits_of(found, x, 0)[:, 0], numbers, atol=1e-2)
+    x = random.normal(size=(60, 4)) * (0.001, 1, 1, 1)  # which standardization undoes
+    labels = 1 + np.digitize(x[:, 0], [-0.0005, 0.0005])  # 1 to 3, of 4 classes
+    outputs = probe.logits_of(probe.fit(x, labels, np.array([1.0])), x, 4).softmax(1).numpy()
+    assert (outputs[:, 0] == 0).all() and (outputs.argmax(1) == labels).mean() > 0.9
+    numbers = probe.fit(x, x[:, 0].astype(np.float32), np.array([1e-3]))
+    np.testing.assert_allclose(probe.logits_of(numbers, x, 0), x[:, :1], atol=1e-5)
     with pytest.raises(UserError, match="the rarest of 2 has 1"):
         probe.fit(x, np.eye(60, dtype=np.int64)[0], probe.STRENGTHS)
 
@@ -185,14 +183,29 @@ def test_a_diverged_run_has_no_value(finished, tmp_path):
     assert not (tmp_path / "out" / "encoder.pt").exists()
 
 
-def test_your_own_pairs_can_be_labeled(finished, tmp_path):
-    for name in ("train.csv", "validation.CSV"):
-        (tmp_path / name).write_text("text,text2,label\na,b,01\nc,d,1\nc,,1\n")
-    tune(finished, "custom", tmp_path, f"--data={tmp_path}")
-    assert read_json(tmp_path / "out/result.json")["metrics"].keys() == {"accuracy", "f1"}
-    lines = [json.loads(line) for line in (tmp_path / "out/predictions.jsonl").read_text().splitlines()]
-    assert [line["label"] for line in lines] == ["01", "1", "1"]
-    assert all(line["prediction"] == max(("01", "1"), key=line["scores"].get) for line in lines)
+@pytest.mark.parametrize("labels", [["01", "1", "1", "01"], [0.5, 2.0, 1.0, 0.0]])
+@pytest.mark.parametrize("flag", ["--epochs=3", "--frozen"])
+def test_a_test_file_is_predicted_in_its_order_and_chooses_nothing(labels, flag, finished, tmp_path, capsys):
+    texts = ["the cat sees some bread", "c", f"{sentence(5)} {sentence(6)}", "a dog"]
+    rows = [{"text": text, "text2": "b", "label": label} for text, label in zip(texts, labels)]
+    for name in ("train.json", "validation.JSONL"):
+        (tmp_path / name).write_text(json_lines(rows))
+    run = functools.partial(tune, finished, "custom", tmp_path, f"--data={tmp_path}", flag, "--seeds=1")
+    alone = run(out="alone")
+    rows = [rows[3] | {"label": ""}, rows[2], rows[1] | {"label": labels[0]}, {"text": texts[0], "text2": "b"}]
+    (tmp_path / "test.jsonl").write_text(json_lines(rows))
+    found = run()
+    assert [found[name] for name in ("values", "steps")] == [alone[name] for name in ("values", "steps")]
+    assert found["metrics"].keys() == {name + end for name in alone["metrics"] for end in ("", "_test")}
+    dev, test = [pandas.read_json(tmp_path / f"out/predictions{end}.jsonl", lines=True, dtype=False)
+                 for end in ("", "_test")]
+    assert [*dev.label, *test.label[1:3]] == [*labels, labels[2], labels[0]] and test.label[[0, 3]].isna().all()
+    for column in {*dev.columns} - {"label"}:
+        assert [*test[column][::-1]] == [pytest.approx(cell) for cell in dev[column]]
+    right = (test.prediction == test.label)[1:3].mean()
+    assert found["metrics"].get("accuracy_test", 100 * right) == 100 * right
+    (tmp_path / "test.jsonl").write_text(json_lines(rows[::-1]))
+    assert "examples=" in fails(run, capsys)
 
 
 def fake_runs(monkeypatch, value):

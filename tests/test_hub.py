@@ -1,5 +1,6 @@
 """Claims about Hugging Face: an export gives the results of our model, and all programs read models and data sets."""
 import json
+import re
 import sys
 from dataclasses import asdict
 
@@ -22,7 +23,7 @@ from support.model.heads import ClassifierHead, SpanHead
 from support.program.errors import UserError
 from support.text.documents import documents, sources
 from support.text.tokenizer import SPECIALS, Tokenizer
-from tests.common import arguments, fails, little_documents, sentence, write_corpus
+from tests.common import QUICK, ROOT, arguments, fails, little_documents, sentence, write_corpus
 from tests.test_tokenizer import ODD
 
 N, V = 160, 320  # N is larger than rel_pos_max_distance
@@ -122,6 +123,21 @@ def test_an_exported_tokenizer_gives_our_ids(uncased, hub, tmp_path):
     batch = theirs(["the cat " * N, "a"], truncation=True, padding=True)
     assert batch.keys() == {"input_ids", "attention_mask"}
     assert batch["input_ids"][1] == [CLS, *ours.encode("a"), SEP] + [PAD] * (N - 3)
+
+
+def test_python_of_the_page_runs(hub, tmp_path, monkeypatch):
+    write_run(tmp_path / "run")
+    for name in ("toy", "docs"):
+        convert.main(["export", "run", f"exported/{name}"])
+    main = train.main
+    monkeypatch.setattr(train, "main", lambda flags: main([*QUICK, "--cache=cache", *flags]))
+    (tmp_path / "my_texts").mkdir()
+    write_corpus(tmp_path / "my_texts/a.txt")
+    (tmp_path / "genome.fa").write_text(">1 a>b\nACGT\nAC\n>2\nGG\n")
+    page = (ROOT / "docs/transformers.md").read_text(encoding="utf-8")
+    exec("".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), names := {})
+    assert {field for line in names["log"] for field in line} <= {"step", *re.findall(r"`(\w+)`", page)}
+    assert list(documents(sources("my_texts/genome.jsonl"))) == ["ACGTAC", "GG"]
 
 
 @pytest.mark.parametrize("task, labels, scale", [

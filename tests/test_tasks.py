@@ -158,6 +158,17 @@ def test_all_formats_keep_cells_as_they_are(tmp_path):
         assert row[0][:3] == ("a", "b", "1.0")
 
 
+def test_without_a_dev_file_a_tenth_of_train_is_dev_whatever_its_order(tmp_path, capsys):
+    lines = [f"{i} and more,{i}" for i in range(95)]
+    (tmp_path / "train.csv").write_text("\n".join(["text,label", *lines]))
+    splits = examples.read_task("custom", str(tmp_path), {})
+    train, dev = splits.values()
+    assert len(dev) == 10 and len({row.label for row in train + dev}) == 95
+    (tmp_path / "train.csv").write_text("\n".join(["text,label", *lines[::-1]]))
+    assert examples.hash_of(examples.read_task("custom", str(tmp_path), {})) == examples.hash_of(splits)
+    assert "has no file dev; 10 examples of train" in capsys.readouterr().out
+
+
 def test_labels_with_fractions_are_numbers(monkeypatch):
     def found(*labels):
         return tasks.labels_of("custom", [tasks.Example("a", None, label) for label in labels])

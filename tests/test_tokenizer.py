@@ -33,6 +33,10 @@ def test_odd_texts_come_back_from_their_tokens(tokenizer):
         assert tokenizer.decode([*ids, len(tokenizer)]) == "".join(letters)  # without the unused id
 
 
+def test_a_long_word_is_learned_in_parts():  # otherwise, it takes minutes
+    assert max(map(len, Tokenizer.train(["ab" * 30_000], 400, False).model.get_vocab())) == 1000
+
+
 def test_a_word_is_one_piece_in_every_script():
     for text in ("हिन्दी में लिखा हुआ वाक्य", "שָׁלוֹם עוֹלָם", "தமிழ் மொழி", "re\u0301sume\u0301 a\u0300 cote\u0301",
                  "สวัสดี ครับ", "مَرْحَبًا بِك"):

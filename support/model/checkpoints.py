@@ -5,11 +5,10 @@ of its folder in the cache), tokenizer (the content of tokenizer.json), step, se
 encoder.pt of finetune.py holds config, settings, tokenizer, model, and what the export of its head needs. Both record
 the code that made them.
 """
-import copy
 import io
 import pickle
 import zipfile
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -21,7 +20,6 @@ from support.program.cli import path_of
 from support.program.errors import UserError, is_first, say
 from support.program.files import atomic, code_hashes, short_hash
 from support.text.tokenizer import Tokenizer
-
 
 # The code that decides weights, as it was when this program began.
 CODE = code_hashes("maelm.py", "train.py", "support/model/build.py", "support/model/cross_attention.py",
@@ -111,12 +109,6 @@ class Pretrained:
         self.settings = state["settings"]
         self.config = state["config"]
         self.weights = None if name.startswith("random:") else encoder.state_dict()
-
-    def with_dropout(self, dropout: float) -> "Pretrained":
-        """The same encoder, with another dropout."""
-        other = copy.copy(self)
-        other.config = replace(self.config, dropout=dropout)
-        return other
 
     def weights_hash(self) -> str:
         """A hash of the weights or, if they are random, of the weights that seed 0 draws."""

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
-from support.program.errors import give_up, is_first
+from support.program.errors import UserError, give_up, is_first
 
 
 # ---- 1. Flags -----------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def fields_of(part: type, values: dict) -> dict:
 
 
 def require(settings, *checks: tuple[str, bool, str]):
-    """Raises ValueError for the first check (field, whether its value is allowed, advice) that fails."""
+    """Raises UserError for the first check (field, whether its value is allowed, advice) that fails."""
     for field, holds, advice in checks:
         if not holds:
-            raise ValueError(f"{field}={getattr(settings, field)!r}: use {advice}")
+            raise UserError(f"{field}={getattr(settings, field)!r}: use {advice}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """A mistake that the user can correct, in a flag or a file. The message names it, its value and the fix."""
 
 

@@ -2,7 +2,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -41,8 +41,8 @@ def spearman(predicted, true) -> float:
     if np.ptp(predicted) == 0 or np.ptp(true) == 0:
         return math.nan
     import pandas  # here, because it is slow
-    ranks = [pandas.Series(values).rank() for values in (predicted, true)]  # equal values share their mean rank
-    return float(np.corrcoef(*ranks)[0, 1])
+    ranks = pandas.DataFrame([predicted, true]).rank(axis=1)  # equal values share their mean rank
+    return float(np.corrcoef(ranks)[0, 1])
 
 
 def f1(predicted, true) -> float:
@@ -84,8 +84,10 @@ def by_length(encoded: Encoded, batch_size: int, device: torch.device) -> Iterat
         yield collate(encoded, order[start:start + batch_size], device)
 
 
-def in_order(outputs: list, encoded: Encoded):
-    """The outputs for the batches of by_length as one tensor (N, ...), in the order of the inputs."""
+@torch.no_grad()
+def outputs_of(function: Callable[[Tensor, Tensor], Tensor], encoded: Encoded, batch_size: int, device: torch.device):
+    """function(tokens, padding) for the batches of by_length as one tensor (N, ...), in the order of the inputs."""
+    outputs = [function(tokens, padding).cpu() for tokens, padding, _ in by_length(encoded, batch_size, device)]
     return torch.cat(outputs)[np.argsort(order_of(encoded))]
 
 
@@ -127,6 +129,7 @@ class Classification:
             truncated += bool(encoding.overflowing)
         labels = ", ".join(self.labels.names) or "numbers as labels"
         [(label, count)] = Counter(example.label for example in examples).most_common(1)
+        label = label or "without a label"
         remark = (f"{len(ids):,} examples ({labels:.200}), of which {count / len(ids):.1%} are {label:.40}; "
                   f"{truncated:,} are cut off at the limit of {self.n} tokens")
         return Encoded(ids, torch.tensor(targets), examples, [], remark)
@@ -146,39 +149,47 @@ class Classification:
         return logits
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float | None], dict[str, str]]:
-        """Logits (N, C) -> metrics in percent (None for the correlation of constant predictions), and predictions.jsonl
-        with the label, the prediction and, for labels with names, all probabilities of each example."""
+        """Logits (N, C) -> metrics in percent of examples with labels (None for the correlation of constant numbers),
+        and predictions.jsonl with each example's label, prediction and, for labels with names, all probabilities."""
         names = self.labels.names
         lines = []
         for example, output in zip(encoded.examples, torch.from_numpy(outputs)):
+            label = example.label
             if names:
                 scores = dict(zip(names, output.softmax(0).tolist()))
-                lines.append({"label": example.label, "prediction": names[output.argmax()], "scores": scores})
+                lines.append({"label": label, "prediction": names[output.argmax()], "scores": scores})
             else:
                 number = float(f"{self.labels.scale * output.item():.6g}")  # without float32's rounding errors
-                lines.append({"label": float(example.label), "prediction": number})
-        columns = [[line[name] for line in lines] for name in ("prediction", "label")]  # scores are those of the file
+                lines.append({"label": label and float(label), "prediction": number})
+        files = {"predictions.jsonl": json_lines(lines)}
+        labeled = [line for line in lines if line["label"] is not None]
+        if not labeled:
+            return {}, files
+        columns = [[line[name] for line in labeled] for name in ("prediction", "label")]  # scores are those of the file
         predicted, true = [np.array([names.index(cell) if names else cell for cell in column]) for column in columns]
         metrics = {}
         for name in self.labels.metrics:
             value = METRICS[name](predicted, true)
             metrics[name] = None if math.isnan(value) else 100 * value
-        return metrics, {"predictions.jsonl": json_lines(lines)}
+        return metrics, files
 
 
 # ---- 4. Scores of any task ----------------------------------------------------------------------------------
+ENDS = {"dev": "", "dev_mm": "_mm", "test": "_test"}  # of the names of metrics and prediction files
 DIVERGED = {"value": None, "metrics": {}, "ranks": None}  # a run whose outputs contain NaN
 
 
 def scores(outputs: dict, setup) -> tuple[dict | None, dict[str, str]]:
-    """Outputs (N, K) for each dev split -> metrics, None if the model has diverged, and the texts of prediction files
-    by name. MNLI has a second dev split, of other genres. `setup` is a finetune.Setup."""
+    """Outputs (N, K) by split -> metrics, None if the model has diverged, and the texts of prediction files by name. Of
+    splits other than dev, the names end in _mm or _test. `setup` is a finetune.Setup."""
     if any(each.isnan().any() for each in outputs.values()):
         return None, {}
-    metrics, files = setup.kind.score(outputs["dev"].numpy(), setup.dev_splits["dev"])
-    if "dev_mm" in outputs:
-        mismatched, _ = setup.kind.score(outputs["dev_mm"].numpy(), setup.dev_splits["dev_mm"])
-        metrics["accuracy_mm"] = mismatched["accuracy"]
+    metrics, files = {}, {}
+    for split, each in outputs.items():
+        found, texts = setup.kind.score(each.numpy(), setup.splits[split])
+        end = ENDS[split]
+        metrics |= {name + end: value for name, value in found.items()}
+        files |= {name.replace(".", f"{end}."): text for name, text in texts.items()}
     return metrics, files
 
 

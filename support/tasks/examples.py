@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from support.program.cli import path_of
-from support.program.errors import UserError
+from support.program.errors import UserError, is_first, say
 from support.program.files import short_hash
 from support.tasks.task import TASKS, Example, Question
 from support.text.corpus import VAL_SHARE, in_validation, ngrams
@@ -18,14 +18,13 @@ from support.text.readers import RECORDS, Record, hub_records, open_text, parque
 
 # ---- 1. A whole task ----------------------------------------------------------------------------------------
 def read_task(name: str, data: str | None, settings: dict) -> dict[str, list]:
-    """The examples or questions of each split: train, dev and, for MNLI, dev_mm. `data` is a folder with the Hub's own
-    files or, for custom, with files train and dev; None means the Hub. For docs, `settings` of the pre-training run has
+    """The examples or questions of each split: train, dev, dev_mm of MNLI, and test of custom. `data` is a folder with
+    the Hub's own files or those of custom_splits; None means the Hub. For docs, `settings` of the pre-training run has
     the fraction that it held out and its cache."""
     if name == "docs":
         splits = read_docs_task(settings.get("val_share", VAL_SHARE), settings.get("cache", CACHE))
     elif name == "custom":
-        files = {split: custom_file(data, split) for split in ("train", "dev")}
-        splits = {split: custom_examples(file) for split, file in files.items()}
+        splits = custom_splits(data)
     else:
         parts = dict(zip(("train", "dev", "dev_mm"), ("train", *TASKS[name].dev)))
         records = {split: hub_files(name, data, part) if data else from_hub(name, part)
@@ -83,27 +82,30 @@ def hub_files(name: str, data: str, part: str) -> list[Record]:
     return [record for file in files for record in parquet_records(file)]
 
 
-def examples_of(name: str, records: Iterable[Record]) -> list[Example]:
-    """Records of a task that classifies texts -> examples. Raises UserError if a text or a label is missing."""
+def examples_of(name: str, records: Iterable[Record], labeled: bool = True) -> list[Example]:
+    """Records of a task that classifies texts -> examples. Raises UserError if a text (or label) is missing."""
     columns, examples = TASKS[name].columns, []
     for place, record in records:
         texts = [record.get(column) for column in columns]
         if name == "custom" and texts[1] is None:
             texts = texts[:1]  # the second text is optional
-        if "label" not in record or not all(isinstance(text, str) for text in texts):
+        if (labeled and "label" not in record) or not all(isinstance(text, str) for text in texts):
             raise UserError(f"{place}: needs text in {' and '.join(columns)}, and a label, but has {record!r:.200}")
         text2 = texts[1] if len(texts) == 2 else None
-        examples.append(Example(texts[0], text2, label_of(name, record["label"], place), place))
+        label = label_of(name, record.get("label"), place)
+        if labeled and label is None:
+            raise UserError(f"{place}: its label is missing; add one, or remove the row")
+        examples.append(Example(texts[0], text2, label, place))
     return examples
 
 
-def label_of(name: str, label, place: str) -> str:
+def label_of(name: str, label, place: str) -> str | None:
     """A label as text: as written for custom, so that 1 and 1.0 stay different. The Hub's are numbers, and STS-B's 3.2
-    is 3.200000047683716 there."""
+    is 3.200000047683716 there. None if the label is missing."""
     names = TASKS[name].labels
     label = label.strip() if isinstance(label, str) else label
     if label in (None, "") or label != label or (label == -1 and names):  # NaN differs from itself
-        raise UserError(f"{place}: its label is missing; add one, or remove the row")
+        return None
     if isinstance(label, str):
         return label
     if name == "custom":
@@ -126,15 +128,26 @@ def questions_of(name: str, records: Iterable[Record]) -> list[Question]:
 
 
 # ---- 3. Your own files --------------------------------------------------------------------------------------
-def custom_file(data: str, split: str) -> Path:
-    """The file of a split, such as train.csv, dev.TSV.gz or validation.jsonl. Raises UserError unless there is one."""
-    names = ("train",) if split == "train" else ("dev", "validation", "valid", "val")
+def custom_splits(data: str) -> dict[str, list[Example]]:
+    """The examples of files such as train.csv, dev.TSV.gz and, with or without labels, test.jsonl. Without dev, it is a
+    tenth of train, chosen by a hash of the texts. Raises UserError if there is no train, or more than one file."""
     inside = sorted(path_of(data).glob("*"))
-    files = [path for path in inside if split_name(path)[0].lower() in names and split_name(path)[1] in CUSTOM]
-    if len(files) != 1:
-        listed = " and ".join(path.name for path in files) or "none"
-        raise UserError(f"--data {data}: must have one file {split} ({', '.join(CUSTOM)}), but has {listed}")
-    return files[0]
+    splits = {}
+    for split in ("train", "dev", "test"):
+        names = ("dev", "validation", "valid", "val") if split == "dev" else (split,)
+        files = [path for path in inside if split_name(path)[0].lower() in names and split_name(path)[1] in CUSTOM]
+        if len(files) > 1 or (split == "train" and not files):
+            listed = " and ".join(path.name for path in files) or "none"
+            raise UserError(f"--data {data}: must have one file {split} ({', '.join(CUSTOM)}), but has {listed}")
+        if files:
+            splits[split] = custom_examples(files[0], labeled=split != "test")
+        elif split == "dev":
+            examples = sorted(splits["train"], key=lambda example: short_hash(repr(example[:2])))
+            tenth = (len(examples) + 9) // 10
+            splits = {"train": examples[tenth:], "dev": examples[:tenth]}
+            if is_first():
+                say(f"--data {data}: has no file dev; {tenth:,} examples of train, chosen by a hash, are dev")
+    return splits
 
 
 def table_records(path: Path) -> Iterator[Record]:
@@ -157,10 +170,10 @@ def table_records(path: Path) -> Iterator[Record]:
 CUSTOM = {".csv": table_records, ".tsv": table_records} | RECORDS  # by format
 
 
-def custom_examples(path: Path) -> list[Example]:
+def custom_examples(path: Path, labeled: bool = True) -> list[Example]:
     """The examples of a table with the columns text[,text2],label or sentence1,sentence2,label."""
     renamed, records = {"sentence1": "text", "sentence2": "text2"}, []
     for place, record in CUSTOM[split_name(path)[1]](path):
         record = {column.strip().lower(): cell for column, cell in record.items()}
         records.append((place, {renamed.get(column, column): cell for column, cell in record.items()}))
-    return examples_of("custom", records)
+    return examples_of("custom", records, labeled)

@@ -1,5 +1,6 @@
 """Linear probes: how well a linear model reads the labels of a task from the vectors of a frozen encoder."""
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,27 +12,20 @@ from torch import nn
 
 from support.model.checkpoints import last_layer
 from support.program.errors import UserError
-from support.tasks.classification import DIVERGED, Encoded, by_length, in_order, scores
-from support.tasks.results import FIRST_SEED, write_predictions
+from support.tasks.classification import DIVERGED, Encoded, outputs_of, scores
 from support.tasks.task import TuneConfig
 
 STRENGTHS = np.logspace(-1, 3, 9)  # of L2 regularization, to choose from
 FOLDS = 5  # of the training split, on which the strength is chosen
 
 
-@torch.no_grad()
 def vectors_of(encoder: nn.Module, encoded: Encoded, pooling: str, batch_size: int, device: torch.device) -> np.ndarray:
     """A vector for each input of a split, (N, d) float64: the mean over its tokens, or that at [CLS]."""
-    encoder.eval()
-    vectors = []
-    for tokens, padding, _ in by_length(encoded, batch_size, device):
+    def pool(tokens, padding):
         h = last_layer(encoder, tokens, padding).float()
-        if pooling == "cls":
-            vectors.append(h[:, 0].cpu())
-        else:
-            real = (~padding)[:, :, None]
-            vectors.append(((h * real).sum(1) / real.sum(1)).cpu())
-    return in_order(vectors, encoded).double().numpy()
+        real = (~padding)[:, :, None]
+        return h[:, 0] if pooling == "cls" else (h * real).sum(1) / real.sum(1)
+    return outputs_of(pool, encoded, batch_size, device).double().numpy()
 
 
 def fit(x: np.ndarray, targets: np.ndarray, strengths: np.ndarray) -> Pipeline:
@@ -54,35 +48,26 @@ def fit(x: np.ndarray, targets: np.ndarray, strengths: np.ndarray) -> Pipeline:
 
 def logits_of(probe: Pipeline, x: np.ndarray, classes: int) -> torch.Tensor:
     """The outputs (N, C) for vectors (N, d): numbers, or logits of all classes, -inf for those without examples."""
-    model = probe[-1]
-    if isinstance(model, RidgeCV):
+    if isinstance(probe[-1], RidgeCV):
         return torch.from_numpy(probe.predict(x))[:, None]
-    logits = probe.decision_function(x)
-    if logits.ndim == 1:  # of two labels, scikit-learn gives only the second one's logit
-        logits = np.stack([np.zeros_like(logits), logits], axis=1)
     outputs = np.full((len(x), classes), -np.inf)
-    outputs[:, model.classes_] = logits
+    outputs[:, probe.classes_] = probe.predict_log_proba(x)
     return torch.from_numpy(outputs)
 
 
 def probe_once(setup, tune: TuneConfig, seed: int) -> dict:
     """Fit a linear model to the vectors of the frozen encoder of a task; `setup` is a finetune.Setup. Returns its
-    value, metrics and strength of regularization. The encoder's ranks do not change, so `ranks` is None."""
-    encoder = setup.pretrained.new_encoder(seed).to(setup.worker.device)
-
-    def vectors(encoded):
-        return vectors_of(encoder, encoded, setup.frozen, tune.batch_size, setup.worker.device)
-
+    value, metrics, prediction files and strength of regularization. `ranks` is None, because they do not change."""
+    encoder = setup.pretrained.new_encoder(seed).to(setup.worker.device).eval()
+    vectors = partial(vectors_of, encoder, pooling=setup.frozen, batch_size=tune.batch_size, device=setup.worker.device)
     train = vectors(setup.train)
     if not np.isfinite(train).all():
         return DIVERGED
     strengths = np.array([tune.l2]) if tune.l2 else STRENGTHS
     probe = fit(train, setup.train.targets.numpy(), strengths)
     classes = len(setup.kind.labels.names)
-    outputs = {split: logits_of(probe, vectors(encoded), classes) for split, encoded in setup.dev_splits.items()}
+    outputs = {split: logits_of(probe, vectors(encoded), classes) for split, encoded in setup.splits.items()}
     metrics, files = scores(outputs, setup)
-    if seed == FIRST_SEED:
-        write_predictions(setup.out, files)
     model = probe[-1]
     l2 = model.alpha_ if isinstance(model, RidgeCV) else 1 / model.C_
-    return {"value": metrics[setup.metric], "metrics": metrics, "l2": float(l2), "ranks": None}
+    return {"value": metrics[setup.metric], "metrics": metrics, "files": files, "l2": float(l2), "ranks": None}

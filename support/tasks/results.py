@@ -50,17 +50,14 @@ def path_of_run(out: Path, tune: TuneConfig, seed: int) -> Path:
 
 
 def write_run(out: Path, tune: TuneConfig, seed: int, run: dict, seconds: float) -> dict:
-    """Write the file of a run, and return its content."""
+    """Write the file of a run, and return its content. The first seed's prediction files are also written."""
+    for name, text in run.pop("files", {}).items():
+        if seed == FIRST_SEED:
+            write_text(out / name, text)
     setting = {name: getattr(tune, name) for name in SWEPT}
     run = run | {"setting": setting, "seed": seed, "seconds": round(seconds, 2)}
     write_json(path_of_run(out, tune, seed), run)
     return run
-
-
-def write_predictions(out: Path, files: dict[str, str]):
-    """Write the prediction files of a run, given by name."""
-    for name, text in files.items():
-        write_text(out / name, text)
 
 
 # ---- 2. Medians -------------------------------------------------------------------------------------------
@@ -112,7 +109,7 @@ def write_summary(setup, init: str, tune: TuneConfig, sweep: list[dict], runs: l
         "values": values, "metrics": metrics, "setting": runs[0]["setting"], "steps": [run.get("step") for run in runs],
         "effective_rank": ranks, "tune": asdict(tune), "sweep": sweep}
     write_json(setup.out / "result.json", summary)
-    say(report(summary), f"{setup.out}: result.json")
+    say(report(summary), f"{setup.out}: {', '.join(sorted(path.name for path in setup.out.glob('[!.]*.*')))}")
     return summary
 
 

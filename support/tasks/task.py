@@ -61,7 +61,7 @@ class TuneConfig:
     l2: float = 0.0  # --frozen: strength of L2 regularization; 0 chooses it on the training split
 
     def __post_init__(self):
-        """Raises ValueError for a common mistake; other bad values fail later."""
+        """Raises UserError for a common mistake; other bad values fail later."""
         require(
             self,
             ("epochs", 0 < self.epochs <= 10_000, "a number above 0, at most 10,000"),
@@ -109,18 +109,18 @@ def grid(task: str, tune: TuneConfig, dim: int, given: dict) -> list[TuneConfig]
 
 
 def check_flags(flags: Namespace):
-    """Raises ValueError for a flag whose value is not allowed, or that is missing."""
+    """Raises UserError for a flag whose value is not allowed, or that is missing."""
     TuneConfig(**fields_of(TuneConfig, vars(flags)))
     if flags.task == "docs" and flags.data:
-        raise ValueError("--data: docs reads the documentation on this machine; use --task custom for your own files")
+        raise UserError("--data: docs reads the documentation on this machine; use --task custom for your own files")
     if flags.task == "custom" and not flags.data:
-        raise ValueError("--task custom: needs --data, a folder with train and dev")
+        raise UserError("--task custom: needs --data, a folder with a file train")
     if flags.seeds is not None and flags.seeds < 1:
-        raise ValueError(f"seeds={flags.seeds}: use 1 or more")
+        raise UserError(f"seeds={flags.seeds}: use 1 or more")
     if flags.frozen and flags.sweep:
-        raise ValueError("--sweep: a linear probe has no grid; leave out --frozen")
+        raise UserError("--sweep: a linear probe has no grid; leave out --frozen")
     if flags.task == "squad2" and flags.frozen:
-        raise ValueError("--frozen: squad2 needs an encoder that is fine-tuned")
+        raise UserError("--frozen: squad2 needs an encoder that is fine-tuned")
 
 
 # ---- 3. Examples and labels ---------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class Example(NamedTuple):
     """One or two texts and a label, as in the file."""
     text: str
     text2: str | None
-    label: str
+    label: str | None  # None if a test file has none
     place: str = ""  # such as dev.csv, row 7
 
 
@@ -151,8 +151,10 @@ class Labels(NamedTuple):
     scale: float = 1.0  # the model predicts the number divided by this
 
     def target(self, example: Example) -> int | float:
-        """The label in the form of the model's output: the index of its name, or a number."""
+        """The label in the form of the model's output: the index of its name, or a number; 0 if there is none."""
         label = example.label
+        if label is None:
+            return 0
         if label in self.names:
             return self.names.index(label)
         if self.names or not NUMBER.fullmatch(label):

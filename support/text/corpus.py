@@ -1,8 +1,7 @@
 """From --data to a prepared corpus: documents, their split into training and validation, their tokens, and sequences.
 
 A prepared corpus is a folder in --cache, named after a hash of the text and of how it was prepared. `train.bin` and
-`val.bin` hold tokens, uint16 or uint32, with `[SEP]` after each document; `meta.json` is written last. The text is read
-three times: for its hash, for the tokenizer and for the tokens.
+`val.bin` hold tokens, uint16 or uint32, with `[SEP]` after each document; `meta.json` is written last.
 """
 import hashlib
 import os
@@ -46,17 +45,23 @@ def ngrams(text: str) -> set[str]:
 
 
 # ---- 2. Documents as tokens ---------------------------------------------------------------------------------
-def sample(texts: Iterator[str], most: int) -> list[bytes]:
+def cost_of(text: bytes) -> int:
+    """The size of a text in bytes, times 16 if it has few spaces: then, learning from it takes 64 times its memory."""
+    spaces = text.count(b" ") + text.count(b"\n")
+    return len(text) if len(text) < 30 * (spaces + 1) else 16 * len(text)
+
+
+def sample(texts: Iterator[str], most: int, cost: Callable[[bytes], int] = len) -> list[bytes]:
     """Choose documents, at most this many bytes: all, or every second, or every fourth, and so on."""
     kept, size, step = [], 0, 1
     for number, text in enumerate(map(str.encode, texts)):  # as bytes, which need less memory
         if number % step == 0:
             kept.append(text)
-            size += len(text)
+            size += cost(text)
         while size > most and len(kept) > 1:  # drop every second document, and take only half as many from here on
             step *= 2
             kept = kept[::2]
-            size = sum(map(len, kept))
+            size = sum(map(cost, kept))
     return kept
 
 
@@ -127,7 +132,7 @@ def prepare(settings: dict, selected: list[Source], tokenizer: Tokenizer | None,
     bar = partial(tqdm, unit=" documents", unit_scale=True, leave=False, disable=None)
     if tokenizer is None:
         training = (each for each in bar(read(), "reading") if not in_validation(each, val_share))
-        chosen = map(bytes.decode, sample(training, SAMPLE))
+        chosen = map(bytes.decode, sample(training, SAMPLE, cost_of))
         tokenizer = Tokenizer.train(chosen, settings["vocab_size"], settings["uncased"])
     write_text(folder / "tokenizer.json", tokenizer.to_json())
 
@@ -143,7 +148,17 @@ def prepare(settings: dict, selected: list[Source], tokenizer: Tokenizer | None,
     tokens = settle_validation(folder, dtype, val_share)
     meta = {"data": data, "dtype": dtype.name, "tokens": tokens, "documents": count, "bytes": size}
     write_json(folder / "meta.json", meta)
-    say(f"prepared in {time.perf_counter() - start:,.1f} s")
+    say(f"prepared in {time.perf_counter() - start:,.1f} s; {bytes_per_token(folder)}")
+
+
+def bytes_per_token(folder: Path) -> str:
+    """The bytes of text per token, and those of the tokenizer's own text: the oldest corpus in the cache with it."""
+    tokenizer = (folder / "tokenizer.json").read_bytes()
+    files = sorted(folder.parent.glob("*/meta.json"), key=lambda path: path.stat().st_mtime)
+    own = next(path for path in files if path.with_name("tokenizer.json").read_bytes() == tokenizer)
+    here, there = [meta["bytes"] / sum(meta["tokens"].values()) for meta in map(read_json, (folder / "meta.json", own))]
+    compared = "" if own.parent == folder else f" ({there:.2f} in {own.parent}, from which its tokenizer was learned)"
+    return f"{here:.2f} bytes of text per token{compared}"
 
 
 def summary(folder: Path) -> str:
@@ -151,16 +166,8 @@ def summary(folder: Path) -> str:
     meta = read_json(folder / "meta.json")
     tokens = meta["tokens"]
     documents = ", ".join(f"{count:,} {kind}" for kind, count in meta["documents"].items())
-    density = meta["bytes"] / (tokens["train"] + tokens["val"])
     return (f"{folder}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation; "
-            f"{density:.2f} bytes of text per token; documents: {documents}")
-
-
-def corpus_name(settings: dict, text: str, tokenizer: Tokenizer | None) -> str:
-    """The name of a corpus folder: a hash of everything that shapes the corpus. `text` is the hash of its text."""
-    given = tokenizer.to_json() if tokenizer else settings["uncased"]  # a new tokenizer follows from the text
-    how = text, settings["vocab_size"], settings["val_share"], given, code_hashes(*CODE)
-    return short_hash(repr(how))
+            f"{bytes_per_token(folder)}; documents: {documents}")
 
 
 def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None, name: str = "", moved: bool = False) -> Path:
@@ -172,7 +179,10 @@ def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None, name: st
     if name and not moved and (cache / name / "meta.json").is_file():
         return cache / name
     selected = sources(data)
-    folder = cache / corpus_name(settings, text_hash(selected, settings["column"], settings["cache"]), tokenizer)
+    text = text_hash(selected, settings["column"], settings["cache"])
+    given = tokenizer.to_json() if tokenizer else settings["uncased"]  # a new tokenizer follows from the text
+    how = text, settings["vocab_size"], settings["val_share"], given, code_hashes(*CODE)
+    folder = cache / short_hash(repr(how))
     if name not in ("", folder.name):
         raise UserError(f"--data {data}: the text has changed, or the code that reads it, and the tokens of this run, "
                         f"{cache / name}, are gone; restore one of them, or use another --data and --out")

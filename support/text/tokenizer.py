@@ -1,5 +1,6 @@
 """A byte-level BPE: learned and stored by `tokenizers`, run by `tiktoken`."""
 import json
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -42,8 +43,9 @@ class Tokenizer:
         learner = cls.of_merges([], uncased).model
         trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - NUM_SPECIAL, initial_alphabet=byte_letters(),
                                                  show_progress=sys.stderr.isatty())
-        # For each text, tokenizers needs about a hundred times the text's own memory.
-        learner.train_from_iterator(split_long(texts, 1 << 16), trainer)
+        # For each text, tokenizers needs about a hundred times the text's own memory. A long word takes minutes.
+        parts = (re.sub(r"\S{1000}", "\\g<0>\n", text) for text in split_long(texts, 1 << 16))
+        learner.train_from_iterator(parts, trainer)
         merges = json.loads(learner.to_str())["model"]["merges"]
         return cls.of_merges(merges, uncased)  # the learner numbers its tokens differently
 

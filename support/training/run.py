@@ -107,7 +107,11 @@ def begin(settings: Settings, out: Path, start: Start, worker: Worker) -> Run:
         saved = read_checkpoint(out / newest[0], "corpus", "step")
         changed = changes(out, saved, settings)
         given = saved["tokenizer"] if settings.options.init else None
-    folder = corpus_of_run(settings, given, saved["corpus"] if saved else "", "data" in changed, worker)
+    # The first process prepares the corpus; the others find it, or prepare the same one on another machine.
+    name = saved["corpus"] if saved else ""
+    if worker.is_main:
+        name = prepared_corpus(settings.fields(), given, name, moved="data" in changed).name
+    folder = prepared_corpus(settings.fields(), given, worker.of_main(name))
     tokenizer = Tokenizer.load(folder)
     rows = {split: Rows(folder, split, config.seq_len) for split in SPLITS}
     check_text(config, tokenizer, rows)
@@ -123,14 +127,6 @@ def begin(settings: Settings, out: Path, start: Start, worker: Worker) -> Run:
             names = ", ".join(new[:4])
             say(f"{settings.options.init} lacks {len(new)} weights of this model, which are random: {names} ...")
     return run
-
-
-def corpus_of_run(settings: Settings, given: Tokenizer | None, name: str, moved: bool, worker: Worker) -> Path:
-    """The folder of the corpus, whose `name` the run may have recorded. The first process prepares it, with the given
-    tokenizer or a new one; the others find it, or prepare the same corpus on another machine."""
-    if worker.is_main:
-        name = prepared_corpus(settings.fields(), given, name, moved).name
-    return prepared_corpus(settings.fields(), given, worker.of_main(name))
 
 
 def check_text(config: Config, tokenizer: Tokenizer, rows: dict[str, Rows]):
