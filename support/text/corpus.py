@@ -155,7 +155,8 @@ def bytes_per_token(folder: Path) -> str:
     """The bytes of text per token, and those of the tokenizer's own text: the oldest corpus in the cache with it."""
     tokenizer = (folder / "tokenizer.json").read_bytes()
     files = sorted(folder.parent.glob("*/meta.json"), key=lambda path: path.stat().st_mtime)
-    own = next(path for path in files if path.with_name("tokenizer.json").read_bytes() == tokenizer)
+    same = (path for path in files if path.with_name("tokenizer.json").read_bytes() == tokenizer)
+    own = next(path for path in same if "bytes" in read_json(path))  # older versions did not count them
     here, there = [meta["bytes"] / sum(meta["tokens"].values()) for meta in map(read_json, (folder / "meta.json", own))]
     compared = "" if own.parent == folder else f" ({there:.2f} in {own.parent}, from which its tokenizer was learned)"
     return f"{here:.2f} bytes of text per token{compared}"
