@@ -1,0 +1,107 @@
+"""The tables and the figure of bench/results/masks.md, from its record.
+
+    python -m bench.masks
+
+The models were trained and measured by runs/masks.py of commit 233a6f2.
+"""
+import json
+import statistics
+
+from scipy import stats
+
+from support.program.figures import figure
+from support.program.files import ROOT
+
+RECORD = ROOT / "bench/results/masks.jsonl"
+CLAIMS = {  # measure; added (+) and subtracted (-) models
+    "A1": ("cls", "+mae-lm-0.5 -enc-mask-0.5"), "A2": ("mean", "+mae-lm-0.5 -enc-mask-0.5"),
+    "B1": ("cls", "+mae-lm-0.5 -mlm-0.5"), "B2": ("mean", "+mae-lm-0.5 -mlm-0.5"),
+    "C": ("cls", "+mae-lm-0.5 -enc-mask-0.5 -mae-lm-0.15 +enc-mask-0.15"), "D": ("tuned", "+mae-lm-0.5 -mae-lm-0.15"),
+    "E": ("tuned", "+mlm-0.5-max-steps-1524 -mlm-0.15"), "F": ("tuned", "+mae-lm-0.5 -mlm-0.5")}
+COLORS = {"mae-lm": "C0", "mlm": "C1", "enc-mask": "C2"}
+
+
+def scores(line: dict) -> dict[str, float]:
+    """The scores of a model by measure, in percent."""
+    return line["frozen"] | {"tuned": statistics.median(line["tuned"]["docs"])}
+
+
+def difference(lines: list[dict], measure: str, terms: str) -> dict[int, float]:
+    """The sum of a measure over models with their signs, by seed, for the seeds that all models have."""
+    found = {(line["name"], line["seed"]): scores(line)[measure] for line in lines}
+    values = {}
+    for seed in range(2, 7):
+        signed = [(1 if term[0] == "+" else -1, found.get((term[1:], seed))) for term in terms.split()]
+        if all(value is not None for _, value in signed):
+            values[seed] = sum(sign * value for sign, value in signed)
+    return values
+
+
+def interval(values: list[float], level: float) -> str:
+    """The mean and its interval by Student's t, as text."""
+    mean = statistics.mean(values)
+    half = stats.t.ppf((1 + level) / 2, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    return f"{mean:.1f} ({mean - half:.1f} to {mean + half:.1f})"
+
+
+def holm(p: dict[str, float]) -> dict[str, float]:
+    """p-values corrected for the number of claims; Holm, 1979. A claim without a test counts as p = 1."""
+    corrected = {}
+    highest = 0.0
+    for place, claim in enumerate(sorted(p, key=p.get)):
+        highest = max(highest, min(1.0, (len(CLAIMS) - place) * p[claim]))
+        corrected[claim] = highest
+    return corrected
+
+
+def print_claims(lines: list[dict]):
+    """Print a row of Markdown for each claim that has two seeds or more."""
+    found = {claim: difference(lines, *how) for claim, how in CLAIMS.items()}
+    found = {claim: values for claim, values in found.items() if len(values) > 1}
+    p = holm({claim: stats.ttest_1samp([*values.values()], 0).pvalue for claim, values in found.items()})
+    for claim, values in found.items():
+        sign = "shown" if statistics.mean(values.values()) > 0 else "reversed"
+        verdict = sign if p[claim] < 0.05 else "undecided"
+        each = ", ".join(f"{value:.1f}" for value in values.values())
+        mean = interval([*values.values()], 0.95)
+        print(f"| {claim} | {', '.join(map(str, values))} | {each} | {mean} | {p[claim]:.3f} | {verdict} |")
+    for measure in ("cls", "mean"):
+        values = difference(lines, measure, "+enc-mask-0.5 -mlm-0.5")
+        print(f"enc-mask minus MLM at 0.5, {measure}: {interval([*values.values()], 0.9)} (90%)")
+
+
+def print_models(lines: list[dict]):
+    """Print a row of Markdown for each model: FLOPs, scores, loss, and ranks of text and at [MASK]."""
+    for name in sorted({line["name"] for line in lines}):
+        mine = [line for line in lines if line["name"] == name]
+        cells = [name, f"{mine[0]['tokens'] * mine[0]['flops_per_token'] / 1e12:.1f}"]
+        for measure in ("tuned", "mean", "cls", "cls-below"):
+            cells.append(", ".join(f"{scores(line)[measure]:.1f}" for line in mine))
+        cells.append(", ".join(f"{line['val_loss_at_15']:.3f}" for line in mine))
+        for curve in ("without_mask", "mask_only"):
+            cells.append(", ".join(str(line["ranks"]["uncentered"][curve][-1]) for line in mine))
+        print(f"| {' | '.join(cells)} |")
+
+
+def draw(lines: list[dict]):
+    """Draw the frozen and the fine-tuned scores of all models over the FLOPs of their training."""
+    names = {"mae-lm": "MAE-LM", "mlm": "MLM", "enc-mask": "MAE-LM whose encoder reads [MASK]"}
+    with figure(ROOT / "docs/masks.png", panels=2) as axes:
+        for axis, measure, title in zip(axes, ("cls", "tuned"), ("linear probe of [CLS]", "fine-tuned")):
+            for row, color in COLORS.items():
+                for rate, marker in (("0.15", "o"), ("0.5", "s")):
+                    mine = [line for line in lines if line["name"].startswith(f"{row}-{rate}")]
+                    x = [line["tokens"] * line["flops_per_token"] / 1e12 for line in mine]
+                    y = [scores(line)[measure] for line in mine]
+                    label = f"{names[row]}, {float(rate):.0%} masked" if mine else None
+                    axis.plot(x, y, marker, color=color, label=label)
+            axis.set(xlabel="training FLOPs, $10^{12}$", ylabel="accuracy on docs, %", title=title)
+        axes[0].legend(fontsize="small", loc="upper center", bbox_to_anchor=(1.1, -0.2), ncols=3)
+
+
+if __name__ == "__main__":
+    models = [json.loads(line) for line in RECORD.read_text().splitlines()]
+    models.sort(key=lambda line: line["seed"])
+    print_claims(models)
+    print_models(models)
+    draw(models)
