@@ -199,11 +199,11 @@ def test_fine_tuning_is_this_loop(labeled, tuned, finished):
     torch.testing.assert_close(model.state_dict(), torch.load(tuned[0] / "encoder.pt")["model"], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, labeled, finished, tmp_path):
+@pytest.mark.parametrize("pooling, strength", [("mean", 0), ("cls", 3)])
+def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, strength, labeled, finished, tmp_path):
     folder, texts, labels = labeled
     finetune.main(f"""--init {finished} --task custom --data {folder} --out {tmp_path}/out --frozen {pooling}
-                      --seq-len 12""".split())
+                      --seq-len 12 --l2 {strength}""".split())
     result = read_json(tmp_path / "out/result.json")
     encoder, state = load_encoder(finished)
     training, targets = rows_of_tsv(folder / "train.tsv")
@@ -212,7 +212,8 @@ def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, labeled, finis
         states = states_of(encoder, encoded(split, state["tokenizer"], 12))
         vectors.append(np.stack([h.numpy()[0] if pooling == "cls" else h.numpy().mean(0) for h in states]))
     targets = np.array(["xyz".index(label) for label in targets])
-    model = probe.fit(vectors[0].astype(np.float64), targets, probe.STRENGTHS)
+    strengths = np.array([3.0]) if strength else probe.STRENGTHS
+    model = probe.fit(vectors[0].astype(np.float64), targets, strengths)
     right = 100 * np.mean(["xyz"[i] for i in model.predict(vectors[1])] == np.array(labels))
     assert result["values"] == [result["median"]] == [pytest.approx(right)] and right > 70
     run, = [read_json(path) for path in tmp_path.glob("out/runs/*.json")]
