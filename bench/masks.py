@@ -85,7 +85,7 @@ def print_models(lines: list[dict]):
 
 def draw(lines: list[dict]):
     """Draw the frozen and the fine-tuned scores of all models over the FLOPs of their training."""
-    names = {"mae-lm": "MAE-LM", "mlm": "MLM", "enc-mask": "MAE-LM whose encoder reads [MASK]"}
+    names = {"mae-lm": "MAE-LM", "mlm": "MLM", "enc-mask": "enc-mask"}
     with figure(ROOT / "docs/masks.png", panels=2) as axes:
         for axis, measure, title in zip(axes, ("cls", "tuned"), ("linear probe of [CLS]", "fine-tuned")):
             for row, color in COLORS.items():
@@ -96,7 +96,7 @@ def draw(lines: list[dict]):
                     label = f"{names[row]}, {float(rate):.0%} masked" if mine else None
                     axis.plot(x, y, marker, color=color, label=label)
             axis.set(xlabel="training FLOPs, $10^{12}$", ylabel="accuracy on docs, %", title=title)
-        axes[0].legend(fontsize="small", loc="upper center", bbox_to_anchor=(1.1, -0.2), ncols=3)
+        axes[0].legend(fontsize="small", loc="upper right")
 
 
 if __name__ == "__main__":

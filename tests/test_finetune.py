@@ -253,5 +253,7 @@ def test_a_process_does_the_runs_of_its_rank(tmp_path, monkeypatch):
 
 
 def test_glue_is_the_average_of_eight_tasks(finished, tmp_path, monkeypatch):
-    fake_runs(monkeypatch, lambda setup, tune, seed: tasks.GLUE.index(setup.task) + 90.0 * (seed == 3))
-    assert tune(finished, "glue", tmp_path, "--seeds=3")["average"] == 3.5  # of medians over seeds
+    seeds = fake_runs(monkeypatch, lambda setup, tune, seed: tasks.GLUE.index(setup.task) + 90.0 * (seed == 3))
+    finetune.main(f"--init {finished} --out {tmp_path}/out --task glue --data {write_glue(tmp_path / 'glue')}".split())
+    assert read_json(tmp_path / "out/result.json")["average"] == 3.5  # of medians over seeds
+    assert seeds == 8 * [1, 2, 3, 4, 5]

@@ -20,7 +20,7 @@ def tokenizer(request):
 def test_ids_are_specials_then_bytes_then_merges(tokenizer):
     assert [tokenizer.decode([i]) for i in (CLS, PAD, SEP, MASK)] == SPECIALS == ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]
     pieces = [tokenizer.tiktoken.decode_single_token_bytes(i) for i in range(NUM_SPECIAL, len(tokenizer))]
-    assert pieces[:256] == [bytes([b]) for b in range(256)]
+    assert pieces[:256] == [bytes([b]) for b in range(256)] and len(tokenizer) == 320
     for i, piece in enumerate(pieces[256:], 256):  # each joins two earlier tokens
         assert any({piece[:cut], piece[cut:]} <= set(pieces[:i]) for cut in range(1, len(piece)))
 

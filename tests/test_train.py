@@ -173,7 +173,9 @@ def test_a_step_follows_precision_dropout_and_the_clock(text, tmp_path, monkeypa
     assert all(forward[:3] == (True, True, {0.1}) for forward in forwards)
     for line in [line for line in read_log(out) if "loss" in line]:
         assert line["tokens_per_second"] == 3 * 8 * 24 / 60 and line["seconds"] == 20 * line["step"]
-    assert "1.0 min left" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    count = sum(parameter.numel() for parameter in load_model(out)[0].parameters())
+    assert "1.0 min left" in printed and f"{count:,} parameters" in printed
 
 
 # ---- Optimizers -----------------------------------------------------------------------------------------------------
