@@ -18,8 +18,6 @@ def logits_at(model: MAELM, tokens, at):
     """The logits (1, k, V) for tokens (1, n) int64 when those at the positions `at` (1, k) int64 are masked. As in an
     exported model, the encoder sees all of them or none."""
     config = replace(model.config, mask_in_encoder=float(model.config.mask_in_encoder > 0.5))
-    if config.encoder_fill != "random":  # a [MASK] in a text stays a [MASK]
-        config = replace(config, encoder_fill="mask")
     return model.logits(apply_masks(tokens, at, config, torch.Generator().manual_seed(0)))
 
 
