@@ -185,9 +185,10 @@ def test_a_diverged_run_has_no_value(finished, tmp_path):
     assert not (tmp_path / "out" / "encoder.pt").exists()
 
 
-@pytest.mark.parametrize("labels", [["01", "1", "1", "01"], [0.5, 2.0, 1.0, 0.0]])
+@pytest.mark.parametrize("labels, metrics", [(["01", "1", "1", "01"], {"accuracy", "f1"}),
+                                             ([0.5, 2.0, 1.0, 0.0], {"spearman"})])
 @pytest.mark.parametrize("flag", ["--epochs=3", "--frozen"])
-def test_a_test_file_is_predicted_in_its_order_and_chooses_nothing(labels, flag, finished, tmp_path, capsys):
+def test_a_test_file_is_predicted_in_its_order_and_chooses_nothing(labels, metrics, flag, finished, tmp_path, capsys):
     texts = ["the cat sees some bread", "c", f"{sentence(5)} {sentence(6)}", "a dog"]
     rows = [{"text": text, "text2": "b", "label": label} for text, label in zip(texts, labels)]
     for name in ("train.json", "validation.JSONL"):
@@ -198,7 +199,8 @@ def test_a_test_file_is_predicted_in_its_order_and_chooses_nothing(labels, flag,
     (tmp_path / "test.jsonl").write_text(json_lines(rows))
     found = run()
     assert [found[name] for name in ("values", "steps")] == [alone[name] for name in ("values", "steps")]
-    assert found["metrics"].keys() == {name + end for name in alone["metrics"] for end in ("", "_test")}
+    assert alone["metrics"].keys() == metrics
+    assert found["metrics"].keys() == {name + end for name in metrics for end in ("", "_test")}
     dev, test = [pandas.read_json(tmp_path / f"out/predictions{end}.jsonl", lines=True, dtype=False)
                  for end in ("", "_test")]
     assert [*dev.label, *test.label[1:3]] == [*labels, labels[2], labels[0]] and test.label[[0, 3]].isna().all()
