@@ -206,7 +206,7 @@ def parse(argv) -> argparse.Namespace:
     add("--seeds", type=int, help="number of runs; the result is their median [5; 1 if nothing is random]")
     add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
     add("--frozen", choices=["mean", "cls"], nargs="?", const="mean", default="", help="freeze the encoder, and fit a "
-        "linear model to the mean vector (also without a value) or to the vector at [CLS]; seconds")
+        "linear model to the mean vector (also without a value) or to the vector at [CLS]")
     known = parser.parse_known_args(argv)[0]  # -h shows the defaults of its task
     add_flags(parser, TuneConfig, {} if known.task == "glue" else DEFAULTS[TASKS[known.task].group])
     flags = parser.parse_args(argv)
