@@ -83,6 +83,16 @@ def print_models(lines: list[dict]):
         print(f"| {' | '.join(cells)} |")
 
 
+def print_noise(lines: list[dict]):
+    """Print the standard deviation between seeds of one model, pooled over models, by measure."""
+    names = {line["name"] for line in lines}
+    for measure in ("tuned", "mean", "cls"):
+        groups = [[scores(line)[measure] for line in lines if line["name"] == name] for name in names]
+        groups = [group for group in groups if len(group) > 1]
+        squares = sum((len(group) - 1) * statistics.variance(group) for group in groups)
+        print(f"standard deviation, {measure}: {(squares / sum(len(group) - 1 for group in groups)) ** 0.5:.1f}")
+
+
 def draw(lines: list[dict]):
     """Draw the frozen and the fine-tuned scores of all models over the FLOPs of their training."""
     names = {"mae-lm": "MAE-LM", "mlm": "MLM", "enc-mask": "enc-mask"}
@@ -95,7 +105,8 @@ def draw(lines: list[dict]):
                     y = [scores(line)[measure] for line in mine]
                     label = f"{names[row]}, {float(rate):.0%} masked" if mine else None
                     axis.plot(x, y, marker, color=color, label=label)
-            axis.set(xlabel="training FLOPs, $10^{12}$", ylabel="accuracy on docs, %", title=title)
+            axis.set(xlabel="training FLOPs, $10^{12}$", ylabel="accuracy on docs, %", ylim=(38, 70))
+            axis.set_title(f"{title}: toys, a dot for each seed")
         axes[0].legend(fontsize="small", loc="upper right")
 
 
@@ -104,4 +115,5 @@ if __name__ == "__main__":
     models.sort(key=lambda line: line["seed"])
     print_claims(models)
     print_models(models)
+    print_noise(models)
     draw(models)
