@@ -1,5 +1,5 @@
 """A run: how it begins, with new weights, with those of --init or from its last checkpoint; and its checkpoints."""
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,7 +74,7 @@ class Run:
     rows: dict[str, Rows]  # by split
     model: MAELM
     optimizers: list
-    changed: dict[str, list] = field(default_factory=dict)  # settings and code that differ from the last checkpoint's
+    changed: dict[str, list]  # settings and code that differ from the last checkpoint's
     step: int = 0
     seconds: float = 0.0  # of training, excluding evaluations and checkpoints
 
