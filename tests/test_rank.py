@@ -137,6 +137,7 @@ def test_the_command_writes_ranks_and_draws_them(text, finished, tmp_path, capsy
     lines = [[line.get_ydata().tolist() for line in axis.get_lines()] for axis in (left, right)]
     assert lines[0][:2] == [folder["uncentered"][curve] for curve in ("with_mask", "without_mask")]
     assert lines[1] == [entry["uncentered"]["mask_only"] for entry in models.values()]
+    assert [line.get_label() for line in right.get_lines()] == [f"[MASK] vectors: {name}" for name in names]
     rank.main([*command, "--tau", "0.6"])  # measured anew and replaced
     assert read_json(tmp_path / "rank.json")["tau"] == 0.6
 

@@ -7,9 +7,7 @@ import time
 from dataclasses import asdict, replace
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
-import scipy.stats
 import torch
 
 import train
@@ -18,7 +16,7 @@ from maelm import MAELM, NUM_SPECIAL, Config, Decoder, Encoder, Head, apply_mask
 from support import fill_mask
 from support.model import optim
 from support.model.checkpoints import load_model
-from support.text.corpus import evenly_spaced, indices_of_step, unigram_entropy
+from support.text.corpus import indices_of_step
 from support.program.errors import UserError
 from support.training.log import flops, read_log
 from support.program.worker import Worker
@@ -70,18 +68,6 @@ def test_sequences_and_masks_depend_on_seed_start_and_step_alone():
     with pytest.raises(UserError, match="batch_size=24: use a multiple of the 5 processes"):
         Worker(0, 5, CPU, torch.float32).share_of(24)
     assert [len(Worker(rank, 6, CPU, torch.float32).micro_batches(whole[0][:3], (), 4)) for rank in (0, 5)] == [1, 0]
-
-
-@pytest.mark.parametrize("total, wanted", [(1000, 37), (20, 37)])
-def test_evaluation_sequences_are_spread_over_the_validation_split(total, wanted):
-    rows = random_tokens(total).numpy()
-    rows[:, -1] = NUM_SPECIAL + np.arange(total)
-    tokens = evenly_spaced(rows, wanted)
-    read = (tokens[:, -1] - NUM_SPECIAL).tolist()
-    assert read[0] == 0 and read[-1] == total - 1 and len(read) == min(total, wanted)
-    assert np.ptp(np.diff(read)) <= 1 and np.diff(read).min() > 0
-    _, frequency = np.unique(tokens[tokens >= NUM_SPECIAL], return_counts=True)
-    assert unigram_entropy(tokens) == pytest.approx(scipy.stats.entropy(frequency))
 
 
 def test_validation_masks_single_tokens_at_the_papers_rate_in_every_run():
