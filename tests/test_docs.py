@@ -1,4 +1,4 @@
-"""Claims about README.md and the other pages, about the models in the repository, and about imports."""
+"""Claims about README.md and the other pages, and about the models in the repository."""
 import importlib
 import re
 import shlex

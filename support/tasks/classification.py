@@ -160,7 +160,7 @@ class Classification:
                 lines.append({"label": label, "prediction": names[output.argmax()], "scores": scores})
             else:
                 number = float(f"{self.labels.scale * output.item():.6g}")  # without float32's rounding errors
-                lines.append({"label": label and float(label), "prediction": number})
+                lines.append({"label": None if label is None else float(label), "prediction": number})
         files = {"predictions.jsonl": json_lines(lines)}
         labeled = [line for line in lines if line["label"] is not None]
         if not labeled:
@@ -180,8 +180,8 @@ DIVERGED = {"value": None, "metrics": {}, "ranks": None}  # a run whose outputs 
 
 
 def scores(outputs: dict, setup) -> tuple[dict | None, dict[str, str]]:
-    """Outputs (N, K) by split -> metrics, None if the model has diverged, and the texts of prediction files by name. Of
-    splits other than dev, the names end in _mm or _test. `setup` is a finetune.Setup."""
+    """Outputs (N, K) by split -> metrics, None if the model has diverged, and the texts of prediction files by name. For
+    splits other than dev, names end in _mm or _test. `setup` is a finetune.Setup."""
     if any(each.isnan().any() for each in outputs.values()):
         return None, {}
     metrics, files = {}, {}
