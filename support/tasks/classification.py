@@ -180,8 +180,8 @@ DIVERGED = {"value": None, "metrics": {}, "ranks": None}  # a run whose outputs 
 
 
 def scores(outputs: dict, setup) -> tuple[dict | None, dict[str, str]]:
-    """Outputs (N, K) by split -> metrics, None if the model has diverged, and the texts of prediction files by name. For
-    splits other than dev, names end in _mm or _test. `setup` is a finetune.Setup."""
+    """Outputs (N, K) by split -> metrics, None if the model has diverged, and the texts of prediction files by name;
+    names end in _mm or _test for splits other than dev. `setup` is a finetune.Setup."""
     if any(each.isnan().any() for each in outputs.values()):
         return None, {}
     metrics, files = {}, {}
