@@ -86,8 +86,8 @@ def schedule(step: int, warmup: int, steps: int) -> float:
 
 
 def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
-    """Fine-tune, without gradient clipping. Returns the value, metrics, prediction files, ranks and step
-    of the best checkpoint on the dev split. The first seed's checkpoint is also saved."""
+    """Fine-tune, without gradient clipping. Returns the value, metrics, prediction files, ranks and
+    step of the best checkpoint on the dev split. The first seed's checkpoint is also saved."""
     train = setup.train
     encoder = setup.pretrained.new_encoder(seed)
     torch.manual_seed(seed_of(seed))  # for the new head
@@ -129,7 +129,7 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
 
 
 def evaluate(model: Tuned, setup: Setup, splits: list[str]) -> tuple[dict | None, dict[str, str]]:
-    """The metrics of a model on these splits, None if it has diverged, and prediction files by name."""
+    """The metrics of a model on these splits, None if it diverged, and prediction files by name."""
     model.eval()
 
     def decoded(tokens, padding):

@@ -18,12 +18,17 @@ CLAIMS = {  # measure; added (+) and subtracted (-) models
     "B1": ("cls", "+mae-lm-0.5 -mlm-0.5"), "B2": ("mean", "+mae-lm-0.5 -mlm-0.5"),
     "C": ("cls", "+mae-lm-0.5 -enc-mask-0.5 -mae-lm-0.15 +enc-mask-0.15"), "D": ("tuned", "+mae-lm-0.5 -mae-lm-0.15"),
     "E": ("tuned", "+mlm-0.5-max-steps-1524 -mlm-0.15"), "F": ("tuned", "+mae-lm-0.5 -mlm-0.5")}
-COLORS = {"mae-lm": "C0", "mlm": "C1", "enc-mask": "C2"}
+DRAWN = {"mae-lm": "MAE-LM", "mlm": "MLM", "enc-mask": "enc-mask"}  # names in the figure
 
 
 def scores(line: dict) -> dict[str, float]:
     """The scores of a model by measure, in percent."""
     return line["frozen"] | {"tuned": statistics.median(line["tuned"]["docs"])}
+
+
+def cost(line: dict) -> float:
+    """The FLOPs of a model's whole training, in 10^12."""
+    return line["tokens"] * line["flops_per_token"] / 1e12
 
 
 def difference(lines: list[dict], measure: str, terms: str) -> dict[int, float]:
@@ -74,7 +79,7 @@ def print_models(lines: list[dict]):
     """Print a row of Markdown for each model: FLOPs, scores, loss, and ranks of text and at [MASK]."""
     for name in sorted({line["name"] for line in lines}):
         mine = [line for line in lines if line["name"] == name]
-        cells = [name, f"{mine[0]['tokens'] * mine[0]['flops_per_token'] / 1e12:.1f}"]
+        cells = [name, f"{cost(mine[0]):.1f}"]
         for measure in ("tuned", "mean", "cls", "cls-below"):
             cells.append(", ".join(f"{scores(line)[measure]:.1f}" for line in mine))
         cells.append(", ".join(f"{line['val_loss_at_15']:.3f}" for line in mine))
@@ -95,16 +100,15 @@ def print_noise(lines: list[dict]):
 
 def draw(lines: list[dict]):
     """Draw the frozen and the fine-tuned scores of all models over the FLOPs of their training."""
-    names = {"mae-lm": "MAE-LM", "mlm": "MLM", "enc-mask": "enc-mask"}
     with figure(ROOT / "docs/masks.png", panels=2) as axes:
         for axis, measure, title in zip(axes, ("cls", "tuned"), ("linear probe of [CLS]", "fine-tuned")):
-            for row, color in COLORS.items():
+            for number, (row, name) in enumerate(DRAWN.items()):
                 for rate, marker in (("0.15", "o"), ("0.5", "s")):
                     mine = [line for line in lines if line["name"].startswith(f"{row}-{rate}")]
-                    x = [line["tokens"] * line["flops_per_token"] / 1e12 for line in mine]
+                    x = [cost(line) for line in mine]
                     y = [scores(line)[measure] for line in mine]
-                    label = f"{names[row]}, {float(rate):.0%} masked" if mine else None
-                    axis.plot(x, y, marker, color=color, label=label)
+                    label = f"{name}, {float(rate):.0%} masked" if mine else None
+                    axis.plot(x, y, marker, color=f"C{number}", label=label)
             axis.set(xlabel="training FLOPs, $10^{12}$", ylabel="accuracy on docs, %", ylim=(38, 70))
             axis.set_title(f"{title}: toys, a dot for each seed")
         axes[0].legend(fontsize="small", loc="upper right")
