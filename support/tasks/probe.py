@@ -23,8 +23,10 @@ def vectors_of(encoder: nn.Module, encoded: Encoded, pooling: str, batch_size: i
     """A vector for each input of a split, (N, d) float64: the mean over its tokens, or that at [CLS]."""
     def pool(tokens, padding):
         h = last_layer(encoder, tokens, padding).float()
+        if pooling == "cls":
+            return h[:, 0]
         real = (~padding)[:, :, None]
-        return h[:, 0] if pooling == "cls" else (h * real).sum(1) / real.sum(1)
+        return (h * real).sum(1) / real.sum(1)
     return outputs_of(pool, encoded, batch_size, device).double().numpy()
 
 
