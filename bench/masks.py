@@ -76,11 +76,13 @@ def print_claims(lines: list[dict]):
 
 
 def print_models(lines: list[dict]):
-    """Print a row of Markdown for each model: FLOPs, scores, loss, and ranks of text and at [MASK]."""
+    """Print a row of Markdown for each model: FLOPs, scores by task, probes, loss, ranks of text and at [MASK]."""
     for name in sorted({line["name"] for line in lines}):
         mine = [line for line in lines if line["name"] == name]
         cells = [name, f"{cost(mine[0]):.1f}"]
-        for measure in ("tuned", "mean", "cls", "cls-below"):
+        for task in mine[0]["tuned"]:
+            cells.append(", ".join(f"{statistics.median(line['tuned'][task]):.1f}" for line in mine))
+        for measure in ("mean", "cls", "cls-below"):
             cells.append(", ".join(f"{scores(line)[measure]:.1f}" for line in mine))
         cells.append(", ".join(f"{line['val_loss_at_15']:.3f}" for line in mine))
         for curve in ("without_mask", "mask_only"):
