@@ -69,7 +69,7 @@ def print_claims(lines: list[dict]):
         verdict = sign if p[claim] < 0.05 else "undecided"
         each = ", ".join(f"{value:.1f}" for value in values.values())
         mean = interval([*values.values()], 0.95)
-        print(f"| {claim} | {', '.join(map(str, values))} | {each} | {mean} | {p[claim]:.3f} | {verdict} |")
+        print(f"| {claim} | {', '.join(map(str, values))} | {each} | {mean} | {p[claim]:.2g} | {verdict} |")
     for measure in ("cls", "mean"):
         values = difference(lines, measure, "+enc-mask-0.5 -mlm-0.5")
         print(f"enc-mask minus MLM at 0.5, {measure}: {interval([*values.values()], 0.9)} (90%)")
@@ -109,8 +109,7 @@ def draw(lines: list[dict]):
                     mine = [line for line in lines if line["name"].startswith(f"{row}-{rate}")]
                     x = [cost(line) for line in mine]
                     y = [scores(line)[measure] for line in mine]
-                    label = f"{name}, {float(rate):.0%} masked" if mine else None
-                    axis.plot(x, y, marker, color=f"C{number}", label=label)
+                    axis.plot(x, y, marker, color=f"C{number}", label=f"{name}, {float(rate):.0%} masked")
             axis.set(xlabel="training FLOPs, $10^{12}$", ylabel="accuracy on docs, %", ylim=(38, 70))
             axis.set_title(f"{title}: toys, a dot for each seed")
         axes[0].legend(fontsize="small", loc="upper right")
