@@ -82,7 +82,7 @@ def print_models(lines: list[dict]):
         cells = [name, f"{cost(mine[0]):.1f}"]
         for task in mine[0]["tuned"]:
             cells.append(", ".join(f"{statistics.median(line['tuned'][task]):.1f}" for line in mine))
-        for measure in ("mean", "cls", "cls-below"):
+        for measure in ("mean", "cls"):
             cells.append(", ".join(f"{scores(line)[measure]:.1f}" for line in mine))
         cells.append(", ".join(f"{line['val_loss_at_15']:.3f}" for line in mine))
         for curve in ("without_mask", "mask_only"):
