@@ -50,19 +50,18 @@ def interval(values: list[float], level: float) -> str:
 
 
 def holm(p: dict[str, float]) -> dict[str, float]:
-    """p-values corrected for the number of claims; Holm, 1979. A claim without a test counts as p = 1."""
+    """p-values corrected for the number of claims; Holm, 1979."""
     corrected = {}
     highest = 0.0
     for place, claim in enumerate(sorted(p, key=p.get)):
-        highest = max(highest, min(1.0, (len(CLAIMS) - place) * p[claim]))
+        highest = max(highest, min(1.0, (len(p) - place) * p[claim]))
         corrected[claim] = highest
     return corrected
 
 
 def print_claims(lines: list[dict]):
-    """Print a row of Markdown for each claim that has two seeds or more."""
+    """Print a row of Markdown for each claim."""
     found = {claim: difference(lines, *how) for claim, how in CLAIMS.items()}
-    found = {claim: values for claim, values in found.items() if len(values) > 1}
     p = holm({claim: stats.ttest_1samp([*values.values()], 0).pvalue for claim, values in found.items()})
     for claim, values in found.items():
         sign = "shown" if statistics.mean(values.values()) > 0 else "reversed"
