@@ -13,10 +13,12 @@ once() {  # NAME COMMAND...: run it, unless it has already succeeded
     if "${@:2}" >> "$out/$1.log" 2>&1; then touch "$out/$1.done"; else echo "$1 failed: see $out/$1.log"; return 1; fi
 }
 
-tune() {  # RUN: fine-tuning and a linear probe, on STS-B and MRPC
+tune() {  # RUN: fine-tuning at two rates and a linear probe, on STS-B and MRPC
     for task in stsb mrpc; do
         of_task=(python finetune.py --init "$out/$1" --task $task --data "$glue")
-        once "$task-$1" "${of_task[@]}" --seeds 3 --learning-rate 1.2e-4 --out "$out/$1-$task"
+        for rate in 1.2e-4 3e-4; do
+            once "$task-$1-$rate" "${of_task[@]}" --seeds 3 --epochs 3 --learning-rate $rate --out "$out/$1-$task-$rate"
+        done
         once "$task-$1-probe" "${of_task[@]}" --frozen --out "$out/$1-$task-probe"
     done
 }
