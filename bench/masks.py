@@ -19,6 +19,7 @@ CLAIMS = {  # measure; added (+) and subtracted (-) models
     "C": ("cls", "+mae-lm-0.5 -enc-mask-0.5 -mae-lm-0.15 +enc-mask-0.15"), "D": ("tuned", "+mae-lm-0.5 -mae-lm-0.15"),
     "E": ("tuned", "+mlm-0.5-max-steps-1524 -mlm-0.15"), "F": ("tuned", "+mae-lm-0.5 -mlm-0.5")}
 DRAWN = {"mae-lm": "MAE-LM", "mlm": "MLM", "enc-mask": "enc-mask"}  # names in the figure
+RATES = {"0.15": "o", "0.5": "s", "0.7": "^"}  # mask rates and their markers in the figure
 
 
 def scores(line: dict) -> dict[str, float]:
@@ -104,14 +105,15 @@ def draw(lines: list[dict]):
     with figure(ROOT / "docs/masks.png", panels=2) as axes:
         for axis, measure, title in zip(axes, ("cls", "tuned"), ("linear probe of [CLS]", "fine-tuned")):
             for number, (row, name) in enumerate(DRAWN.items()):
-                for rate, marker in (("0.15", "o"), ("0.5", "s")):
+                for rate, marker in RATES.items():
                     mine = [line for line in lines if line["name"].startswith(f"{row}-{rate}")]
                     x = [cost(line) for line in mine]
                     y = [scores(line)[measure] for line in mine]
-                    axis.plot(x, y, marker, color=f"C{number}", label=f"{name}, {float(rate):.0%} masked")
+                    label = f"{name}, {float(rate):.0%} masked" if mine else None
+                    axis.plot(x, y, marker, color=f"C{number}", label=label)
             axis.set(xlabel="training FLOPs, $10^{12}$", ylabel="accuracy on docs, %", ylim=(38, 70))
             axis.set_title(f"{title}: toys, a dot for each seed")
-        axes[0].legend(fontsize="small", loc="upper right")
+        axes[1].legend(fontsize="small", loc="lower right")
 
 
 if __name__ == "__main__":
