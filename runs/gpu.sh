@@ -14,6 +14,7 @@ once() {  # NAME COMMAND...: run it, unless it has already succeeded
 }
 
 tune() {  # RUN: fine-tuning at two rates and a linear probe, on STS-B and MRPC
+    local rate  # the loop below has a variable of this name
     for task in stsb mrpc; do
         of_task=(python finetune.py --init "$out/$1" --task $task --data "$glue")
         for rate in 1.2e-4 3e-4; do
@@ -34,6 +35,10 @@ for seed in 1 2 0; do
                 tune $run
         done
     done
+done
+# Is it the decoder that keeps small's MAE-LM behind with 15% masks?
+for flag in --decoder-layers=1 --no-decoder-relative; do
+    once small$flag "${train[@]}" --max-steps 5000 $flag --seed 1 --out "$out/small$flag" && tune small$flag
 done
 # 3. Does the lead last?
 once long-mae-lm "${train[@]}" --mask-rate 0.5 --out "$out/long-mae-lm" && tune long-mae-lm
