@@ -19,7 +19,7 @@ CLAIMS = {  # measure; added (+) and subtracted (-) models
     "C": ("cls", "+mae-lm-0.5 -enc-mask-0.5 -mae-lm-0.15 +enc-mask-0.15"), "D": ("tuned", "+mae-lm-0.5 -mae-lm-0.15"),
     "E": ("tuned", "+mlm-0.5-max-steps-1524 -mlm-0.15"), "F": ("tuned", "+mae-lm-0.5 -mlm-0.5")}
 DRAWN = {"mae-lm": "MAE-LM", "mlm": "MLM", "enc-mask": "enc-mask"}  # names in the figure
-RATES = {"0.15": "o", "0.5": "s", "0.7": "^"}  # mask rates and their markers in the figure
+RATES = {"0.15": "o", "0.3": "v", "0.5": "s", "0.7": "^"}  # mask rates and their markers in the figure
 
 
 def scores(line: dict) -> dict[str, float]:
@@ -110,8 +110,8 @@ def draw(lines: list[dict]):
                     x = [cost(line) for line in mine]
                     y = [scores(line)[measure] for line in mine]
                     label = f"{name}, {float(rate):.0%} masked" if mine else None
-                    axis.plot(x, y, marker, color=f"C{number}", label=label)
-            axis.set(xlabel="training FLOPs, $10^{12}$", ylabel="accuracy on docs, %", ylim=(38, 70))
+                    axis.plot(x, y, marker, color=f"C{number}", fillstyle="none", label=label)
+            axis.set(xlabel="training FLOPs, $10^{12}$", ylabel="accuracy on docs, %", ylim=(36, 70))
             axis.set_title(f"{title}: toys, a dot for each seed")
         axes[1].legend(fontsize="small", loc="lower right")
 
