@@ -24,25 +24,26 @@ tune() {  # RUN: fine-tuning at two rates and a linear probe, on STS-B and MRPC
     done
 }
 
+model() {  # NAME FLAGS...: pre-train small, then fine-tune and probe it
+    once "$1" "${train[@]}" "${@:2}" --out "$out/$1" && tune "$1"
+}
+
 # 1. Is it right?
 once tests env CUDA_VISIBLE_DEVICES=0 pytest -q -m cuda -n 0
 # 2. Does small's MAE-LM lead on STS-B with half of the text masked, whatever the seed? Does enc-mask?
 for seed in 1 2 0; do
     for rate in 0.5 0.15; do
         for row in mae-lm mlm enc-mask; do
-            run=$row-$rate-$seed
-            once $run "${train[@]}" --max-steps 5000 --ablation $row --mask-rate $rate --seed $seed --out "$out/$run" &&
-                tune $run
+            model $row-$rate-$seed --max-steps 5000 --ablation $row --mask-rate $rate --seed $seed
         done
     done
 done
 # Is it the decoder that keeps small's MAE-LM behind with 15% masks?
-for flag in --decoder-layers=1 --no-decoder-relative; do
-    once small$flag "${train[@]}" --max-steps 5000 $flag --seed 1 --out "$out/small$flag" && tune small$flag
-done
+model decoder-layers-1 --max-steps 5000 --decoder-layers 1 --seed 1
+model no-decoder-relative --max-steps 5000 --no-decoder-relative --seed 1
 # 3. Does the lead last?
-once long-mae-lm "${train[@]}" --mask-rate 0.5 --out "$out/long-mae-lm" && tune long-mae-lm
-once long-mlm "${train[@]}" --mask-rate 0.5 --ablation mlm --out "$out/long-mlm" && tune long-mlm
+model long-mae-lm --mask-rate 0.5
+model long-mlm --mask-rate 0.5 --ablation mlm
 # 4. Where does the time of base go? no-relative shows how much the relative bias costs.
 once speed-eager "${speed[@]}" --rows 64 --out "$out/eager.json"
 once speed-compiled "${speed[@]}" --rows 64 --compile --models mae-lm mlm no-relative --out "$out/compiled.json"
