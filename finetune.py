@@ -10,42 +10,48 @@
 as written (01 is not 1), and decimals mean regression. F1 treats the second of two labels as
 positive. Without dev, a tenth of train is dev. The best of at most 20 checkpoints is chosen on dev,
 so its scores are slightly optimistic. predictions_test.jsonl is for test, which may lack labels.
-Repeat a command to complete missing runs; torchrun's processes share the jobs, through files.
+Repeat a command to complete missing runs.
 
-main -> parse; for each task: make_setup, run_task -> finish_jobs -> run_once or probe_once.
+main -> parse; for each task: make_setup, run_task -> finish -> run_once or probe_once.
 """
 import argparse
 import copy
 import math
+import statistics
 import time
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from rank import CENTERINGS, VECTORS_PER_DIM, Moments, tau_rank
 from support.model.build import seed_of
-from support.model.checkpoints import Pretrained, Tuned, last_layer, write_tuned
-from support.program.cli import Parser, add_flags, fields_of, path_of, short_name
-from support.program.errors import clear_errors, say
-from support.program.worker import Worker, make_worker
-from support.tasks import results
-from support.tasks.classification import DIVERGED, Classification, Encoded, or_lowest, scores
-from support.tasks.classification import batches, by_length, collate, outputs_of
-from support.tasks.examples import hash_of, read_task
+from support.program import Parser, UserError, add_flags, clear_errors, code_hashes, compare, fields_of, json_lines
+from support.program import lock_folder, path_of, read_json, read_lines, short_hash, short_name, write_json, write_text
+from support.tasks import probe
+from support.tasks.classification import Classification, Encoded, batches, by_length, collate, outputs_of, scores
 from support.tasks.squad import Spans
-from support.tasks.task import DEFAULTS, GLUE, TASKS, TuneConfig, check_flags, grid, labels_of, tune_of
+from support.tasks.tasks import DEFAULTS, GLUE, PROBED, SWEPT, TASKS, TuneConfig, grid, hash_of, labels_of, read_task
+from support.tasks.tasks import tune_of
+from support.tasks.tuned import Pretrained, Tuned, last_layer, write_tuned
+from support.worker import Worker, make_worker
+from train import learning_rate_factor
 
 # The kinds of tasks; Classification describes the five methods that the functions below call.
 KINDS = {"classification": Classification, "spans": Spans}
+FIRST_SEED = 1  # of a result; a sweep uses seed 0
+DIVERGED = {"value": None, "metrics": {}, "ranks": None}  # a run whose outputs contain NaN
 
 
-# ---- 1. What the jobs of a task share ------------------------------------------------------------
+# ---- 1. A task -----------------------------------------------------------------------------------
 class Setup(NamedTuple):
-    """Everything that the jobs of a task share."""
+    """Everything that the runs of a task share."""
     task: str
     pretrained: Pretrained
     kind: Classification | Spans
@@ -62,29 +68,38 @@ def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out
                flags: argparse.Namespace, worker: Worker) -> Setup:
     """Encode the examples of a task, and claim the folder `out` for its runs."""
     tune = tune_of(task, fields_of(TuneConfig, vars(flags)), pretrained.config.encoder_dim)
-    pretrained = copy.copy(pretrained)
     pretrained.config = replace(pretrained.config, dropout=tune.dropout)
     labels = labels_of(task, examples["train"])
     kind = KINDS[TASKS[task].kind](pretrained.tokenizer, pretrained.config, tune, labels)
     splits = {split: kind.encode(each) for split, each in examples.items()}
-    results.claim(out, worker, {
-        "init": flags.init, "task": task, "weights": pretrained.weights_hash(),
-        "examples": hash_of(examples), "task_settings": repr(TASKS[task]), "sweep": flags.sweep, "frozen": flags.frozen,
-        **vars(tune)})
-    if worker.is_main:
-        say(f"{out}:", *[f"  {split}: {encoded.remark}" for split, encoded in splits.items()])
+    claim(out, recorded(tune, flags.frozen) | {
+        "init": flags.init, "task": task, "weights": pretrained.weights_hash(), "examples": hash_of(examples),
+        "task_settings": repr(TASKS[task]), "sweep": flags.sweep, "frozen": flags.frozen,
+        "code": short_hash(repr(code_hashes()))})
+    print(f"{out}:", *[f"  {split}: {encoded.remark}" for split, encoded in splits.items()], sep="\n")
     train = splits.pop("train")
     return Setup(task, pretrained, kind, labels.metrics[0], train, splits, tune, flags.frozen, worker, out)
 
 
-# ---- 2. One job: section 4.1, Tables 5 and 6 -----------------------------------------------------
-def schedule(step: int, warmup: int, steps: int) -> float:
-    """Fraction of the peak learning rate at a step: linear warm-up, then linear decay to 0."""
-    if step < warmup:
-        return (step + 1) / warmup
-    return (steps - step) / (steps - warmup)
+def recorded(tune: TuneConfig, frozen: str) -> dict:
+    """The settings of a run by name; a linear probe has fewer."""
+    return {name: value for name, value in asdict(tune).items() if name in PROBED or not frozen}
 
 
+def claim(out: Path, record: dict):
+    """Write the settings, data and code of all runs to `out`. Runs of other code there are put aside, to be done again.
+    Raises UserError if there are other settings or data; the encoder may have moved."""
+    path = out / "config.json"
+    if path.is_file():
+        before = read_json(path)
+        changed = compare(out, before, record, record.keys() - {"init", "code"})
+        if "code" in changed and (out / "runs.jsonl").is_file():
+            print(f"{out}: its runs were made by other code, and are done again")
+            (out / "runs.jsonl").rename(out / f"runs-{before['code']}.jsonl")
+    write_json(path, record)
+
+
+# ---- 2. A run: section 4.1, Tables 5 and 6 -------------------------------------------------------
 def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     """Fine-tune, without gradient clipping. Returns the value, metrics, prediction files, ranks and
     step of the best checkpoint on the dev split. The first seed's checkpoint is also saved."""
@@ -107,7 +122,7 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
             logits = model(tokens, padding)
         loss = setup.kind.loss(logits, targets, tokens)
         loss.backward()
-        factor = schedule(step, round(tune.warmup_share * steps), steps)
+        factor = learning_rate_factor(step, round(tune.warmup_share * steps), steps)
         optimizer.param_groups[0]["lr"] = factor * tune.learning_rate
         optimizer.step()
         optimizer.zero_grad()
@@ -116,13 +131,13 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
             if metrics is None:  # diverged: no value, even if an earlier checkpoint had one
                 return DIVERGED
             value = metrics[setup.metric]
-            if best is None or or_lowest(value) > or_lowest(best["value"]):
+            if best is None or value > best["value"]:
                 best = {"value": value, "step": step + 1}
                 best_weights = copy.deepcopy(model.state_dict())
 
     model.load_state_dict(best_weights)
     metrics, files = evaluate(model, setup, [*setup.splits])
-    if seed == results.FIRST_SEED:
+    if seed == FIRST_SEED:
         write_tuned(setup.out / "encoder.pt", model, setup.pretrained, task=setup.task,
                     labels=list(setup.kind.labels.names), scale=setup.kind.labels.scale, longest=tune.seq_len)
     return best | {"metrics": metrics, "files": files, "ranks": ranks(model.encoder, setup)}
@@ -137,7 +152,7 @@ def evaluate(model: Tuned, setup: Setup, splits: list[str]) -> tuple[dict | None
 
     outputs = {split: outputs_of(decoded, setup.splits[split], setup.tune.batch_size, setup.worker.device)
                for split in splits}
-    return scores(outputs, setup)
+    return scores(outputs, setup.kind, setup.splits)
 
 
 @torch.no_grad()
@@ -145,52 +160,115 @@ def ranks(encoder: nn.Module, setup: Setup) -> dict[str, int] | None:
     """The effective ranks of H^L on the dev split (Table 3); None if there are too few tokens."""
     encoder.eval()
     moments = Moments()
-    for tokens, padding, _ in by_length(setup.splits["dev"], setup.tune.batch_size, setup.worker.device):
+    for _, tokens, padding, _ in by_length(setup.splits["dev"], setup.tune.batch_size, setup.worker.device):
         moments.add(last_layer(encoder, tokens, padding)[~padding])
     if moments.count < VECTORS_PER_DIM * setup.pretrained.config.encoder_dim:
         return None
     return {name: tau_rank(moments.spectrum(centered), 0.9) for name, centered in CENTERINGS.items()}
 
 
+def probe_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
+    """Fit a linear model to the vectors of the frozen encoder. Returns its value, metrics, prediction
+    files and strength of regularization, but no `ranks`, because they do not change."""
+    encoder = setup.pretrained.new_encoder(seed).to(setup.worker.device).eval()
+    vectors = {split: probe.vectors_of(encoder, encoded, setup.frozen, tune.batch_size, setup.worker.device)
+               for split, encoded in {"train": setup.train, **setup.splits}.items()}
+    train = vectors.pop("train")
+    if not np.isfinite(train).all():
+        return DIVERGED
+    strengths = np.array([tune.l2]) if tune.l2 else probe.STRENGTHS
+    model = probe.fit(train, setup.train.targets.numpy(), strengths)
+    classes = len(setup.kind.labels.names)
+    outputs = {split: probe.logits_of(model, x, classes) for split, x in vectors.items()}
+    metrics, files = scores(outputs, setup.kind, setup.splits)
+    return {"value": metrics[setup.metric], "metrics": metrics, "files": files, "l2": probe.strength_of(model),
+            "ranks": None}
+
+
 # ---- 3. All runs of a task -----------------------------------------------------------------------
-def finish_jobs(setup: Setup, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
-    """Do the jobs whose files are missing, shared by torchrun's processes. Returns the runs of all jobs."""
-    do = run_once
-    if setup.frozen:
-        from support.tasks.probe import probe_once  # here, because scikit-learn is slow to import
-        do = probe_once
-    mine = jobs[setup.worker.rank::setup.worker.world_size]
-    missing = [job for job in mine if not results.path_of_run(setup.out, *job).is_file()]
-    if len(missing) < len(mine):
-        say(f"{setup.out}: {len(mine) - len(missing)} of {len(mine)} runs are done")
-    epochs = sum(tune.epochs for tune, _ in missing)  # that remain
-    for tune, seed in missing:
-        began = time.perf_counter()
-        run = do(setup, tune, seed)
-        seconds = time.perf_counter() - began
-        run = results.write_run(setup.out, tune, seed, run, seconds)
-        epochs -= tune.epochs
-        say(f"{setup.task}  {results.line_of_run(run, setup.metric, epochs * seconds / tune.epochs)}")
-    return [results.wait_for(results.path_of_run(setup.out, *job)) for job in jobs]
+def or_lowest(value: float | None) -> float:
+    """A value as a number for comparisons; None (a diverged run) is the lowest."""
+    return -math.inf if value is None else value
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """The median over seeds. A diverged seed (None) counts as the lowest, so the median may be None."""
+    middle = statistics.median([or_lowest(value) for value in values])
+    return middle if math.isfinite(middle) else None
+
+
+def format_number(value: float | None) -> str:
+    """A number as text, or - for None."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def finish(setup: Setup, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
+    """Do the jobs (settings, seed) that runs.jsonl lacks. Returns the runs of all jobs."""
+    path = setup.out / "runs.jsonl"
+    do = probe_once if setup.frozen else run_once
+    runs = []
+    for number, (tune, seed) in enumerate(jobs, start=1):
+        settings = recorded(tune, setup.frozen)
+        lines = read_lines(path)
+        done = [line for line in lines if (line["tune"], line["seed"]) == (settings, seed)]
+        if not done:
+            began = time.perf_counter()
+            run = do(setup, tune, seed) | {"tune": settings, "seed": seed}
+            run["seconds"] = round(time.perf_counter() - began, 2)
+            for name, text in run.pop("files", {}).items():
+                if seed == FIRST_SEED:
+                    write_text(setup.out / name, text)
+            write_text(path, json_lines([*lines, run]))
+            done = [run]
+        run = done[0]
+        runs.append(run)
+        setting = "  ".join(f"{name} {settings[name]:g}" for name in SWEPT if name in settings)
+        left = timedelta(seconds=round((len(jobs) - number) * run["seconds"]))
+        print(f"{setup.task}  {setting}  seed {seed}  {setup.metric} {format_number(run['value'])}  "
+              f"{run['seconds']:.0f} s  run {number} of {len(jobs)}, {left} left")
+    return runs
 
 
 def run_task(setup: Setup, flags: argparse.Namespace) -> dict:
-    """Do all runs of a task: the grid with --sweep, then seeds 1, 2, ... Writes result.json."""
+    """Do all runs of a task: the grid with --sweep, then seeds 1, 2, ... Writes result.json: the medians
+    over seeds, the ranks before and after fine-tuning (Table 3), and the sweep."""
     tune = setup.tune
+    dim = setup.pretrained.config.encoder_dim
     sweep = []
     if flags.sweep:
-        points = grid(setup.task, tune, setup.pretrained.config.encoder_dim, vars(flags))
         # Seed 0, because the choice must not depend on the seeds of the result.
-        sweep = finish_jobs(setup, [(point, 0) for point in points])
+        sweep = finish(setup, [(point, 0) for point in grid(setup.task, tune, dim, vars(flags))])
         sweep.sort(key=lambda run: or_lowest(run["value"]), reverse=True)
-        tune = replace(tune, **sweep[0]["setting"])
+        tune = TuneConfig(**sweep[0]["tune"])
     is_random = not setup.frozen or flags.init.startswith("random:")
     seeds = flags.seeds or (5 if is_random else 1)
-    runs = finish_jobs(setup, [(tune, results.FIRST_SEED + i) for i in range(seeds)])
-    if not setup.worker.is_main:
-        return {}
-    encoder = setup.pretrained.new_encoder(results.FIRST_SEED).to(setup.worker.device)  # before fine-tuning
-    return results.write_summary(setup, flags.init, tune, sweep, runs, ranks(encoder, setup))
+    runs = finish(setup, [(tune, FIRST_SEED + i) for i in range(seeds)])
+    before = ranks(setup.pretrained.new_encoder(FIRST_SEED).to(setup.worker.device), setup)
+    names = max([run["metrics"] for run in runs], key=len)  # a diverged run has no metrics
+    metrics = {name: median(run["metrics"].get(name) for run in runs) for name in names}
+    values = [run["value"] for run in runs]
+    after = [run["ranks"] for run in runs]
+    summary = {"task": setup.task, "init": flags.init, "frozen": setup.frozen, "metric": setup.metric,
+               "median": median(values), "values": values, "seeds": [run["seed"] for run in runs],
+               "steps": [run.get("step") for run in runs], "metrics": metrics, "tune": runs[0]["tune"], "sweep": sweep,
+               "effective_rank": {"tau": 0.9, "d": dim, "before": before, "after": after}}
+    write_json(setup.out / "result.json", summary)
+    print(f"{setup.task}  {'  '.join(f'{name} {format_number(value)}' for name, value in metrics.items())}  "
+          f"(medians; seeds: {', '.join(map(format_number, values))})")
+    for name, rank in (before or {}).items():  # None if the dev split has too few tokens
+        tuned = [each[name] for each in after if each]  # none of a frozen encoder or a diverged run
+        change = f" -> {statistics.median(tuned):.0f}" if tuned else ""
+        print(f"effective rank on the dev split, {name}, of {dim}: {rank}{change}")
+    print(f"{setup.out}: {', '.join(sorted(path.name for path in setup.out.glob('[!.]*.*')))}")
+    return summary
+
+
+def table1(summaries: list[dict], out: Path):
+    """Print and write a row of Table 1: the medians of GLUE's tasks, and their average if every task has a median."""
+    medians = {summary["task"]: summary["median"] for summary in summaries}
+    average = None if None in medians.values() else statistics.mean(medians.values())
+    write_json(out / "result.json", {"task": "glue", "average": average, "medians": medians, "results": summaries})
+    print("  ".join(f"{task} {format_number(value)}" for task, value in (medians | {"average": average}).items()))
 
 
 # ---- 4. Command line -----------------------------------------------------------------------------
@@ -210,7 +288,16 @@ def parse(argv) -> argparse.Namespace:
     known = parser.parse_known_args(argv)[0]  # -h shows the defaults of its task
     add_flags(parser, TuneConfig, {} if known.task == "glue" else DEFAULTS[TASKS[known.task].group])
     flags = parser.parse_args(argv)
-    check_flags(flags)
+    given = fields_of(TuneConfig, vars(flags))
+    TuneConfig(**given)  # checks their values
+    if flags.task == "docs" and flags.data:
+        raise UserError("--data: docs reads the documentation on this machine; use --task custom for your own files")
+    if flags.task == "custom" and not flags.data:
+        raise UserError("--task custom: needs --data, a folder with a file train")
+    if flags.seeds is not None and flags.seeds < 1:
+        raise UserError(f"seeds={flags.seeds}: use 1 or more")
+    if flags.frozen and (flags.sweep or not given.keys() <= {*PROBED} or flags.task == "squad2"):
+        raise UserError(f"--frozen {flags.frozen}: no --sweep, no squad2, and no settings but {', '.join(PROBED)}")
     return flags
 
 
@@ -223,14 +310,14 @@ def main(argv=None):
         tasks = GLUE if flags.task == "glue" else [flags.task]
         pretrained = Pretrained(flags.init)
         examples = {task: read_task(task, flags.data, pretrained.settings) for task in tasks}  # finds errors early
-        table = []
+        summaries = []
         for task in tasks:
             out = folder / task if flags.task == "glue" else folder
-            with worker.lock(out, "config.json"):  # a folder with other files is refused
+            with lock_folder(out, "config.json"):  # a folder with other files is refused
                 setup = make_setup(task, pretrained, examples[task], out, flags, worker)
-                table.append(run_task(setup, flags))
-        if flags.task == "glue" and worker.is_main:
-            results.table1(table, folder)
+                summaries.append(run_task(setup, flags))
+        if flags.task == "glue":
+            table1(summaries, folder)
 
 
 if __name__ == "__main__":

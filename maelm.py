@@ -54,7 +54,7 @@ class Config:
     decoder_reset: bool = False  # whether e_[MASK] replaces the encoder's output at masked positions
     aligned_positions: bool = True  # whether tokens keep their positions in the encoder, or get 0 to r - 1
     decoder_dim: int = 0  # dimensions of the decoder; 0 for encoder_dim
-    decoder: str = "bi"  # bi | bi+cross | uni+cross | cross; see support/model/cross_attention.py
+    decoder: str = "bi"  # bi, or another decoder of Table 2: bi+cross | uni+cross | cross
 
     def num_masked(self, n):  # m for n tokens
         return round(self.mask_rate * n)

@@ -24,10 +24,10 @@ from tqdm import tqdm
 from maelm import Config, draw_masks
 from support.ranks.figure1 import CURVES, draw, table
 from support.ranks.subjects import Subject, subject_of_hub, subject_of_run
-from support.program.cli import Parser, add_flags, fields_of, path_of, require, short_name
-from support.program.errors import UserError, clear_errors, say
-from support.program.files import write_json
-from support.program.worker import make_worker
+from support.program import Parser, UserError, add_flags, clear_errors, fields_of, path_of, require, short_name
+from support.program import write_json
+from support.text.corpus import Text
+from support.worker import make_worker
 
 CENTERINGS = {"uncentered": False, "centered": True}
 MASK_RATE = Config.mask_rate  # of the masked text, whatever the rate in training: 15% (section 2.2)
@@ -107,6 +107,7 @@ class RankOptions:
         require(
             self,
             *[(name, getattr(self, name) >= 1, "1 or more") for name in ("tokens", "seq_len", "batch_size")],
+            ("val_share", self.val_share <= 1, "0 to 1"),
             ("tau", 0 < self.tau < 1, "a number between 0 and 1"))
 
 
@@ -172,27 +173,30 @@ def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float)
 
 # ---- 3. Command line ----------------------------------------------------------------------------------------
 def main(argv=None):
-    parser = Parser("rank.py", __doc__)
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="a run folder, a checkpoint, or hf:NAME_OR_FOLDER")
-    add_flags(parser, RankOptions, {})
-    flags = parser.parse_args(argv)
-    for name in flags.models:
-        if not name.startswith("hf:") and not path_of(name).exists():  # checked before the first measurement
-            parser.error(f"{name}: no such run folder or checkpoint; make one with train.py, or name hf:MODEL")
     with clear_errors("rank.py"):
+        parser = Parser("rank.py", __doc__)
+        parser.add_argument("models", nargs="+", metavar="MODEL", help="a run folder, a checkpoint, or hf:MODEL")
+        add_flags(parser, RankOptions, {})
+        flags = parser.parse_args(argv)
         options = RankOptions(**fields_of(RankOptions, vars(flags)))
-        out = path_of(options.out or f"out/{'-'.join(['rank', *map(short_name, flags.models)])}")
-        entries = {}
-        device = make_worker("fp32", options.device).device
         for name in flags.models:
-            open_subject = subject_of_hub if name.startswith("hf:") else subject_of_run
-            subject = open_subject(name, options, device)
+            if not name.startswith("hf:") and not path_of(name).exists():  # checked before the first measurement
+                raise UserError(f"{name}: no such run folder or checkpoint; make one with train.py, or name hf:MODEL")
+        out = path_of(options.out or f"out/{'-'.join(['rank', *map(short_name, flags.models)])}")
+        device = make_worker("fp32", options.device).device
+        selected = {name: value for name, value in fields_of(Text, asdict(options)).items() if value}
+        entries = {}
+        for name in flags.models:
+            if name.startswith("hf:"):
+                subject = subject_of_hub(name, selected, options.tokens, options.seq_len, device)
+            else:
+                subject = subject_of_run(name, selected, options.tokens, device)
             entries[name] = model_ranks(subject, measure(subject, options), options.tau)
-            say(table(name, entries[name], options.tau))
+            print(table(name, entries[name], options.tau))
             # Now, because another model may fail.
             write_json(out / "rank.json", {"tau": options.tau, "settings": asdict(options), "models": entries})
         draw(entries, options.tau, out / "rank.png")
-        say(f"{out}: rank.json, rank.png")
+        print(f"{out}: rank.json, rank.png")
 
 
 if __name__ == "__main__":

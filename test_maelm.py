@@ -2,12 +2,7 @@
 point. A gate is a claim about a silent error: a task that fails it gets no points.
 
     pytest test_maelm.py
-    python test_maelm.py -h         # for classes: --blank or --handout makes an assignment, --grade marks it
 """
-if __name__ == "__main__":  # before the other imports, in case one of the imported files is broken
-    from course.assign import main
-    raise SystemExit(main())
-
 import pytest
 import torch
 import torch.nn.functional as F

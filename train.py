@@ -6,30 +6,36 @@
     python train.py --data texts/ --prepare          # tokenize into --cache, and do not train
     torchrun --standalone --nproc_per_node 8 train.py --preset base --data texts/
 
-Every field of Config (maelm.py), Recipe (below) and RunOptions (support/training/settings.py) is a
-flag; -h shows its value in --preset. Repeat a command to continue an unfinished run.
+Every field of Config (maelm.py), Recipe and RunOptions (below) is a flag; -h shows its value in
+--preset. Repeat a command to continue an unfinished run.
 
-main -> parse (settings), begin (weights and text), pretrain -> loop -> train_step, evaluate
+main -> parse (settings), pretrain (data, model, optimizers, resume, loop) -> train_step, evaluate
 """
 import sys
 from argparse import Namespace
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
 from functools import partial
+from math import inf
+from pathlib import Path
 from signal import SIGTERM
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from maelm import ABLATIONS, MAELM, NUM_SPECIAL, Config, apply_masks, corrupt, draw_masks
-from support.model.build import check, seed_of
-from support.model.optim import set_rates
-from support.program.cli import Parser, add_flags, fields_of, path_of, require
-from support.program.errors import clear_errors, noted_signals, say
-from support.program.worker import Worker, compile_model, join_processes, make_worker, prepared_ahead
-from support.text.corpus import VAL_SHARE, Rows, evenly_spaced, indices_of_step, prepared_corpus, summary
-from support.training.log import Progress, draw_loss
-from support.training.run import Run, Start, begin, load_start, save_checkpoint
-from support.training.settings import RunOptions, Settings, default_out
+from maelm import ABLATIONS, MAELM, Config, corrupt
+from support.model.build import check, make_model, seed_of
+from support.model.checkpoints import changes, copy_weights, load_start, newest_checkpoint, restore, save_run
+from support.model.optim import Muon, parameter_groups, set_rates
+from support.program import CACHE, Parser, UserError, add_flags, clear_errors, fields_of, lock_folder, path_of, require
+from support.program import short_name
+from support.text.corpus import SPLITS, Rows, Text, corpus_of_run, identity_of, indices_of_step, prepared_corpus
+from support.text.corpus import summary
+from support.text.tokenizer import Tokenizer
+from support.training.evaluation import evaluate, held_out_guesses
+from support.training.log import Log, draw_loss
+from support.worker import Worker, compile_model, joined_processes, make_worker, noted_signals, prepared_ahead
 
 
 # ---- 1. Settings: Table 4 ------------------------------------------------------------------------
@@ -40,7 +46,7 @@ class Recipe:
     data: str = "docs"  # docs, a file, a folder, or hf:NAME[:CONFIG]; join several with +
     column: str = "text"  # field that holds the text of a record (.jsonl, .parquet, hf:)
     uncased: bool = True  # whether to lower-case all text
-    val_share: float = VAL_SHARE  # share of documents held out for validation
+    val_share: float = 0.01  # share of documents held out for validation
     batch_size: int = 2048  # sequences per optimizer step, over all processes
     max_steps: int = 125_000  # training steps, and length of the learning-rate schedule
     warmup_steps: int = 10_000  # steps until the peak learning rate; the rate then falls to 0
@@ -52,7 +58,7 @@ class Recipe:
     adam_beta1: float = 0.9  # decay of AdamW's mean of gradients
     adam_beta2: float = 0.98  # decay of AdamW's mean of squared gradients
     adam_epsilon: float = 1e-6  # term added to AdamW's denominator
-    clip_norm: float = 2.0  # maximum norm of the whole gradient; larger gradients are scaled down
+    clip_norm: float = 2.0  # maximum norm of the whole gradient, to which larger ones are scaled; 0 for none
     position_init: str = "normal"  # normal | sinusoid: initial values of the learned positions
     precision: str = "auto"  # auto | fp32 | bf16: for matrix products; auto is bf16 where it is fast
     seed: int = 0  # seed of weights, data order, masks and dropout
@@ -60,13 +66,40 @@ class Recipe:
     def __post_init__(self):
         require(
             self,
+            ("data", self.data != "", "docs, a path or hf:NAME"),
             ("val_share", 0 < self.val_share < 1, "a number between 0 and 1"),
             ("batch_size", self.batch_size >= 1, "1 or more"),
             ("max_steps", 0 < self.max_steps < 10 ** 7, "1 to 9,999,999"),
             ("warmup_steps", 0 <= self.warmup_steps <= self.max_steps, f"0 to max_steps={self.max_steps}"),
             ("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon"),
+            ("adam_beta1", self.adam_beta1 < 1, "0 or more, below 1"),
+            ("adam_beta2", self.adam_beta2 < 1, "0 or more, below 1"),
             ("position_init", self.position_init in ("normal", "sinusoid"), "normal or sinusoid"),
             ("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16"))
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The settings of a run that do not decide its weights, except `init` and, by dropout's masks, the micro-batch."""
+    init: str = ""  # run folder or checkpoint from which to take settings, weights and tokenizer
+    micro_batch_size: int = 64  # largest number of sequences per forward pass; gradients are accumulated
+    stop_at: int = 0  # step at which to end early, without changing the schedule; 0 for never
+    log_interval: int = 100  # steps between lines in the terminal and in log.jsonl
+    eval_interval: int = 2_000  # steps between validation losses
+    eval_rows: int = 2_048  # number of validation sequences; the sequences and their masks are fixed
+    checkpoint_interval: int = 1_000  # steps between checkpoints
+    keep_checkpoints: int = 2  # number of checkpoints to keep; 0 keeps all, for Figure 3
+    device: str = "auto"  # auto | cpu | cuda | mps
+    compile: str = "auto"  # auto | on | off: torch.compile; auto is on for CUDA if encoder_dim is at least 256
+    cache: str = CACHE  # folder for tokenized corpora
+    wandb: str = ""  # Weights & Biases project that also receives log.jsonl
+
+    def __post_init__(self):
+        counts = ("micro_batch_size", "log_interval", "eval_interval", "eval_rows", "checkpoint_interval")
+        require(
+            self,
+            *[(name, getattr(self, name) >= 1, "1 or more") for name in counts],
+            ("compile", self.compile in ("auto", "on", "off"), "auto, on or off"))
 
 
 # Differs from the paper: small models learn faster with these; see bench/results/presets.md.
@@ -92,6 +125,26 @@ PRESETS["laptop"] = PRESETS["toy"] | dict(  # the toy preset, trained on 100 mil
     warmup_steps=500, log_interval=100, eval_interval=500, checkpoint_interval=2000)
 
 
+class Settings(NamedTuple):
+    """All settings of a run."""
+    config: Config
+    recipe: Recipe
+    options: RunOptions
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends."""
+        return min(self.options.stop_at or self.recipe.max_steps, self.recipe.max_steps)
+
+    def fields(self) -> dict:
+        """All settings by name."""
+        return asdict(self.config) | asdict(self.recipe) | asdict(self.options)
+
+    def text(self) -> Text:
+        """The settings that select the corpus."""
+        return Text(**fields_of(Text, self.fields()))
+
+
 def make_settings(values: dict) -> Settings:
     """Settings from values by name, or the defaults. Raises UserError if a value is not allowed."""
     config = Config(**fields_of(Config, values))
@@ -100,7 +153,12 @@ def make_settings(values: dict) -> Settings:
     return Settings(check(config), recipe, options)
 
 
-# ---- 2. One training step, and evaluation --------------------------------------------------------
+# The settings that stay when a run continues: they decide the model, the text and its order.
+FIXED = {field.name for field in fields(Config)}
+FIXED |= {"data", "column", "uncased", "val_share", "batch_size", "optimizer", "position_init", "init"}
+
+
+# ---- 2. One training step ---------------------------------------------------------------------------
 def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
     """Fraction of the peak rate at a step: linear warm-up (Table 4), then linear decay to 0."""
     if step < warmup_steps:
@@ -108,13 +166,13 @@ def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
     return (max_steps - step) / (max_steps - warmup_steps)
 
 
-def batch_of_step(step: int, rows: Rows, settings: Settings, worker: Worker) -> list[tuple]:
-    """This process's micro-batches (tokens, corruption) of a step."""
+def batch_of_step(step: int, seed: int, rows: Rows, settings: Settings, worker: Worker) -> list[tuple]:
+    """This process's micro-batches (tokens, corruption) of a step. The seed decides order and masks."""
     config, recipe, options = settings
-    indices = indices_of_step(settings.data_seed, step, recipe.batch_size, len(rows))  # (B,)
+    indices = indices_of_step(seed, step, recipe.batch_size, len(rows))  # (B,)
     tokens = torch.from_numpy(rows[indices])  # (B, n)
-    mask_seed = seed_of(settings.data_seed, step, 0, 0)  # last: 0 for masks, 1 for dropout
-    corruption = corrupt(tokens, config, torch.Generator().manual_seed(mask_seed))
+    generator = torch.Generator().manual_seed(seed_of(seed, step, 0, 0))  # last: 0 for masks, 1 for dropout
+    corruption = corrupt(tokens, config, generator)
     return [worker.pin(batch) for batch in worker.micro_batches(tokens, corruption, options.micro_batch_size)]
 
 
@@ -126,14 +184,16 @@ def train_step(network: nn.Module, optimizers: list, batches: list[tuple], step:
         number = worker.rank * len(batches) + i  # of this micro-batch in the whole batch
         torch.manual_seed(seed_of(recipe.seed, step, number, 1))
         tokens, corruption = worker.put(batch)
-        # In the last backward pass, DDP takes the mean over all processes, whose shares are equal.
-        is_last = i == len(batches) - 1
-        with worker.average_if(is_last, network):
+        averaging = nullcontext()
+        if worker.world_size > 1 and i < len(batches) - 1:
+            # In the last backward pass, DDP takes the mean over all processes, whose shares are equal.
+            averaging = network.no_sync()
+        with averaging:
             with worker.autocast():
                 loss = network(tokens, corruption) * (len(tokens) / share)  # the last may be smaller
             loss.backward()
         total += loss.detach()
-    norm = nn.utils.clip_grad_norm_(network.parameters(), recipe.clip_norm)
+    norm = nn.utils.clip_grad_norm_(network.parameters(), recipe.clip_norm or inf)
     factor = learning_rate_factor(step, recipe.warmup_steps, recipe.max_steps)
     for optimizer in optimizers:
         set_rates(optimizer, factor)
@@ -142,126 +202,169 @@ def train_step(network: nn.Module, optimizers: list, batches: list[tuple], step:
     return total, norm
 
 
-@torch.no_grad()
-def evaluate(model: MAELM, rows: Rows, options: RunOptions, worker: Worker) -> tuple[float, float]:
-    """Mean loss in nats, and accuracy in [0, 1], at single tokens masked at the paper's rate: the same
-    for all runs, whatever their masks and their loss in training."""
-    model.eval()
-    tokens = evenly_spaced(rows, options.eval_rows)
-    generator = torch.Generator().manual_seed(0)
-    m = max(1, Config().num_masked(tokens.shape[1]))
-    masked = draw_masks(tokens >= NUM_SPECIAL, m, generator)
-    corruption = apply_masks(tokens, masked, model.config, generator)
-    total = 0.0
-    right = 0
-    for batch in worker.micro_batches(tokens, corruption, options.micro_batch_size):
-        truth, masks = worker.put(batch)
-        with worker.autocast():
-            logits = model.logits(masks)  # (B, m, V)
-        targets = truth.gather(1, masks.masked)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        total += loss.item() * len(truth)  # the last batch may be smaller
-        right += int((logits.argmax(-1) == targets).sum())
-    model.train()
-    total, right = worker.all_reduce(total, right)
-    return total / len(tokens), right / masked.numel()
+def make_optimizers(model: MAELM, recipe: Recipe, dtype: torch.dtype) -> list:
+    """AdamW and, with optimizer "muon", Muon in `dtype` for the matrices of the layers."""
+    betas = recipe.adam_beta1, recipe.adam_beta2
+    adamw = partial(torch.optim.AdamW, lr=recipe.learning_rate, betas=betas, eps=recipe.adam_epsilon,
+                    weight_decay=recipe.weight_decay, fused=True)
+    if recipe.optimizer == "adamw":
+        return [adamw(model.parameters())]
+    single, double, rest = parameter_groups(model)
+    groups = [{"params": single, "parts": 1}, {"params": double, "parts": 2}]
+    return [adamw(rest), Muon(groups, recipe.muon_learning_rate, recipe.muon_weight_decay, dtype)]
 
 
-# ---- 3. The loop ---------------------------------------------------------------------------------
-def loop(run: Run, progress: Progress, signals: list[int]) -> int:
-    """Train from run.step to the last step. Returns 0, or the signal that ended training."""
-    worker = run.worker
-    recipe = run.settings.recipe
-    options = run.settings.options
-    network = worker.parallel(run.model)  # only for train_step
-    prepare = partial(batch_of_step, rows=run.rows["train"], settings=run.settings, worker=worker)
-    steps = range(run.step, run.settings.last_step)
-    progress.start_clock()
-    for step, batches in zip(steps, prepared_ahead(prepare, steps)):  # in a thread
-        loss, norm = train_step(network, run.optimizers, batches, step, recipe, worker)
-        progress.add(loss, norm)
-        run.step = step + 1
+# ---- 3. A run ------------------------------------------------------------------------------------
+def pretrain(settings: Settings, start: dict | None, flags: Namespace, worker: Worker) -> int:
+    """Begin or continue the run in flags.out, and train it to its end. `start` is the checkpoint of --init. Returns 0,
+    or 128 + the signal that ended training."""
+    config, recipe, options = settings
+    out, last_step = flags.out, settings.last_step
+    saved = newest_checkpoint(out)
+    step = saved["step"] if saved else 0
+    if worker.all_reduce(step)[0] != step * worker.world_size:
+        raise UserError(f"--out {out}: the processes find different checkpoints; use a folder that all of them share")
+    changed = {}
+    if saved:
+        is_finished = step >= last_step
+        fixed = FIXED | asdict(recipe).keys() if is_finished else FIXED  # nothing is trained
+        changed = changes(out, saved, asdict(Recipe()) | asdict(RunOptions()), settings.fields(), fixed)
+        if is_finished:
+            if worker.is_main:
+                print(f"{out} is finished at step {step}; for more, use a larger --max-steps or --stop-at")
+            return 0
 
-        # All processes stop together. The check makes them wait, hence only every fourth step.
-        stopped = False
-        if worker.world_size == 1 or run.step % 4 == 0:
-            stopped = worker.all_reduce(len(signals))[0] > 0
-        finished = run.step == run.settings.last_step
-        saving = stopped or finished or run.step % options.checkpoint_interval == 0
-        evaluating = finished or run.step % options.eval_interval == 0
-        # All processes log and evaluate, because they exchange losses; only the first one saves.
-        if saving or evaluating or run.step % options.log_interval == 0:
-            progress.log_steps()  # this stops the clock
-            if evaluating:
-                progress.log_validation(*evaluate(run.model, run.rows["val"], options, worker))
-            if saving and worker.is_main:
-                save_checkpoint(run)
-                draw_loss(run.out)
-            progress.start_clock()
-        if stopped and not finished:
-            return signals[0] if signals else SIGTERM  # another process may have received it
-    return 0
+    # Data: the tokens and their order
+    if saved:
+        folder = corpus_of_run(settings.text(), saved)
+    else:
+        folder = prepared_corpus(settings.text(), start and start["tokenizer"])
+    tokenizer = Tokenizer.load(folder)
+    rows = {split: Rows(folder, split, config.seq_len) for split in SPLITS}
+    rows["train"].check_masks(config)
+    if recipe.batch_size % worker.world_size > 0:  # the mean of the processes' gradients would be another
+        raise UserError(f"batch_size={recipe.batch_size}: use a multiple of the {worker.world_size} processes")
+    seeds = [recipe.seed]
+    data_seed = recipe.seed
+    if start:  # it shall not repeat the batches of the runs before it
+        seeds = [*start["ancestors"], recipe.seed]
+        data_seed = seed_of(len(seeds), *seeds)  # the length, because zeros at the end do not change a seed
+    prepare = partial(batch_of_step, seed=data_seed, rows=rows["train"], settings=settings, worker=worker)
 
+    # The model and its optimizers
+    torch.manual_seed(recipe.seed)
+    model = make_model(config, recipe.position_init).to(worker.device)
+    optimizers = make_optimizers(model, recipe, worker.dtype)
+    if saved:
+        restore(saved, model, optimizers)
+    elif start:
+        copy_weights(start, model)
+    compile_model(model, options.compile, worker.device)
+    network = worker.parallel(model)  # only for train_step
 
-def pretrain(run: Run) -> int:
-    """Train a run to its end. Returns the exit code: 0, or 128 + the signal that ended it."""
-    worker = run.worker
-    if run.step >= run.settings.last_step:
-        if worker.is_main:
-            say(f"{run.out} is finished at step {run.step}; to train for longer, use a larger --max-steps or --stop-at")
-        return 0
-    compile_model(run.model, run.settings.options.compile, worker.device)
-    progress = Progress(run)
-    progress.describe()
-    if run.step == 0:
-        progress.log_validation(*evaluate(run.model, run.rows["val"], run.settings.options, worker))
+    # The loop
+    record = {"config": asdict(config), "settings": asdict(recipe) | asdict(options), "preset": flags.preset,
+              "ablation": flags.ablation, "seeds": seeds, "tokenizer": tokenizer.to_json(), "corpus": folder.name,
+              "corpus_identity": identity_of(folder)}
+    log = Log(out, record, step, last_step, saved["seconds"] if saved else 0.0, worker)
+    log.describe(model, rows, changed)
+    validate = partial(evaluate, model, rows["val"], options.eval_rows, options.micro_batch_size, worker)
+    if step == 0:
+        log.validation(*validate())
     with noted_signals() as signals:
-        signal = loop(run, progress, signals)
+        log.start_clock()
+        for batches in prepared_ahead(prepare, range(step, last_step)):  # in a thread
+            log.add(*train_step(network, optimizers, batches, step, recipe, worker))
+            step += 1
+            # All processes stop together. The check makes them wait, hence only every fourth step.
+            stopped = False
+            if worker.world_size == 1 or step % 4 == 0:
+                stopped = worker.all_reduce(len(signals))[0] > 0
+            saving = stopped or step == last_step or step % options.checkpoint_interval == 0
+            evaluating = step == last_step or step % options.eval_interval == 0
+            # All processes log and evaluate, because they exchange losses; only the first one saves.
+            if saving or evaluating or step % options.log_interval == 0:
+                log.steps(optimizers)
+                if evaluating:
+                    log.validation(*validate())
+                if saving and worker.is_main:
+                    save_run(out, record, step, log.seconds, model, optimizers, options.keep_checkpoints)
+                    draw_loss(out)
+                log.start_clock()
+            if stopped:
+                break
     worker.all_reduce(0)  # waits until the first process has saved
-    progress.finish(signal)
+    signal = 0
+    if step < last_step:
+        signal = signals[0] if signals else SIGTERM  # another process may have received it
+    elif worker.is_main:
+        print(held_out_guesses(model.cpu(), tokenizer, rows["val"]))
+    log.finish(signal)
     return 128 + signal if signal else 0
 
 
 # ---- 4. Command line -----------------------------------------------------------------------------
-def parse(argv) -> tuple[Settings, Start, Namespace]:
-    """Read the command line and the run of --init. The Namespace lacks flags that are not given."""
+def values_of(start: dict, row: str | None) -> dict:
+    """The settings of the checkpoint that --init names, in place of a preset's. For another row of Table 2, those that
+    made it a row are as in its own preset."""
+    preset = PRESETS[start.get("preset", "toy")]
+    values = preset | asdict(start["config"]) | fields_of(Recipe, start["settings"])
+    if row is None:
+        return values
+    old = start.get("ablation", "mae-lm" if start["config"].decoder_layers else "mlm")
+    unlike_rows = asdict(Config()) | asdict(Recipe()) | preset
+    return values | {name: unlike_rows[name] for name in ABLATIONS[old]} | ABLATIONS[row]
+
+
+def parse(argv) -> tuple[Settings, dict | None, Namespace]:
+    """Read the command line, and the checkpoint of --init. The Namespace lacks fields that are not given."""
     parser = Parser("train.py", __doc__)
     add = parser.add_argument
-    add("--preset", choices=PRESETS, help="size and recipe (Table 4) [toy; with --init, that run's]")
-    add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm; with --init, that run's decoder and masks]")
+    add("--preset", choices=PRESETS, help="size and recipe (Table 4) [toy; not with --init]")
+    add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm; with --init, that run's]")
     add("--out", type=path_of, help="run folder [out/PRESET[-ABLATION]; with --init, out/RUN-more or out/RUN-ABLATION]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
-    preset = PRESETS[parser.parse_known_args(argv)[0].preset or "toy"]  # -h shows its values
+    preset = parser.parse_known_args(argv)[0].preset or "toy"
     for part in (Config, Recipe, RunOptions):
-        add_flags(parser, part, preset)
+        add_flags(parser, part, PRESETS[preset])  # whose values -h shows
     flags = parser.parse_args(argv)
-    init = vars(flags).get("init", "")
-    flags.out = flags.out or default_out(flags.preset or "toy", flags.ablation, init)
-    start = load_start(init, flags.out) if init else Start()
-    named = make_settings(preset).fields() if flags.preset else {}  # also what it leaves at the default
-    row = ABLATIONS[flags.ablation or "mae-lm"]
-    values = preset | start.inherited(flags.ablation) | named | start.encoder_settings | row  # the last one wins
-    recipe = Recipe(**fields_of(Recipe, values))
+    row = flags.ablation
+    start = None
+    if "init" in flags:
+        if flags.preset:
+            raise UserError(f"--preset {preset}: with --init, the settings are those of that run; use single flags")
+        flags.init = str(path_of(flags.init).resolve())
+        flags.out = flags.out or Path("out", f"{short_name(flags.init)}-{row or 'more'}")
+        start = load_start(flags.init, flags.out)
+        values = values_of(start, row)
+        preset = start.get("preset", preset)
+        row = row or start.get("ablation", "mae-lm")
+    else:
+        row = row or "mae-lm"
+        flags.out = flags.out or Path("out", preset if row == "mae-lm" else f"{preset}-{row}")
+        values = PRESETS[preset] | ABLATIONS[row]
+    flags.preset, flags.ablation = preset, row
     if "max_steps" in flags:  # warm up for the same share of the steps
+        recipe = Recipe(**fields_of(Recipe, values))
         values["warmup_steps"] = round(recipe.warmup_steps / recipe.max_steps * flags.max_steps)
     settings = make_settings(values | vars(flags))
-    start.check(init, settings)
+    if start and settings.recipe.uncased != start["tokenizer"].uncased:
+        raise UserError(f"uncased={settings.recipe.uncased}: with --init, the tokenizer is that of the other run")
     return settings, start, flags
 
 
 def main(argv=None):
-    with clear_errors("train.py", "--micro-batch-size or a smaller model"):
-        join_processes()
+    code = 0
+    with clear_errors("train.py"), joined_processes():
         settings, start, flags = parse(argv)
         config, recipe, options = settings
         worker = make_worker(recipe.precision, options.device, config.encoder_dim)
-        code = 0
         if flags.prepare:
-            say(summary(prepared_corpus(settings.fields(), start.tokenizer)))
+            print(summary(prepared_corpus(settings.text(), start and start["tokenizer"])))
         else:
-            with worker.lock(flags.out, "log.jsonl", "step_*.pt"):  # refuses a folder with other files
-                code = pretrain(begin(settings, flags.out, start, worker))
-        worker.destroy_process_group(code)  # under torchrun, the process ends here
+            lock = lock_folder(flags.out, "log.jsonl", "step_*.pt") if worker.is_main else nullcontext()
+            with lock:  # refuses a folder with other files
+                code = pretrain(settings, start, flags, worker)
     if code:
         sys.exit(code)
 

@@ -9,8 +9,7 @@ import statistics
 
 from scipy import stats
 
-from support.program.figures import figure
-from support.program.files import ROOT
+from support.program import ROOT, figure
 
 RECORD = ROOT / "bench/results/masks.jsonl"
 CLAIMS = {  # measure; added (+) and subtracted (-) models
@@ -111,7 +110,7 @@ def draw(lines: list[dict]):
                     y = [scores(line)[measure] for line in mine]
                     label = f"{name}, {float(rate):.0%} masked" if mine else None
                     axis.plot(x, y, marker, color=f"C{number}", fillstyle="none", label=label)
-            axis.set(xlabel="training FLOPs, $10^{12}$", ylabel="accuracy on docs, %", ylim=(36, 70))
+            axis.set(xlabel="training FLOPs, 10¹²", ylabel="accuracy on docs, %", ylim=(36, 70))
             axis.set_title(f"{title}: toys, a dot for each seed")
         axes[1].legend(fontsize="small", loc="lower right")
 

@@ -15,27 +15,24 @@ from torch.utils.benchmark import Timer
 
 from maelm import ABLATIONS, NUM_SPECIAL, corrupt
 from support.model.build import make_model
-from support.model.optim import make_optimizers
-from support.program.cli import Parser, path_of
-from support.program.errors import clear_errors, say
-from support.program.files import write_json
-from support.program.worker import compile_model, make_worker
+from support.program import Parser, clear_errors, path_of, write_json
 from support.training.log import commit, flops
-from train import PRESETS, make_settings, train_step
+from support.worker import compile_model, make_worker
+from train import PRESETS, make_optimizers, make_settings, train_step
 
 
 def main(argv=None):
-    parser = Parser("bench.speed", __doc__)
-    add = parser.add_argument
-    add("--device", default="cpu", help="cpu | cuda | mps [%(default)s]")
-    add("--preset", default="toy", choices=PRESETS, help="[%(default)s]")
-    add("--models", nargs="+", default=["mae-lm", "mlm"], choices=ABLATIONS, help="rows of Table 2 [mae-lm mlm]")
-    add("--rows", type=int, help="sequences per step, in micro-batches of the preset [its batch size]")
-    add("--compile", action="store_true", help="compile the models")
-    add("--turns", type=int, default=7, help="[%(default)s]")
-    add("--out", type=path_of, default=Path("out/speed.json"), help="[%(default)s]")
-    flags = parser.parse_args(argv)
-    with clear_errors("bench.speed", "--rows"):
+    with clear_errors("bench.speed"):
+        parser = Parser("bench.speed", __doc__)
+        add = parser.add_argument
+        add("--device", default="cpu", help="cpu | cuda | mps [%(default)s]")
+        add("--preset", default="toy", choices=PRESETS, help="[%(default)s]")
+        add("--models", nargs="+", default=["mae-lm", "mlm"], choices=ABLATIONS, help="rows of Table 2 [mae-lm mlm]")
+        add("--rows", type=int, help="sequences per step, in micro-batches of the preset [its batch size]")
+        add("--compile", action="store_true", help="compile the models")
+        add("--turns", type=int, default=7, help="[%(default)s]")
+        add("--out", type=path_of, default=Path("out/speed.json"), help="[%(default)s]")
+        flags = parser.parse_args(argv)
         worker = make_worker("auto", flags.device)
         timers, speeds, size, cost = {}, {name: [] for name in flags.models}, {}, {}
         for name in flags.models:
@@ -61,7 +58,7 @@ def main(argv=None):
                                  "commit": commit(), "preset": flags.preset, "tokens_per_second": speeds})
         for name, values in speeds.items():
             speed = statistics.median(values)
-            say(f"{flags.preset} {name:20}{speed:12,.0f} tokens/s  {speed * cost[name] / 1e12:8.2f} TFLOP/s  "
+            print(f"{flags.preset} {name:20}{speed:12,.0f} tokens/s  {speed * cost[name] / 1e12:8.2f} TFLOP/s  "
                 f"({min(values):,.0f} to {max(values):,.0f})")
 
 

@@ -5,8 +5,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from support.program.errors import UserError
-from support.program.files import ROOT
+from support.program import ROOT, UserError
 
 TASKS = {  # of each file, in an order that works: a task needs only earlier tasks
     "train.py": ["learning_rate_factor"],

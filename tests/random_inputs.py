@@ -1,9 +1,11 @@
 """Random calls of the functions of each task: for full marks, a student's functions must have the effects of ours.
 
-    python -m tests.random_inputs FOLDER    # of a file of effects per task -> its first difference from ours, as JSON
+    TASK=tau_rank pytest tests/random_inputs.py   # in a copy for a student: writes the effects to effects.pt
+    python -m tests.random_inputs FOLDER          # of such files, named for tasks -> their first differences, as JSON
 """
 import copy
 import json
+import os
 import pickle
 import random
 import sys
@@ -244,6 +246,11 @@ def call(task, draw):
             return model.forward, dict(tokens=tokens, corruption=corruption)
         case "together":
             return lambda seed: train_tiny(seed, 20, given=True)[3], dict(seed=draw.randrange(100))
+
+
+def test_random_inputs():
+    torch.save([*effects(os.environ["TASK"])], "effects.pt")
+
 
 if __name__ == "__main__":
     paths = Path(sys.argv[1]).iterdir()

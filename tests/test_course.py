@@ -1,12 +1,10 @@
 """Claims about course/: the handout for students, and the grades of their solutions."""
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from course import assign
 from course.assign import main
 from course.grade import TESTS, TOGETHER, Result, claims_of, run_limited
 from course.homework import BLANKS, HOMEWORK, PARTS, PROJECT, SOLUTIONS, TASKS, is_attempted, source
-from support.program.files import read_json
+from support.program import read_json
 from tests.common import ROOT, fails
 
 
@@ -119,16 +117,17 @@ def test_an_error_in_a_task_costs_points_of_that_task_only(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("code, status", [
-    ("torch.Tensor.all = lambda x: torch.tensor(True)", "read by hand: claims that cannot hold did not fail"),
-    ("torch.equal = lambda a, b: True", "read by hand: claims that cannot hold did not fail"),
+    ("torch.Tensor.all = lambda x: torch.tensor(True)\ntau_rank = lambda values, tau: 1",
+     "no points without"),
+    ("import pytest, sys\nsys.modules['conftest'].close = lambda *given, **more: None\ntau_rank = max", "no points"),
     ("import os\nos._exit(0)", "no report: the code ends Python"),
     ("raise SystemExit", "cannot be imported: failed"),
     ("input()", "cannot be imported: EOFError"),
     ("tau_rank = lambda values, tau: 1", "no points without test_rank_is_the_smallest_k_that_reaches_tau"),
-    ("while True: pass", "ran out of time: more than 8 s of computing"), ("", "ran out of time: the whole grade")])
+    ("while True: pass", "ran out of time: more than 8 s"), ("", "ran out of time: more than 0 s")])
 def test_wrong_or_dishonest_code_gives_no_points(code, status, tmp_path, capsys):
     (tmp_path / "rank.py").write_text(f"{PROJECT['rank.py']}\n\n{code}\n")
-    limit = 8 if "while True" in code else 99  # seconds of computing, so other programs do not matter
+    limit = 8 if "while True" in code else 120
     total = 999 if code else 1e-9
     line, _ = grades(capsys, tmp_path, "--only", "tau_rank", "--time-limit", limit, "--total-limit", total)
     assert line.startswith(f"tau_rank 0/4 {status}")
@@ -138,7 +137,7 @@ def test_processes_that_the_code_has_started_end_with_it(tmp_path):
     os.mkfifo(tmp_path / "late")
     late = os.open(tmp_path / "late", os.O_RDONLY | os.O_NONBLOCK)
     script = "(echo hi; touch ready; sleep 600) > late & while [ ! -e ready ]; do sleep 0.1; done"
-    assert run_limited(["sh", "-c", script], tmp_path, 60, time.monotonic() + 60, {}) == ""
+    assert run_limited(["sh", "-c", script], tmp_path, 60, "") == ""
     os.set_blocking(late, True)
     assert os.read(late, 99) == b"hi\n" and os.read(late, 99) == b""  # the end of the file: nobody can write any more
     os.close(late)
@@ -147,10 +146,10 @@ def test_processes_that_the_code_has_started_end_with_it(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root may run code as another user")
 def test_another_user_cannot_read_our_files(tmp_path, capsys):
     with tempfile.TemporaryDirectory() as folder:
-        rights = dict(user=61234, group=61234, extra_groups=[])
-        run_limited(["sh", "-c", "id -u > user; cat /etc/shadow > copy"], Path(folder), 60, math.inf, rights)
-        assert Path(folder, "user").read_text() == "61234\n" and Path(folder, "copy").read_text() == ""
-    assert "make a user" in fails(lambda: main(["--grade", str(tmp_path), "--user", "no-such-user"]), capsys)
+        run_limited(["sh", "-c", "id -un > user; cat /etc/shadow > copy"], Path(folder), 60, "nobody")
+        assert Path(folder, "user").read_text() == "nobody\n" and Path(folder, "copy").read_text() == ""
+    (tmp_path / "maelm.py").write_text(PROJECT["maelm.py"])
+    assert "no such user" in fails(lambda: main(["--grade", str(tmp_path), "--user", "no-such-user"]), capsys)
 
 
 def graded(texts, tasks, *limits):
@@ -204,6 +203,6 @@ def test_the_autograder_has_its_scripts_and_grades_alone(tmp_path):
     with zipfile.ZipFile(tmp_path / "autograder.zip") as archive:
         archive.extractall(tmp_path)
     assert (tmp_path / "run_autograder").is_file() and (tmp_path / "setup.sh").is_file()
-    end = subprocess.run([sys.executable, "test_maelm.py", "--blank", "all"], cwd=tmp_path / "maelm",
+    end = subprocess.run([sys.executable, "-m", "course.assign", "--blank", "all"], cwd=tmp_path / "maelm",
                          capture_output=True, text=True)
     assert end.stdout == solved()["maelm.py"], end.stderr

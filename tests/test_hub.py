@@ -17,12 +17,13 @@ import rank
 import train
 from conftest import generator, model_and_batch
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
-from support import convert
-from support.model.checkpoints import Pretrained, load_model, write_checkpoint, write_tuned
+from support import export
+from support.model.checkpoints import load_model, write_checkpoint
 from support.model.heads import ClassifierHead, SpanHead
-from support.program.errors import UserError
-from support.text.documents import documents, sources
+from support.tasks.tuned import Pretrained, write_tuned
+from support.text.corpus import Text, documents
 from support.text.tokenizer import SPECIALS, Tokenizer
+from support.program import json_lines
 from tests.common import QUICK, ROOT, arguments, fails, little_documents, sentence, write_corpus
 from tests.test_tokenizer import ODD
 
@@ -49,7 +50,7 @@ def state_of(model, uncased=False):
 def exported(folder, **fields):
     """Write a run folder and export it; returns its model and the folder of the export."""
     model = write_run(folder / "run", **fields)
-    convert.main(["export", str(folder / "run"), str(folder / "hub")])
+    export.main([str(folder / "run"), str(folder / "hub")])
     return model, folder / "hub"
 
 
@@ -128,7 +129,7 @@ def test_an_exported_tokenizer_gives_our_ids(uncased, hub, tmp_path):
 def test_python_of_the_page_runs(hub, tmp_path, monkeypatch):
     write_run(tmp_path / "run")
     for name in ("toy", "docs"):
-        convert.main(["export", "run", f"exported/{name}"])
+        export.main(["run", f"exported/{name}"])
     main = train.main
     monkeypatch.setattr(train, "main", lambda flags: main([*QUICK, "--cache=cache", *flags]))
     (tmp_path / "my_texts").mkdir()
@@ -137,7 +138,7 @@ def test_python_of_the_page_runs(hub, tmp_path, monkeypatch):
     page = (ROOT / "docs/transformers.md").read_text(encoding="utf-8")
     exec("".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), names := {})
     assert {field for line in names["log"] for field in line} <= {"step", *re.findall(r"`(\w+)`", page)}
-    assert list(documents(sources("my_texts/genome.jsonl"))) == ["ACGTAC", "GG"]
+    assert list(documents(Text(data="my_texts/genome.jsonl"))) == ["ACGTAC", "GG"]
 
 
 @pytest.mark.parametrize("task, labels, scale", [
@@ -149,7 +150,7 @@ def test_a_fine_tuned_model_gives_the_same_logits(task, labels, scale, hub, tmp_
     tuned = finetune.Tuned(model.encoder, head).eval()
     pretrained = Pretrained(str(tmp_path / "run"))
     write_tuned(tmp_path / "run" / "encoder.pt", tuned, pretrained, task=task, labels=labels, scale=scale, longest=N)
-    convert.main(["export", str(tmp_path / "run"), str(tmp_path / "hub")])
+    export.main([str(tmp_path / "run"), str(tmp_path / "hub")])
     tokens, real = texts()
     inputs = dict(input_ids=tokens, attention_mask=real.long())
     wanted = tuned(tokens, ~real)
@@ -181,8 +182,8 @@ def test_an_export_that_would_compute_something_else_is_refused(hub, tmp_path, m
     tuned = finetune.Tuned(model.encoder, Derived(32, 2, 0.0))
     pretrained = Pretrained(str(tmp_path / "tuned"))
     write_tuned(tmp_path / "tuned/encoder.pt", tuned, pretrained, task="rte", labels=["a", "b"], scale=1.0, longest=N)
-    command = ["export", str(tmp_path / "tuned"), str(tmp_path / "hub")]
-    assert "its head names no class" in fails(lambda: convert.main(command), capsys)
+    command = [str(tmp_path / "tuned"), str(tmp_path / "hub")]
+    assert "its head names no class" in fails(lambda: export.main(command), capsys)
     logits = maelm.Head.forward
     monkeypatch.setattr(maelm.Head, "forward", lambda self, *given: 1.5 * logits(self, *given))
     assert "transformers would compute other results" in fails(lambda: exported(tmp_path), capsys)
@@ -241,18 +242,21 @@ def test_a_missing_encoder_is_not_measured(hub, tmp_path, capsys):
 @pytest.fixture
 def data_sets(tmp_path, monkeypatch):
     """A folder hub/ whose subfolder USER/NAME replaces that data set of the Hub."""
-    for function in (datasets.load_dataset, datasets.load_dataset_builder):
-        def load(name, *arguments, read=function, **options):
-            return read(str(tmp_path / "hub" / name), *arguments, cache_dir=str(tmp_path / "cache"), **options)
-        monkeypatch.setattr(datasets, function.__name__, load)
+    real = datasets.load_dataset
+
+    def load(name, *arguments, **options):
+        name = name if name in ("text", "json", "parquet") else str(tmp_path / "hub" / name)
+        return real(name, *arguments, cache_dir=str(tmp_path / "cache"), **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
     return tmp_path / "hub"
 
 
-def test_hf_names_work_in_every_program_and_a_lost_connection_is_named(data_sets, tmp_path, monkeypatch):
+def test_hf_names_work_in_every_program(data_sets, tmp_path, monkeypatch):
     texts, glue = data_sets / "user/texts", data_sets / "nyu-mll/glue"
     for folder in (texts, glue):
         folder.mkdir(parents=True)
-    write_corpus(texts / "a.txt")
+    (texts / "a.jsonl").write_text(json_lines({"text": text} for text in little_documents()))
     write_hub_model(tmp_path / "user/bert")
     monkeypatch.chdir(tmp_path)  # transformers looks for user/bert here first
     table = pandas.DataFrame({"sentence1": map(sentence, range(12)), "sentence2": map(sentence, range(3, 15)),
@@ -263,18 +267,10 @@ def test_hf_names_work_in_every_program_and_a_lost_connection_is_named(data_sets
     configs = json.dumps([{"config_name": "stsb", "data_files": parts}])
     (glue / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
 
-    assert len(list(documents(sources("hf:user/texts")))) == 400
+    assert len(list(documents(Text(data="hf:user/texts")))) == 400
     tuned = tmp_path / "tuned"
     train.main(arguments(tmp_path / "text", tmp_path / "run", "--data", "hf:user/texts"))
     rank.main(["hf:user/bert", "--data", "hf:user/texts", "--val-share", "1", "--out", str(tmp_path / "rank")])
     finetune.main(f"--init {tmp_path}/run --task stsb --seeds 1 --epochs 1 --out {tuned}".split())
     labels = [json.loads(line)["label"] for line in (tuned / "predictions.jsonl").read_text().splitlines()]
     assert labels == [3.2, 0.0, 5.0] * 4
-
-    def lost(*names, **options):
-        yield {"text": "the cat"}
-        raise RuntimeError("Server disconnected")
-
-    monkeypatch.setattr(datasets, "load_dataset", lost)
-    with pytest.raises(UserError, match="hf:user/texts, .*Server disconnected"):
-        list(documents(sources("hf:user/texts")))

@@ -8,7 +8,7 @@ import nbformat
 from nbclient import NotebookClient
 
 import rank
-from support.program.files import read_json
+from support.program import read_json
 from tests.common import ROOT, write_corpus
 
 NOTEBOOK = ROOT / "course" / "lecture.ipynb"

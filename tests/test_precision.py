@@ -5,7 +5,7 @@ import torch
 from conftest import generator, model_and_batch, random_tokens
 from maelm import ABLATIONS, attention, corrupt
 from support.model.build import make_model
-from support.program.worker import Worker, make_worker
+from support.worker import Worker, make_worker
 from tests.common import PAPER_ROWS, losses, make_config, short_run
 
 EXACT = Worker(0, 1, torch.device("cpu"), torch.float32)  # without autocast

@@ -11,7 +11,7 @@ import rank
 from conftest import generator
 from support.ranks import subjects
 from support.model.checkpoints import checkpoints, load_encoder
-from support.program.files import read_json
+from support.program import read_json
 from tests.common import little_documents, sentence
 from tests.test_homework import TAUS
 from tests.test_hub import write_hub_model
@@ -145,25 +145,24 @@ def test_the_command_writes_ranks_and_draws_them(text, finished, tmp_path, capsy
 def test_a_text_is_sampled_evenly_and_as_the_run_held_it_out(finished, tmp_path):
     for name, first in (("a.txt", 0), ("b.txt", 2000)):
         (tmp_path / name).write_text("\n\n".join(sentence(i) for i in range(first, first + 2000)))
-    data = f"{tmp_path}/a.txt+{tmp_path}/b.txt"
-    found = [subjects.subject_of_run(str(finished), rank.RankOptions(data=data, tokens=2000, val_share=share), CPU)
-             for share in (0.0, 0.1, 1.0)]
+    data = dict(data=f"{tmp_path}/a.txt+{tmp_path}/b.txt")
+    found = [subjects.subject_of_run(str(finished), data | share, 2000, CPU)
+             for share in ({}, dict(val_share=0.1), dict(val_share=1.0))]
     decode = load_encoder(finished)[1]["tokenizer"].decode
     texts = [decode(subject.sample(10 ** 9).flatten()) for subject in found]
     assert texts[0] == texts[1] and len(texts[2]) > len(texts[0])  # the run held out a tenth
     numbers = [int(number) for number in re.findall(r"number (\d+)", decode(found[2].sample(2000).flatten()))]
     assert len(numbers) < 200 and min(numbers) < 400 and max(numbers) > 3600
-    own = subjects.subject_of_run(str(finished), rank.RankOptions(val_share=1.0), CPU)  # also without data
-    assert len(own.rows) > 5 * len(subjects.subject_of_run(str(finished), rank.RankOptions(), CPU).rows)
+    own = subjects.subject_of_run(str(finished), dict(val_share=1.0), 10 ** 6, CPU)  # also without data
+    assert len(own.rows) > 5 * len(subjects.subject_of_run(str(finished), {}, 10 ** 6, CPU).rows)
 
 
 def test_a_hub_encoder_reads_its_own_special_tokens(text, tmp_path):
     model, tokenizer = write_hub_model(tmp_path)
-    options = rank.RankOptions(data=str(text), val_share=1.0)
-    subject = subjects.subject_of_hub(f"hf:{tmp_path}", options, CPU)
+    subject = subjects.subject_of_hub(f"hf:{tmp_path}", dict(data=str(text), val_share=1.0), 10 ** 6, 512, CPU)
     tokens = torch.from_numpy(subject.rows[:3])
     for row in tokens.tolist():
         assert row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id
     assert tokenizer.decode(tokens[:, 1:-1].flatten()).startswith(little_documents()[0] + "</s>")
     torch.testing.assert_close(subject.encode(tokens)[-1], model.base_model(tokens).last_hidden_state)
-    assert rank.measure(subject, options)["mask_only"][0].count == 4 * len(subject.rows)
+    assert rank.measure(subject, rank.RankOptions())["mask_only"][0].count == 4 * len(subject.rows)

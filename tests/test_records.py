@@ -14,13 +14,14 @@ import finetune
 import rank
 from conftest import generator
 from maelm import CLS, SEP, apply_masks, corrupt, draw_masks
-from support import convert
+from support import export
 from support.model.build import make_model, seed_of
-from support.model.checkpoints import Pretrained, load_encoder, load_model
+from support.model.checkpoints import load_encoder, load_model
 from support.model.heads import ClassifierHead
-from support.program.files import read_json
+from support.program import read_json, read_lines
 from support.tasks import probe
 from support.tasks.classification import Encoded, batches, collate
+from support.tasks.tuned import Pretrained
 from support.text.corpus import indices_of_step
 from support.training.log import flops, read_log
 from tests.common import last_checkpoint, sentence, short_run
@@ -171,7 +172,7 @@ def test_a_result_follows_from_the_saved_model(labeled, tuned, finished):
     assert result["values"] == [max(half) for half in halves] == [pytest.approx(value), result["values"][1]]
     assert result["steps"] == [steps[half.index(max(half))] for half in halves] and result["steps"][0] < 33
     assert 80 < result["median"] == result["metrics"]["accuracy"] == statistics.median(result["values"])
-    runs = [read_json(path) for path in sorted(out.glob("runs/*.json"))]
+    runs = read_lines(out / "runs.jsonl")
     ranks = result["effective_rank"]
     assert [run["seed"] for run in runs] == [1, 2] and [run["ranks"] for run in runs] == ranks["after"]
     for found, h in ((ranks["before"], before), (ranks["after"][0], after)):
@@ -216,7 +217,7 @@ def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, strength, labe
     model = probe.fit(vectors[0].astype(np.float64), targets, strengths)
     right = 100 * np.mean(["xyz"[i] for i in model.predict(vectors[1])] == np.array(labels))
     assert result["values"] == [result["median"]] == [pytest.approx(right)] and right > 70
-    run, = [read_json(path) for path in tmp_path.glob("out/runs/*.json")]
+    run, = read_lines(tmp_path / "out/runs.jsonl")
     assert run["l2"] == pytest.approx(1 / model[-1].C_)
     lines = [json.loads(line) for line in (tmp_path / "out/predictions.jsonl").read_text().splitlines()]
     found = [[line["scores"][name] for name in "xyz"] for line in lines]
@@ -241,7 +242,7 @@ def test_ranks_follow_from_the_validation_text(text, finished, tmp_path, monkeyp
 
 
 def test_an_export_gives_the_predictions_of_fine_tuning(labeled, tuned, hub, tmp_path):
-    convert.main(["export", str(tuned[0]), str(tmp_path / "hub")])
+    export.main([str(tuned[0]), str(tmp_path / "hub")])
     tokenizer = hub.AutoTokenizer.from_pretrained(tmp_path / "hub")
     model = hub.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hub", trust_remote_code=True)
     batch = tokenizer(list(labeled[1]), truncation=True, padding=True, return_tensors="pt")

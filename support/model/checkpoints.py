@@ -1,29 +1,23 @@
 """Checkpoints: files of tensors with everything that a model needs, written atomically and read without running code.
 
-A checkpoint of train.py holds its whole run: config (a Config), settings (of Recipe and RunOptions), corpus (the name
-of its folder in the cache), tokenizer (the content of tokenizer.json), step, seconds, model and optimizers. The
-encoder.pt of finetune.py holds config, settings, tokenizer, model, and what the export of its head needs. Both record
-the code that made them.
+A checkpoint of train.py (`step_*.pt`) holds its whole run: config (a Config), settings (of Recipe and RunOptions),
+preset, ablation, seeds (its own, after those of the runs that it continues by --init), tokenizer (the content of
+tokenizer.json), corpus (the name of its folder), corpus_identity, step, seconds, model and optimizers. The encoder.pt
+of finetune.py holds config, settings, tokenizer, model, and what the export of its head needs. Both record the code
+that made them.
 """
-import io
 import pickle
 import zipfile
+from collections.abc import Container
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from maelm import MAELM, NUM_SPECIAL, Config, Encoder
+from maelm import MAELM, Config, Encoder
 from support.model.build import make_model
-from support.program.cli import path_of
-from support.program.errors import UserError, is_first, say
-from support.program.files import atomic, code_hashes, short_hash
+from support.program import ROOT, UserError, atomic, code_hashes, compare, path_of, short_hash
 from support.text.tokenizer import Tokenizer
-
-# The code that decides weights, as it was when this program began.
-CODE = code_hashes("maelm.py", "train.py", "support/model/build.py", "support/model/cross_attention.py",
-                   "support/model/optim.py", "support/text/corpus.py")
 
 
 # ---- 1. Files -----------------------------------------------------------------------------------------------
@@ -34,16 +28,12 @@ def checkpoints(out: Path) -> list[Path]:
 
 def write_checkpoint(path: Path, state: dict):
     """Write a checkpoint atomically. It may hold only tensors, numbers and texts, so that reading it runs no code."""
-    state = {"code": CODE} | state
-    content = io.BytesIO()  # if PyTorch wrote the file, its error for a full disk would not say so
-    torch.save(state, content)
     with atomic(path) as temporary:
-        temporary.write_bytes(content.getbuffer())
+        torch.save({"code": code_hashes()} | state, temporary)
 
 
 def read_checkpoint(path: Path, *wanted: str) -> dict:
-    """Read a checkpoint to the CPU. Its `config` becomes a Config, and its `tokenizer` a Tokenizer. Says if other code
-    made it."""
+    """Read a checkpoint to the CPU. Its `config` becomes a Config, and its `tokenizer` a Tokenizer."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     try:
@@ -53,46 +43,50 @@ def read_checkpoint(path: Path, *wanted: str) -> dict:
             raise zipfile.BadZipFile(damaged)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        if "can't allocate memory" in str(error):
-            raise
         raise UserError(f"{path}: damaged, or not written by this program; if you delete it, the checkpoint before it "
                         "is used") from error
-    missing = [name for name in ("config", "settings", "tokenizer", "model", *wanted) if name not in state]
-    if missing:
-        raise UserError(f"{path}: lacks {', '.join(missing)}; use a checkpoint of train.py, from this version of maelm")
     try:
         state["config"] = Config(**state["config"])  # a missing field gets its default
-    except TypeError as error:
-        raise UserError(f"{path}: from another version of maelm ({error}); use that version") from error
-    state["tokenizer"] = Tokenizer.of_json(state["tokenizer"])
-    changed = [name for name, code in state.get("code", {}).items() if CODE.get(name) != code]
-    if changed and is_first():
-        names = " and the ".join(changed)
-        say(f"{path} was made, at least in part, before a change of the {names}; to see its effect, train again with "
-            "another --out")
+        state["tokenizer"] = Tokenizer.of_json(state["tokenizer"])
+        missing = {"settings", "model", *wanted} - state.keys()
+        if missing:
+            raise KeyError(missing)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}: no checkpoint of train.py, or from another version of maelm ({error!r})") from error
     return state
 
 
-def checkpoint_of(path: Path) -> Path:
-    """The checkpoint at a path, the newest in a run folder, or finetune.py's encoder.pt. Raises UserError if none."""
-    path = Path(path)  # which may be a text in a notebook
+def load_checkpoint(path: Path | str, *wanted: str) -> dict:
+    """Read the checkpoint at a path, the newest in a run folder, or finetune.py's encoder.pt. Says if other code made
+    it. Raises UserError if there is none."""
+    path = path_of(str(path))
     files = [path] if path.suffix == ".pt" else [*checkpoints(path), *path.glob("encoder.pt")]
     if not files:
         raise UserError(f"{path}: no run folder with checkpoints; make one with train.py (a linear probe saves none)")
-    return files[-1]
+    state = read_checkpoint(files[-1], *wanted)
+    changed = changed_code(state)
+    if changed:
+        print(f"{files[-1]} was made by other code: since then, {', '.join(changed)} changed")
+    return state
 
 
-def load_model(path: Path) -> tuple[MAELM, Tokenizer]:
+def changed_code(state: dict) -> list[str]:
+    """The Python files that are not as they were when a checkpoint was written."""
+    return [name for name, code in state.get("code", {}).items()
+            if not (ROOT / name).is_file() or short_hash((ROOT / name).read_bytes()) != code]
+
+
+def load_model(path: Path | str) -> tuple[MAELM, Tokenizer]:
     """Load the model of a run folder or checkpoint, in evaluation mode, and its tokenizer."""
-    state = read_checkpoint(checkpoint_of(path), "step")  # encoder.pt of finetune.py has no step and no decoder
+    state = load_checkpoint(path, "step")  # encoder.pt of finetune.py has no step and no decoder
     model = make_model(state["config"])
     model.load_state_dict(state["model"])
     return model.eval(), state["tokenizer"]
 
 
-def load_encoder(path: Path) -> tuple[Encoder, dict]:
-    """Load an encoder as checkpoint_of finds it, in evaluation mode, and the other entries of its checkpoint."""
-    state = read_checkpoint(checkpoint_of(path))
+def load_encoder(path: Path | str) -> tuple[Encoder, dict]:
+    """Load an encoder as load_checkpoint finds it, in evaluation mode, and the other entries of its checkpoint."""
+    state = load_checkpoint(path)
     encoder = Encoder(state["config"])
     prefix, weights = "encoder.", state.pop("model")
     encoder.load_state_dict({name.removeprefix(prefix): weight for name, weight in weights.items()
@@ -100,55 +94,61 @@ def load_encoder(path: Path) -> tuple[Encoder, dict]:
     return encoder.eval(), state
 
 
-# ---- 2. Encoders that are fine-tuned ------------------------------------------------------------------------
-class Pretrained:
-    """The encoder of a run; `random:` keeps only its shape and tokenizer. Raises UserError if it is missing."""
-    def __init__(self, name: str):
-        encoder, state = load_encoder(path_of(name.removeprefix("random:")))
-        self.tokenizer = state["tokenizer"]
-        self.settings = state["settings"]
-        self.config = state["config"]
-        self.weights = None if name.startswith("random:") else encoder.state_dict()
-
-    def weights_hash(self) -> str:
-        """A hash of the weights or, if they are random, of the weights that seed 0 draws."""
-        weights = [tensor.numpy().tobytes() for tensor in self.new_encoder(seed=0).state_dict().values()]
-        return short_hash(b"".join(weights))
-
-    def new_encoder(self, seed: int) -> Encoder:
-        """A copy of the encoder. If its weights are random, the seed determines them."""
-        torch.manual_seed(seed)
-        encoder = make_model(self.config, self.settings.get("position_init", "normal")).encoder
-        if self.weights is not None:
-            encoder.load_state_dict(self.weights)
-        return encoder
+# ---- 2. Runs of train.py ------------------------------------------------------------------------------------
+def newest_checkpoint(out: Path) -> dict | None:
+    """The newest checkpoint of a run, or None."""
+    found = checkpoints(out)
+    return read_checkpoint(found[-1], "step") if found else None
 
 
-def last_layer(encoder: Encoder, tokens, padding):
-    """tokens (B, t) int64, padding (B, t) bool -> H^L (B, t, d)."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    return encoder(tokens, positions, padding)
+def load_start(init: str, out: Path) -> dict:
+    """The checkpoint whose settings a run with --init takes over: that of --init or, if a run in `out` began there, its
+    own, so that its start may be gone. `ancestors` are the seeds of all runs before this one."""
+    own = newest_checkpoint(out)
+    if own and own["settings"]["init"] == init:
+        return own | {"ancestors": own["seeds"][:-1]}
+    state = load_checkpoint(init, "step")
+    return state | {"ancestors": state.get("seeds", [state["settings"]["seed"]])}
 
 
-class Tuned(nn.Module):
-    """An encoder with a head."""
-    def __init__(self, encoder: Encoder, head: nn.Module):
-        super().__init__()
-        self.encoder, self.head = encoder, head
+def changes(out: Path, saved: dict, defaults: dict, now: dict, fixed: Container[str]) -> dict[str, list]:
+    """The settings and the code that differ from those of a checkpoint; what it lacks has its default. Raises UserError
+    if a setting has changed that is `fixed`."""
+    before = asdict(saved["config"]) | defaults | saved["settings"]
+    changed = compare(out, before, now, fixed)
+    if changed.get("keep_checkpoints", [1])[0] == 0:
+        raise UserError(f"{out}: keep_checkpoints=0 there; repeat the command with --keep-checkpoints 0, because "
+                        "otherwise its older checkpoints would be deleted")
+    return changed | {f"code of {name}": ["other", "this"] for name in changed_code(saved)}
 
-    def forward(self, tokens, padding):
-        """tokens (B, t) int64, padding (B, t) bool -> the head's float32 logits."""
-        return self.head(last_layer(self.encoder, tokens, padding), padding).float()
+
+def restore(saved: dict, model: MAELM, optimizers: list):
+    """Load the weights and the optimizers' states of a checkpoint."""
+    model.load_state_dict(saved["model"])
+    for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+        groups = optimizer.param_groups
+        optimizer.load_state_dict(state)
+        optimizer.param_groups = groups  # not the saved ones, because their rates and decays may have changed
 
 
-def write_tuned(path: Path, model: Tuned, pretrained: Pretrained, **entries):
-    """Write a fine-tuned model, which can be exported or fine-tuned further. For the export, `entries` have its `task`,
-    the names of its `labels` (list), the `scale` of its numbers, and the `longest` input of fine-tuning in tokens. The
-    `example` has tokens and their logits, with which the export is compared."""
-    tokens = torch.arange(NUM_SPECIAL, NUM_SPECIAL + 8, device=next(model.parameters()).device)[None]
-    with torch.no_grad():
-        logits = model.eval()(tokens, tokens < 0)
-    head = vars(type(model.head)).get("exported", ())  # not that of a class from which the head is derived
-    write_checkpoint(path, entries | {
-        "config": asdict(pretrained.config), "settings": pretrained.settings, "model": model.state_dict(),
-        "tokenizer": pretrained.tokenizer.to_json(), "head": list(head), "example": [tokens.cpu(), logits.cpu()]})
+def copy_weights(start: dict, model: MAELM):
+    """Copy the weights of a checkpoint that fit, and list the others. Raises UserError unless its encoder fits."""
+    mine, theirs = model.state_dict(), start["model"]
+    fitting = {name: theirs[name] for name in mine if name in theirs and mine[name].shape == theirs[name].shape}
+    others = [name for name in mine | theirs if name not in fitting]
+    wrong = [name for name in others if name.startswith("encoder.")]
+    if wrong:
+        raise UserError(f"--init: its encoder has another shape ({wrong[0]}); leave out the flags that change it")
+    model.load_state_dict(mine | fitting)
+    if others:
+        print(f"weights that only this model or only that of --init has: {', '.join(others[:4])} ... ({len(others)})")
+
+
+def save_run(out: Path, record: dict, step: int, seconds: float, model: MAELM, optimizers: list, keep: int):
+    """Write the checkpoint of a run, whose `record` stays the same, and remove older ones except the last `keep`."""
+    write_checkpoint(out / f"step_{step:07d}.pt", record | {
+        "step": step, "seconds": seconds, "model": model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers]})
+    if keep > 0:
+        for old in checkpoints(out)[:-keep]:
+            old.unlink()

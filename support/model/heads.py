@@ -1,6 +1,6 @@
 """The heads of fine-tuned models. An export contains this file, so that `transformers` computes with the same code.
 
-A head takes H^L (B, t, d) and padding (B, t) bool. `exported` is its name in support/export/modeling_maelm.py, and the
+A head takes H^L (B, t, d) and padding (B, t) bool. `exported` is its name in modeling_maelm.py, and the
 end of the name of its class there; a head without `exported` cannot be exported.
 """
 import torch

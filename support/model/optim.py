@@ -56,24 +56,17 @@ def set_rates(optimizer: torch.optim.Optimizer, factor: float):
         group["lr"] = factor * peak
 
 
-def make_optimizers(model: MAELM, recipe, dtype: torch.dtype) -> list:
-    """AdamW and, with recipe.optimizer "muon", Muon in `dtype` for the matrices of the layers."""
+def parameter_groups(model: MAELM) -> tuple[list, list, list]:
+    """The matrices of the layers, those that hold two matrices (W^K above W^V), and all other parameters."""
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     matrices = {weight for block in blocks for weight in block.parameters() if weight.ndim == 2}
     pairs = {module.key_value.weight for module in model.modules() if isinstance(module, Attention)}
     single, double, rest = [], [], []
     for parameter in model.parameters():
-        if recipe.optimizer == "adamw" or parameter not in matrices:
+        if parameter not in matrices:
             rest.append(parameter)
         elif parameter in pairs:
-            double.append(parameter)  # W^K above W^V
+            double.append(parameter)
         else:
             single.append(parameter)
-    betas = recipe.adam_beta1, recipe.adam_beta2
-    adamw = torch.optim.AdamW(rest, lr=recipe.learning_rate, betas=betas, eps=recipe.adam_epsilon,
-                              weight_decay=recipe.weight_decay, fused=True)
-    if recipe.optimizer == "adamw":
-        return [adamw]
-    groups = [{"params": single, "parts": 1}, {"params": double, "parts": 2}]
-    muon = Muon(groups, recipe.muon_learning_rate, recipe.muon_weight_decay, dtype)
-    return [adamw, muon]
+    return single, double, rest

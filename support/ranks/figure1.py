@@ -2,8 +2,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from support.program.errors import printable
-from support.program.figures import figure
+from support.program import figure
 
 
 class Curve(NamedTuple):
@@ -55,7 +54,7 @@ def draw(entries: dict[str, dict], tau: float, path: Path):
         for number, (name, entry) in enumerate(entries.items()):
             for curve, ranks in entry["uncentered"].items():
                 look = CURVES[curve]
-                label = f"{look.label}: {printable(name)}"  # matplotlib hides labels that begin with _
+                label = f"{look.label}: {name}"
                 axes[look.panel].plot(ranks, look.style, color=f"C{number}", label=label)
         for axis, title in zip(axes, ("(a) all tokens", "(b) [MASK] tokens")):
             axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {tau}", title=title)

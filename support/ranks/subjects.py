@@ -11,10 +11,8 @@ from tqdm import tqdm
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP
 from support.model.checkpoints import load_encoder
-from support.program.cli import path_of
-from support.program.errors import UserError, root_cause
-from support.text.corpus import VAL_SHARE, Rows, evenly_spaced, in_validation, prepared_corpus, sample
-from support.text.documents import CACHE, documents, sources
+from support.program import UserError, fields_of
+from support.text.corpus import Rows, Text, corpus_of_run, documents, evenly_spaced, in_validation, sample
 
 
 class Subject(NamedTuple):
@@ -34,27 +32,24 @@ class Subject(NamedTuple):
 
 
 # ---- 1. A run -----------------------------------------------------------------------------------------------
-def subject_of_run(name: str, options, device: torch.device) -> Subject:
-    """The encoder in a run folder or checkpoint. The fields data, column, val_share and tokens of a rank.RankOptions
-    select its text. Without the first three, it is the run's validation text."""
-    encoder, state = load_encoder(path_of(name))
+def subject_of_run(name: str, selected: dict, tokens: int, device: torch.device) -> Subject:
+    """The encoder in a run folder or checkpoint, and its validation text or, if fields of a Text are `selected`, about
+    this many tokens of that text."""
+    encoder, state = load_encoder(name)
     encoder = encoder.to(device)
     config = state["config"]
-    tokenizer = state["tokenizer"]
-    settings = state["settings"]
-    text = options.data or settings.get("data", "docs")
-    if "corpus" in state and not (options.data or options.column or options.val_share):
-        given = tokenizer if settings["init"] else None
-        rows = Rows(prepared_corpus(asdict(config) | settings, given, state["corpus"]), "val", config.seq_len)
+    text = Text(**fields_of(Text, asdict(config) | state["settings"] | selected))
+    if "corpus" in state and not selected:
+        rows = Rows(corpus_of_run(text, state), "val", config.seq_len)
     else:
-        rows = text_rows(text, tokenizer.encode, ([CLS], [SEP], []), config.seq_len, options, settings)
+        rows = text_rows(text, state["tokenizer"].encode, ([CLS], [SEP], []), config.seq_len, tokens)
     positions = torch.arange(config.seq_len, device=device)[None]  # (1, n)
 
     def encode(tokens):
         return encoder.hidden_states(tokens.to(device), positions)
 
     reads_mask = config.mask_in_encoder > 0 and config.encoder_fill != "random"
-    return Subject(name, encode, rows, text, MASK, list(range(NUM_SPECIAL)), reads_mask)
+    return Subject(name, encode, rows, text.data, MASK, list(range(NUM_SPECIAL)), reads_mask)
 
 
 # ---- 2. An encoder of the Hub -------------------------------------------------------------------------------
@@ -77,16 +72,16 @@ def encoder_of_hub(name: str) -> tuple[nn.Module, object]:
         model, loading = library.AutoModel.from_pretrained(source, trust_remote_code=False, output_loading_info=True)
         tokenizer = library.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # a damaged file can make it raise anything
-        why = f"{type(error).__name__}: {root_cause(error)}"
-        raise UserError(f"{name}: transformers cannot load it; model code never runs here ({why})") from error
+        raise UserError(f"{name}: transformers cannot load it; model code never runs here ({error!r:.200})") from error
     missing = [key for key in loading["missing_keys"] if not key.startswith("pooler.")]
     if missing:
         raise UserError(f"{name}: it lacks weights of the encoder, such as {min(missing)}")
     return model.float().eval(), tokenizer
 
 
-def subject_of_hub(name: str, options, device: torch.device) -> Subject:
-    """An encoder that transformers' AutoModel loads. It reads the validation documents of --data, or of docs."""
+def subject_of_hub(name: str, selected: dict, tokens: int, seq_len: int, device: torch.device) -> Subject:
+    """An encoder that transformers' AutoModel loads. It reads validation documents of docs, unless fields of a Text are
+    `selected`: about this many tokens, in sequences of seq_len, unless its own limit is lower."""
     model, tokenizer = encoder_of_hub(name)
     model = model.to(device)
     cls, sep, mask = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
@@ -103,31 +98,28 @@ def subject_of_hub(name: str, options, device: torch.device) -> Subject:
         # In some model families, the last entry of hidden_states lacks the final LayerNorm.
         return [*out.hidden_states[:-1], out.last_hidden_state]
 
-    text = options.data or "docs"
     # RoBERTa counts positions from its padding id plus 1, so it reads 512 tokens with 514 positions. XLNet has -1.
     positions = getattr(model.config, "max_position_embeddings", 514) - 2
-    n = min(options.seq_len, tokenizer.model_max_length, positions if positions > 0 else 512)
-    rows = text_rows(text, encode_text, ([cls], [sep], [sep]), n, options, {})
+    n = min(seq_len, tokenizer.model_max_length, positions if positions > 0 else 512)
+    text = Text(**selected)
+    rows = text_rows(text, encode_text, ([cls], [sep], [sep]), n, tokens)
     specials = sorted(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
-    return Subject(name, encode, rows, text, mask, specials, reads_mask=True)
+    return Subject(name, encode, rows, text.data, mask, specials, reads_mask=True)
 
 
-# ---- 3. Text of --data --------------------------------------------------------------------------------------
-def text_rows(source: str, encode: Callable, frame: tuple, n: int, options, settings: dict) -> np.ndarray:
-    """Documents of a source, spaced evenly over its text, as sequences (N, n) int64. Their share is that of the options
-    or of the run with these settings. The frame holds the special tokens before a sequence, between documents and after
-    a sequence. Raises UserError if the text is too short for one sequence."""
+# ---- 3. Its text --------------------------------------------------------------------------------------------
+def text_rows(text: Text, encode: Callable, frame: tuple, n: int, tokens: int) -> np.ndarray:
+    """Validation documents, spaced evenly over a text, as sequences (N, n) int64, of about this many tokens. The frame
+    holds the special tokens before a sequence, between documents and after a sequence. Raises UserError if the text is
+    too short for one sequence."""
     before, between, after = frame
     room = n - len(before) - len(after)
-    share = options.val_share or settings.get("val_share", VAL_SHARE)
-    column = options.column or settings.get("column", "text")
-    read = documents(sources(source), column, settings.get("cache", CACHE))
-    texts = sample((text for text in filter(None, read) if in_validation(text, share)), 20 * options.tokens)
+    held_out = (document for document in documents(text) if in_validation(document, text.val_share))
     ids = []
-    for text in tqdm(texts, "tokenizing", unit="text", leave=False, disable=None):
-        ids += [*encode(text.decode()), *between]
+    for document in tqdm(sample(held_out, 20 * tokens), "tokenizing", unit="text", leave=False, disable=None):
+        ids += [*encode(document.decode()), *between]
     count = len(ids) // room if room > 0 else 0
     if count == 0:
-        raise UserError(f"--data {source}: {len(ids)} tokens, but a sequence has {n}; use --val-share 1")
+        raise UserError(f"--data {text.data}: {len(ids)} tokens, but a sequence has {n}; use --val-share 1")
     rows = [[*before, *ids[i * room:(i + 1) * room], *after] for i in range(count)]
     return np.array(rows, np.int64)

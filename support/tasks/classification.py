@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from maelm import PAD, Config
 from support.model.heads import ClassifierHead
-from support.program.files import json_lines
-from support.tasks.task import Example, Labels, TuneConfig
+from support.program import json_lines
+from support.tasks.tasks import Example, Labels, TuneConfig
 from support.text.tokenizer import Tokenizer
 
 
@@ -37,9 +37,9 @@ def matthews(predicted, true) -> float:
 
 
 def spearman(predicted, true) -> float:
-    """Pearson correlation of the ranks of two arrays (N,), in [-1, 1]; NaN if either is constant."""
+    """Pearson correlation of the ranks of two arrays (N,), in [-1, 1]; 0 if either is constant."""
     if np.ptp(predicted) == 0 or np.ptp(true) == 0:
-        return math.nan
+        return 0.0
     import pandas  # here, because it is slow
     ranks = pandas.DataFrame([predicted, true]).rank(axis=1)  # equal values share their mean rank
     return float(np.corrcoef(ranks)[0, 1])
@@ -72,23 +72,21 @@ def collate(encoded: Encoded, chosen, device: torch.device):
     return tokens, tokens == PAD, encoded.targets[chosen].to(device)
 
 
-def order_of(encoded: Encoded) -> np.ndarray:
-    """The indices of all inputs of a split, in the order of their lengths."""
-    return np.argsort([len(ids) for ids in encoded.ids], kind="stable")
-
-
 def by_length(encoded: Encoded, batch_size: int, device: torch.device) -> Iterator[tuple]:
-    """Yield all inputs of a split, as collate returns them, in batches of similar length."""
-    order = order_of(encoded)
+    """Yield all inputs of a split in batches of similar length: their indices, and what collate returns."""
+    order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
     for start in range(0, len(order), batch_size):
-        yield collate(encoded, order[start:start + batch_size], device)
+        chosen = order[start:start + batch_size]
+        yield chosen, *collate(encoded, chosen, device)
 
 
 @torch.no_grad()
 def outputs_of(function: Callable[[Tensor, Tensor], Tensor], encoded: Encoded, batch_size: int, device: torch.device):
-    """function(tokens, padding) for the batches of by_length as one tensor (N, ...), in the order of the inputs."""
-    outputs = [function(tokens, padding).cpu() for tokens, padding, _ in by_length(encoded, batch_size, device)]
-    return torch.cat(outputs)[np.argsort(order_of(encoded))]
+    """function(tokens, padding) for all inputs of a split, as one tensor (N, ...) in their order."""
+    outputs = {}
+    for chosen, tokens, padding, _ in by_length(encoded, batch_size, device):
+        outputs |= zip(chosen, function(tokens, padding).cpu())
+    return torch.stack([outputs[i] for i in range(len(outputs))])
 
 
 def batches(encoded: Encoded, seed: int, batch_size: int) -> Iterator[np.ndarray]:
@@ -148,9 +146,9 @@ class Classification:
         """The outputs that `score` needs, float32: here, the logits (B, C)."""
         return logits
 
-    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float | None], dict[str, str]]:
-        """Logits (N, C) -> metrics in percent of examples with labels (None for the correlation of constant numbers),
-        and predictions.jsonl with each example's label, prediction and, for labels with names, all probabilities."""
+    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
+        """Logits (N, C) -> metrics in percent of examples with labels, and predictions.jsonl with each example's label,
+        prediction and, for labels with names, all probabilities."""
         names = self.labels.names
         lines = []
         for example, output in zip(encoded.examples, torch.from_numpy(outputs)):
@@ -167,32 +165,19 @@ class Classification:
             return {}, files
         columns = [[line[name] for line in labeled] for name in ("prediction", "label")]  # scores are those of the file
         predicted, true = [np.array([names.index(cell) if names else cell for cell in column]) for column in columns]
-        metrics = {}
-        for name in self.labels.metrics:
-            value = METRICS[name](predicted, true)
-            metrics[name] = None if math.isnan(value) else 100 * value
-        return metrics, files
+        return {name: 100 * METRICS[name](predicted, true) for name in self.labels.metrics}, files
 
 
 # ---- 4. Scores of any task ----------------------------------------------------------------------------------
-ENDS = {"dev": "", "dev_mm": "_mm", "test": "_test"}  # of the names of metrics and prediction files
-DIVERGED = {"value": None, "metrics": {}, "ranks": None}  # a run whose outputs contain NaN
-
-
-def scores(outputs: dict, setup) -> tuple[dict | None, dict[str, str]]:
+def scores(outputs: dict, kind, splits: dict[str, Encoded]) -> tuple[dict | None, dict[str, str]]:
     """Outputs (N, K) by split -> metrics, None if the model has diverged, and the texts of prediction files by name;
-    names end in _mm or _test for splits other than dev. `setup` is a finetune.Setup."""
-    if any(each.isnan().any() for each in outputs.values()):
-        return None, {}
+    names end in _mm or _test for splits other than dev. The kind is a Classification or a squad.Spans."""
     metrics, files = {}, {}
     for split, each in outputs.items():
-        found, texts = setup.kind.score(each.numpy(), setup.splits[split])
-        end = ENDS[split]
+        if each.isnan().any():
+            return None, {}
+        found, texts = kind.score(each.numpy(), splits[split])
+        end = {"dev": "", "dev_mm": "_mm", "test": "_test"}[split]
         metrics |= {name + end: value for name, value in found.items()}
         files |= {name.replace(".", f"{end}."): text for name, text in texts.items()}
     return metrics, files
-
-
-def or_lowest(value: float | None) -> float:
-    """A value as a number for comparisons; None (a diverged run) is the lowest."""
-    return -math.inf if value is None else value

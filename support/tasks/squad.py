@@ -14,7 +14,7 @@ from torch import nn
 from maelm import CLS, PAD, SEP, Config
 from support.model.heads import SpanHead
 from support.tasks.classification import Encoded
-from support.tasks.task import Labels, Question, TuneConfig
+from support.tasks.tasks import Labels, Question, TuneConfig
 from support.text.tokenizer import Tokenizer
 
 
@@ -35,8 +35,8 @@ def token_f1(predicted: str, true: str) -> float:
 
 
 def squad_metrics(questions: list, predictions: dict[str, str], odds: dict[str, float]) -> dict[str, float]:
-    """The numbers that the official evaluation prints, in percent, given the answer ("" for none) and the odds of no
-    answer for each id. The best threshold removes the answers with higher odds; it never adds answers."""
+    """The official evaluation's exact match and F1 in percent, given the answer ("" for none) and the odds of no answer
+    for each id; and the best over thresholds, each of which removes the answers with higher odds."""
     scores = {"exact": [], "f1": []}
     for q in questions:
         true = [text for _, text in q.answers if normalize(text)] or [""]  # acceptable answers
@@ -51,10 +51,6 @@ def squad_metrics(questions: list, predictions: dict[str, str], odds: dict[str, 
     for metric, values in scores.items():
         values = 100.0 * np.array(values)
         found[metric] = float(values.mean())
-        for group, chosen in (("HasAns", answerable), ("NoAns", ~answerable)):
-            if chosen.any():
-                found[f"{group}_{metric}"] = float(values[chosen].mean())
-                found[f"{group}_total"] = int(chosen.sum())
         # Start without answers, then add them one by one, in the order of the odds.
         gains = np.where(answerable, values, -100.0 * answered)[order]
         sums = 100 * np.sum(~answerable) + np.append(0, gains.cumsum())

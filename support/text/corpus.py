@@ -1,215 +1,273 @@
-"""From --data to a prepared corpus: documents, their split into training and validation, their tokens, and sequences.
+"""From --data to tokens: documents, their split into training and validation, a prepared corpus, and its sequences.
 
-A prepared corpus is a folder in --cache, named after a hash of the text and of how it was prepared. `train.bin` and
-`val.bin` hold tokens, uint16 or uint32, with `[SEP]` after each document; `meta.json` is written last.
+A prepared corpus is a folder in --cache. `train.bin` and `val.bin` hold tokens, uint16 or uint32, with [SEP] after each
+document; `meta.json`, written last, says what they were made from.
 """
+import glob
 import hashlib
-import os
-import time
+import itertools
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from maelm import CLS, NUM_SPECIAL, SEP
-from support.program.cli import path_of
-from support.program.errors import UserError, say
-from support.program.files import code_hashes, lock_folder, read_json, short_hash, sync, write_json, write_text
-from support.text.documents import Source, documents, read_docs, sources, text_hash
-from support.text.tokenizer import Tokenizer
+from maelm import CLS, NUM_SPECIAL, SEP, Config
+from support.program import CACHE, UserError, lock_folder, path_of, read_json, short_hash, write_json, write_text
+from support.text.docs import read_docs, versions
+from support.text.tokenizer import Tokenizer, split_long
 
 SPLITS = ("train", "val")
-VAL_SHARE = 0.01  # fraction of the documents held out for validation
+FORMATS = {  # suffix -> kind of file, and options, for `datasets`
+    ".txt": ("text", dict(keep_linebreaks=True, encoding="utf-8-sig")),
+    ".jsonl": ("json", {}), ".json": ("json", {}), ".parquet": ("parquet", {})}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+GROUPED = 10_000  # characters after which a document without a blank line ends
+LONGEST = 1 << 22  # characters after which a document is split; no book is that long
 NGRAM = 13  # documents that share this many consecutive words are near-duplicates
 SAMPLE = 200 * 10 ** 6  # largest number of bytes that the tokenizer learns from
-BATCH = 1 << 22  # characters that are tokenized at a time
-CODE = [f"support/text/{name}.py" for name in ("corpus", "documents", "readers", "tokenizer")]  # decides the tokens
-LEAST_VAL = 4096  # smallest number of validation tokens, or a tenth of a small corpus
 
 
-# ---- 1. The validation split, and near-duplicates -----------------------------------------------------------
-def in_validation(text: str, share: float) -> bool:
+@dataclass(frozen=True)
+class Text:
+    """The settings that select a corpus; see train.Recipe."""
+    data: str = "docs"
+    column: str = "text"
+    uncased: bool = True
+    val_share: float = 0.01
+    vocab_size: int = 32768
+    cache: str = CACHE
+
+    def sources(self) -> list[str]:
+        """The sources that + joins in `data`: docs, hf:NAME[:CONFIG], or paths."""
+        return [self.data] if path_of(self.data).exists() else self.data.split("+")
+
+
+# ---- 1. Documents -------------------------------------------------------------------------------------------
+def split_name(path: Path) -> tuple[str, str]:
+    """The name of a file without its suffixes, and its format: test and .csv for test.CSV.gz."""
+    if path.suffix.lower() in COMPRESSED:
+        path = path.with_suffix("")
+    return path.stem, path.suffix.lower()
+
+
+def files_of(source: str) -> list[Path]:
+    """A text file, or all text files in a folder and the folders in it, except hidden ones. Raises UserError if there
+    are none."""
+    root = path_of(source)
+    inside = [path for path in root.rglob("*") if not any(part[0] == "." for part in path.relative_to(root).parts)]
+    files = sorted(path for path in [root, *inside] if path.is_file() and split_name(path)[1] in FORMATS)
+    if not files:
+        raise UserError(f"--data {source}: has no file ending in {', '.join(FORMATS)}, plain or compressed; other "
+                        "sources are docs and hf:NAME")
+    return files
+
+
+def records_of(path: Path) -> Iterator[dict]:
+    """The records of a file. Raises UserError if it cannot be read."""
+    import datasets  # here, because it takes a second
+    kind, options = FORMATS[split_name(path)[1]]
+    file = glob.escape(str(path.absolute()))
+    try:
+        yield from datasets.load_dataset(kind, data_files=[file], split="train", streaming=True, **options)
+    except Exception as error:  # each format has its own errors
+        raise UserError(f"{path}: cannot be read ({error})") from error
+
+
+def hub_records(name: str, split: str = "train") -> Iterable[dict]:
+    """The records of hf:NAME[:CONFIG], downloaded to the folder HF_HOME."""
+    import datasets
+    path, _, config = name.removeprefix("hf:").partition(":")
+    if Path(path).exists():
+        raise UserError(f"{name}: the folder {path} would be read instead; run in another folder")
+    return datasets.load_dataset(path, config or None, split=split)
+
+
+def grouped(lines: Iterable[str]) -> Iterator[str]:
+    """Group lines into documents, which end at a blank line or with the line in which they reach GROUPED characters."""
+    document, size = [], 0
+    for line in itertools.chain(lines, [" "]):  # a blank line ends the last one
+        if not line.isspace():
+            document.append(line)
+            size += len(line)
+        if document and (line.isspace() or size >= GROUPED):
+            yield "".join(document)
+            document, size = [], 0
+
+
+def column_of(name: Path | str, records: Iterable[dict], column: str) -> Iterator[str]:
+    """The texts in a column of records, "" for null. Raises UserError if it is missing or holds something else."""
+    for number, record in enumerate(records, start=1):
+        text = record.get(column, 0)
+        if not isinstance(text, str | None):
+            raise UserError(f"{name}, record {number}: needs text in its field `{column}`; --column can be "
+                            f"{', '.join(record)}")
+        yield text or ""
+
+
+def texts_of(text: Text) -> Iterator[str]:
+    """The texts of all sources, unchanged."""
+    for source in text.sources():
+        if source == "docs":
+            yield from (document for _, document in read_docs(text.cache))
+        elif source.startswith("hf:"):
+            yield from column_of(source, hub_records(source), text.column)
+        else:
+            for file in files_of(source):
+                if split_name(file)[1] == ".txt":
+                    yield from grouped(record["text"] for record in records_of(file))
+                else:
+                    yield from column_of(file, records_of(file), text.column)
+
+
+def documents(text: Text) -> Iterator[str]:
+    """The documents that a Text selects, without white space around them. Long ones are split, empty ones dropped."""
+    return filter(None, map(str.strip, split_long(texts_of(text), LONGEST)))
+
+
+def in_validation(document: str, share: float) -> bool:
     """Whether a document belongs to the validation split, which has the documents with the lowest hashes."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) / 2 ** 32 < share
+    return int.from_bytes(hashlib.blake2b(document.encode(), digest_size=4).digest()) / 2 ** 32 < share
 
 
-def ngrams(text: str) -> set[str]:
+def ngrams(document: str) -> set[str]:
     """All sequences of NGRAM consecutive words, in lower case."""
-    words = text.lower().split()
+    words = document.lower().split()
     return {" ".join(words[i:i + NGRAM]) for i in range(len(words) - NGRAM + 1)}
 
 
-# ---- 2. Documents as tokens ---------------------------------------------------------------------------------
-def cost_of(text: bytes) -> int:
-    """The size of a text in bytes, times 16 if it has few spaces: then, learning from it takes 64 times its memory."""
-    spaces = text.count(b" ") + text.count(b"\n")
-    return len(text) if len(text) < 30 * (spaces + 1) else 16 * len(text)
-
-
-def sample(texts: Iterator[str], most: int, cost: Callable[[bytes], int] = len) -> list[bytes]:
+# ---- 2. A prepared corpus -----------------------------------------------------------------------------------
+def sample(texts: Iterable[str], most: int) -> list[bytes]:
     """Choose documents, at most this many bytes: all, or every second, or every fourth, and so on."""
     kept, size, step = [], 0, 1
     for number, text in enumerate(map(str.encode, texts)):  # as bytes, which need less memory
         if number % step == 0:
             kept.append(text)
-            size += cost(text)
+            size += len(text)
         while size > most and len(kept) > 1:  # drop every second document, and take only half as many from here on
             step *= 2
             kept = kept[::2]
-            size = sum(map(cost, kept))
+            size = sum(map(len, kept))
     return kept
 
 
-def encode(text: str, tokenizer: Tokenizer, val_share: float, docs: set[str], known: set[str]) -> tuple:
-    """The kind of a document, its size in bytes, and its tokens (length,) uint32 with `[SEP]`. The kind is its split or
-    "empty" or "near-duplicates" (a training document of `docs` with a `known` ngram), which are dropped."""
-    if not text:
-        return "empty", 0, None
-    split = "val" if in_validation(text, val_share) else "train"
-    if split == "train" and text in docs and not known.isdisjoint(ngrams(text)):
-        return "near-duplicates", 0, None
-    return split, len(text.encode()), np.append(tokenizer.encode(text), np.uint32(SEP))
+def new_tokenizer(text: Text) -> Tokenizer:
+    """Learn a tokenizer from a sample of the training split."""
+    found = tqdm(documents(text), "reading", leave=False, disable=None)
+    chosen = sample((each for each in found if not in_validation(each, text.val_share)), SAMPLE)
+    words = sum(len(each.split()) for each in chosen)
+    if sum(map(len, chosen)) > 30 * words:  # without spaces between words, learning takes far more memory
+        chosen = chosen[::16]
+    return Tokenizer.train(map(bytes.decode, chosen), text.vocab_size, text.uncased)
 
 
-def in_threads(function: Callable[[str], tuple], texts: Iterator[str]) -> Iterator[tuple]:
-    """Yield function(text) for each text, in order, using threads. About BATCH characters are held at a time."""
-    with ThreadPoolExecutor() as pool:
-        batch, size = [], 0
-        for text in texts:
-            batch.append(text)
-            size += len(text)
-            if size >= BATCH:
-                yield from pool.map(function, batch)
-                batch, size = [], 0
-        yield from pool.map(function, batch)
-
-
-def write_tokens(folder: Path, encoded: Iterable[tuple], dtype: np.dtype) -> tuple[Counter, int]:
-    """Write documents, in the form that `encode` returns, to one file per split. Returns the number of documents of
-    each kind, and the size of the written ones in bytes of text."""
-    count = Counter()
-    total = 0
+def prepare(text: Text, tokenizer: Tokenizer | None, made_from: dict, folder: Path):
+    """Write a corpus to a folder. Raises UserError if there is no text."""
+    print(f"preparing {text.data}, in {folder}")
+    tokenizer = tokenizer or new_tokenizer(text)
+    write_text(folder / "tokenizer.json", tokenizer.to_json())
+    docs, known = set(), set()
+    if "docs" in text.sources():  # the documentation repeats many texts
+        docs.update(document for _, document in read_docs(text.cache))
+        known.update(*[ngrams(each) for each in documents(text) if in_validation(each, text.val_share)])
+    dtype = np.dtype("uint16" if text.vocab_size <= 1 << 16 else "uint32")
+    tokens = dict.fromkeys(SPLITS, 0)
+    count = Counter(tokens)  # of documents
+    size = 0  # in bytes of text
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         files = {"train": train, "val": val}
-        for kind, size, tokens in encoded:
-            count[kind] += 1
-            total += size
-            if kind in files:
-                files[kind].write(tokens.astype(dtype).tobytes())
-    return count, total
-
-
-def settle_validation(folder: Path, dtype: np.dtype, val_share: float) -> dict[str, int]:
-    """Return the number of tokens in each split. If there are few documents, far too many or too few of them can fall
-    into the validation split; then the last tokens of the corpus become the validation split."""
-    train_file, val_file = [folder / f"{split}.bin" for split in SPLITS]
-    train, val = [file.stat().st_size // dtype.itemsize for file in (train_file, val_file)]
-    total = train + val
-    wanted = max(round(val_share * total), min(LEAST_VAL, total // 10))
-    if not wanted / 2 <= val <= 2 * wanted:  # append val to train, then cut the last `wanted` tokens off
-        with open(train_file, "ab") as file:
-            file.write(val_file.read_bytes())
-        end = (total - wanted) * dtype.itemsize
-        np.fromfile(train_file, dtype, offset=end).tofile(val_file)
-        os.truncate(train_file, end)
-        val = wanted
-    for file in (train_file, val_file):
-        sync(file)  # otherwise, a power cut could leave meta.json without the tokens
-    return {"train": total - val, "val": val}
-
-
-# ---- 3. A prepared corpus -----------------------------------------------------------------------------------
-def prepare(settings: dict, selected: list[Source], tokenizer: Tokenizer | None, folder: Path):
-    """Write the corpus of these sources to a folder. Raises UserError if they contain no text."""
-    data, val_share, start = settings["data"], settings["val_share"], time.perf_counter()
-    say(f"preparing {data}, in {folder}")
-    read = partial(documents, selected, settings["column"], settings["cache"])
-    bar = partial(tqdm, unit=" documents", unit_scale=True, leave=False, disable=None)
-    if tokenizer is None:
-        training = (each for each in bar(read(), "reading") if not in_validation(each, val_share))
-        chosen = map(bytes.decode, sample(training, SAMPLE, cost_of))
-        tokenizer = Tokenizer.train(chosen, settings["vocab_size"], settings["uncased"])
-    write_text(folder / "tokenizer.json", tokenizer.to_json())
-
-    docs, known = set(), set()
-    if "docs" in selected:  # the documentation repeats many texts
-        docs.update(text for _, text in read_docs(settings["cache"]))
-        known.update(*[ngrams(each) for each in read() if in_validation(each, val_share)])
-    dtype = np.dtype("uint16" if settings["vocab_size"] <= 1 << 16 else "uint32")
-    encoded = in_threads(lambda each: encode(each, tokenizer, val_share, docs, known), read())
-    count, size = write_tokens(folder, bar(encoded, "tokenizing"), dtype)
-    if not count.keys() & {*SPLITS}:
-        raise UserError(f"--data {data}: contains no text")
-    tokens = settle_validation(folder, dtype, val_share)
-    meta = {"data": data, "dtype": dtype.name, "tokens": tokens, "documents": count, "bytes": size}
-    write_json(folder / "meta.json", meta)
-    say(f"prepared in {time.perf_counter() - start:,.1f} s; {bytes_per_token(folder)}")
-
-
-def bytes_per_token(folder: Path) -> str:
-    """The bytes of text per token, and those of the tokenizer's own text: the oldest corpus in the cache with it."""
-    tokenizer = (folder / "tokenizer.json").read_bytes()
-    files = sorted(folder.parent.glob("*/meta.json"), key=lambda path: path.stat().st_mtime)
-    same = (path for path in files if path.with_name("tokenizer.json").read_bytes() == tokenizer)
-    own = next(path for path in same if "bytes" in read_json(path))  # older versions did not count them
-    here, there = [meta["bytes"] / sum(meta["tokens"].values()) for meta in map(read_json, (folder / "meta.json", own))]
-    compared = "" if own.parent == folder else f" ({there:.2f} in {own.parent}, from which its tokenizer was learned)"
-    return f"{here:.2f} bytes of text per token{compared}"
+        for document in tqdm(documents(text), "tokenizing", unit_scale=True, leave=False, disable=None):
+            split = "val" if in_validation(document, text.val_share) else "train"
+            if split == "train" and document in docs and not known.isdisjoint(ngrams(document)):
+                count["near-duplicates"] += 1
+                continue
+            ids = np.append(tokenizer.encode(document), np.uint32(SEP)).astype(dtype)
+            files[split].write(ids.tobytes())
+            tokens[split] += len(ids)
+            count[split] += 1
+            size += len(document.encode())
+    if not size:
+        raise UserError(f"--data {text.data}: contains no text")
+    write_json(folder / "meta.json", {"made_from": made_from, "dtype": dtype.name, "tokens": tokens, "documents": count,
+                                      "bytes": size})
 
 
 def summary(folder: Path) -> str:
     """A prepared corpus in a line: its folder, tokens, documents, and bytes of text per token."""
     meta = read_json(folder / "meta.json")
     tokens = meta["tokens"]
-    documents = ", ".join(f"{count:,} {kind}" for kind, count in meta["documents"].items())
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in meta["documents"].items())
     return (f"{folder}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation; "
-            f"{bytes_per_token(folder)}; documents: {documents}")
+            f"{meta['bytes'] / sum(tokens.values()):.2f} bytes of text per token; documents: {kinds}")
 
 
-def prepared_corpus(settings: dict, tokenizer: Tokenizer | None = None, name: str = "", moved: bool = False) -> Path:
-    """The folder of the corpus that `settings` (the fields data, column, uncased, val_share, vocab_size and cache)
-    select. If it does not exist, one process prepares it, with the given tokenizer or a new one. If it exists under the
-    `name` that a run has recorded, the text is not read, unless it may be another text because it has `moved`."""
-    cache = path_of(settings["cache"])
-    data = settings["data"]
-    if name and not moved and (cache / name / "meta.json").is_file():
-        return cache / name
-    selected = sources(data)
-    text = text_hash(selected, settings["column"], settings["cache"])
-    given = tokenizer.to_json() if tokenizer else settings["uncased"]  # a new tokenizer follows from the text
-    how = text, settings["vocab_size"], settings["val_share"], given, code_hashes(*CODE)
-    folder = cache / short_hash(repr(how))
-    if name not in ("", folder.name):
-        raise UserError(f"--data {data}: the text has changed, or the code that reads it, and the tokens of this run, "
-                        f"{cache / name}, are gone; restore one of them, or use another --data and --out")
-    complete = folder / "meta.json"
-    if not complete.is_file():  # otherwise nothing is written: the disk may be read-only
-        with lock_folder(folder, wait=True):
-            if not complete.is_file():
-                prepare(settings, selected, tokenizer, folder)
-    return folder
+def origin(text: Text, tokenizer: Tokenizer | None) -> dict:
+    """All that decides the tokens of a corpus, with the sizes and times of its files. Data sets on the Hub have only
+    their names."""
+    found = []
+    for source in text.sources():
+        if source == "docs":
+            found += ["docs", *versions()]
+        elif source.startswith("hf:"):
+            found.append(source)
+        else:
+            files = [(file.resolve(), file.stat()) for file in files_of(source)]
+            found += [[str(path), status.st_size, status.st_mtime] for path, status in files]
+    settings = {name: value for name, value in asdict(text).items() if name not in ("data", "cache")}
+    return settings | {"sources": found, "tokenizer": tokenizer and short_hash(tokenizer.to_json())}
 
 
-# ---- 4. Its sequences ---------------------------------------------------------------------------------------
+def prepared_corpus(text: Text, tokenizer: Tokenizer | None = None) -> Path:
+    """The folder of a corpus, such as docs-2048 or my_texts-8192-cased. If there is none that was made from the same,
+    one process prepares it, with the given tokenizer or a new one, in a new folder; others wait."""
+    made_from = origin(text, tokenizer)
+    names = [re.sub(r"[^\w.]+", "_", path_of(source).resolve().name) for source in text.sources()]
+    name = f"{'+'.join(names)[:100]}-{text.vocab_size}{'' if text.uncased else '-cased'}"
+    for number in itertools.count(1):
+        folder = path_of(text.cache) / (name if number == 1 else f"{name}-{number}")
+        meta = folder / "meta.json"
+        if not meta.is_file():  # otherwise nothing is written: the disk may be read-only
+            with lock_folder(folder, wait=True):
+                if not meta.is_file():
+                    prepare(text, tokenizer, made_from, folder)
+        if read_json(meta).get("made_from") == made_from:
+            return folder
+
+
+def identity_of(folder: Path) -> str:
+    """A hash of what a corpus was made from, and of its size."""
+    return short_hash((folder / "meta.json").read_bytes())
+
+
+def corpus_of_run(text: Text, saved: dict) -> Path:
+    """The corpus that a checkpoint names, prepared again if it is gone. Raises UserError if it would be another."""
+    folder = path_of(text.cache) / saved["corpus"]
+    if not (folder / "meta.json").is_file():
+        prepared_corpus(text, saved["tokenizer"] if saved["settings"]["init"] else None)
+    if (folder / "meta.json").is_file() and saved.get("corpus_identity") in (None, identity_of(folder)):
+        return folder
+    raise UserError(f"--data {text.data}: the tokens of this run, {folder}, are gone, and the text has changed; "
+                    "restore one of them, or begin another run")
+
+
+# ---- 3. Its sequences ---------------------------------------------------------------------------------------
 class Rows:
-    """All sequences of a split ("train", "val"): `[CLS]` and the next seq_len - 1 tokens of a prepared corpus. Tokens
+    """All sequences of a split ("train", "val"): [CLS] and the next seq_len - 1 tokens of a prepared corpus. Tokens
     stay on disk until they are read. Raises UserError if the corpus is too small for one sequence."""
     def __init__(self, folder: Path, split: str, seq_len: int):
         meta = read_json(folder / "meta.json")
         tokens = meta["tokens"][split]
         count = tokens // (seq_len - 1)
         if count == 0:
-            raise UserError(f"--data {meta['data']}: its {split} split has {tokens} tokens, too few for a sequence "
-                            f"of seq_len={seq_len}; use more text, a smaller --seq-len, or another --val-share")
-        size = (folder / f"{split}.bin").stat().st_size  # in bytes
-        if size != tokens * np.dtype(meta["dtype"]).itemsize:
-            raise UserError(f"{folder / split}.bin: damaged ({size:,} bytes, {tokens:,} tokens); delete this folder, "
-                            "and it is prepared again")
+            raise UserError(f"{folder}: its {split} split has {tokens} tokens, too few for a sequence of seq_len="
+                            f"{seq_len}; use more text, a smaller --seq-len, or another --val-share, such as 0.1")
+        if (folder / f"{split}.bin").stat().st_size != tokens * np.dtype(meta["dtype"]).itemsize:
+            raise UserError(f"{folder / split}.bin: damaged; delete this folder, and it is prepared again")
         self.pieces = np.memmap(folder / f"{split}.bin", meta["dtype"], "r", shape=(count, seq_len - 1))
 
     def __len__(self) -> int:
@@ -219,10 +277,15 @@ class Rows:
         """Sequences (B, seq_len) int64 at indices (B,)."""
         return np.insert(self.pieces[indices].astype(np.int64), 0, CLS, axis=1)
 
-    def fewest_real(self) -> int:
-        """The smallest number of real tokens in a sequence. No more tokens than these can be masked in each."""
-        parts = np.array_split(self.pieces, 1 + len(self) // (1 << 16))  # read one after another
-        return min(int((part >= NUM_SPECIAL).sum(axis=1).min()) for part in parts)
+    def check_masks(self, config: Config):
+        """Raises UserError if a sequence has fewer real tokens than are masked."""
+        m = config.num_masked(config.seq_len)
+        if m > (config.seq_len - 1) // 2:  # as many are real in each sequence, because no document is empty
+            parts = np.array_split(self.pieces, 1 + len(self) // (1 << 16))  # read one after another
+            real = min(int((part >= NUM_SPECIAL).sum(axis=1).min()) for part in parts)
+            if m > real:
+                raise UserError(f"mask_rate={config.mask_rate}: would mask {m} of {config.seq_len} tokens, but a "
+                                f"sequence of this text has only {real} that are not special; use a lower --mask-rate")
 
 
 def evenly_spaced(rows: Rows | np.ndarray, most: int):

@@ -2,14 +2,13 @@
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import tiktoken
 import tokenizers
 
 from maelm import CLS, NUM_SPECIAL, SEP
-from support.text.readers import split_long
 
 SPECIALS = ["[CLS]", "[PAD]", "[SEP]", "[MASK]"]  # ids 0 to 3, as in maelm.py
 # No merge crosses the boundary of a piece. Letters include marks, such as the vowels of Hindi and combining accents.
@@ -20,6 +19,13 @@ def byte_letters() -> list[str]:
     """The byte-level alphabet of GPT-2 (Radford et al., 2019): a printable letter for each of the 256 bytes."""
     others = [b for b in range(256) if chr(b) == " " or not chr(b).isprintable()]
     return [chr(256 + others.index(b)) if b in others else chr(b) for b in range(256)]
+
+
+def split_long(texts: Iterable[str], longest: int) -> Iterator[str]:
+    """Split texts into pieces of at most `longest` characters; an empty text gives none."""
+    for text in texts:
+        for start in range(0, len(text), longest):
+            yield text[start:start + longest]
 
 
 class Tokenizer:

@@ -1,6 +1,6 @@
 """From a run to a folder that the library `transformers` loads, with our code in it.
 
-    python -m support.convert export out/toy DIR
+    python -m support.export out/toy DIR
 """
 import re
 import shutil
@@ -11,13 +11,12 @@ import torch
 
 from maelm import MASK, NUM_SPECIAL, PAD, Config
 from support.model.build import make_model
-from support.model.checkpoints import checkpoint_of, last_layer, load_encoder, load_model, read_checkpoint
-from support.model.guesses import logits_at
-from support.program.cli import Parser, path_of
-from support.program.errors import UserError, clear_errors, say
-from support.program.files import ROOT, write_json
+from support.model.checkpoints import load_checkpoint, load_encoder, load_model
+from support.program import ROOT, Parser, UserError, clear_errors, path_of, write_json
 from support.ranks.subjects import transformers_library
+from support.tasks.tuned import last_layer
 from support.text.tokenizer import Tokenizer
+from support.training.evaluation import logits_at
 
 
 def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
@@ -30,7 +29,7 @@ def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
         # Other decoders cannot fill in a [MASK] in a text, so only the encoder is exported.
         return {name: weight for name, weight in weights.items() if name.startswith("encoder.")}, "", []
     if not state.get("head"):
-        raise UserError("its head names no class of support/export/modeling_maelm.py; see support/model/heads.py")
+        raise UserError("its head names no class of support/model/modeling_maelm.py; see support/model/heads.py")
     name_there, suffix = state["head"]
     labels = []
     if suffix == "ForSequenceClassification":
@@ -76,7 +75,7 @@ def export(source: Path, out: Path):
         raise UserError(f"{out}: not empty; name a new folder")
     transformers_library()
     import safetensors.torch  # comes with transformers
-    state = read_checkpoint(checkpoint_of(source))
+    state = load_checkpoint(source)
     config = state["config"]
     longest = config.seq_len
     weights, head, labels = weights_of(state)
@@ -84,7 +83,7 @@ def export(source: Path, out: Path):
         if name.startswith("encoder.") or head == "ForMaskedLM":
             weights.setdefault(name, buffer)
     out.mkdir(parents=True, exist_ok=True)
-    for code in ("support/export/modeling_maelm.py", "support/model/heads.py", "maelm.py"):
+    for code in ("support/model/modeling_maelm.py", "support/model/heads.py", "maelm.py"):
         shutil.copy(ROOT / code, out)
     # The inputs of fine-tuning may be shorter than those of pre-training.
     save_tokenizer(state["tokenizer"], min(longest, state.get("longest", longest)), head, out)
@@ -92,7 +91,7 @@ def export(source: Path, out: Path):
     (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
     write_json(out / "config.json", hub_config(config, head, labels, state.get("scale", 1.0)))
     check_export(source, out, head, state)
-    say(f"{out}: for AutoModel{head} with trust_remote_code=True; another class would have a random head")
+    print(f"{out}: for AutoModel{head} with trust_remote_code=True; another class would have a random head")
 
 
 @torch.no_grad()
@@ -118,16 +117,15 @@ def check_export(source: Path, out: Path, head: str, state: dict):
         shutil.rmtree(out)
         gap = (found - expected).abs().max()
         raise UserError(f"{out}: transformers would compute other results, by up to {gap:.2g}; "
-                        "support/export/modeling_maelm.py may lack a change of the model")
+                        "support/model/modeling_maelm.py may lack a change of the model")
 
 
 def main(argv=None):
-    parser = Parser("support.convert", __doc__)
-    parser.add_argument("command", choices=["export"])
-    parser.add_argument("source", type=path_of, help="a run folder, a checkpoint or encoder.pt")
-    parser.add_argument("out", type=path_of, help="the folder to write")
-    flags = parser.parse_args(argv)
-    with clear_errors("support.convert"):
+    with clear_errors("support.export"):
+        parser = Parser("support.export", __doc__)
+        parser.add_argument("source", type=path_of, help="a run folder, a checkpoint or encoder.pt")
+        parser.add_argument("out", type=path_of, help="the folder to write")
+        flags = parser.parse_args(argv)
         export(flags.source, flags.out)
 
 

@@ -1,4 +1,4 @@
-"""MAE-LM (Meng et al., 2024) for the library `transformers`, in a folder that `python -m support.convert export` wrote.
+"""MAE-LM (Meng et al., 2024) for the library `transformers`, in a folder that `python -m support.export` wrote.
 The folder also contains maelm.py and heads.py, which do the computing; this file adds the interface.
 """
 import torch

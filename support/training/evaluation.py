@@ -1,16 +1,44 @@
-"""A model's guesses at [MASK], for a given text or for words of held-out text."""
+"""How well a model predicts masked tokens: its validation loss, and its guesses for a text or for held-out words."""
 import unicodedata
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
-from maelm import MAELM, MASK, apply_masks
-from support.program.errors import UserError, printable
+from maelm import MAELM, MASK, NUM_SPECIAL, Config, apply_masks, draw_masks
+from support.program import UserError
 from support.text.corpus import Rows, evenly_spaced
 from support.text.tokenizer import Tokenizer
+from support.worker import Worker
 
 SHOWN = 6  # examples at the end of a run
 Guess = list[tuple[str, float]]  # the three best tokens at a position, with their probabilities
+
+
+@torch.no_grad()
+def evaluate(model: MAELM, rows: Rows, most: int, micro_batch: int, worker: Worker) -> tuple[float, float]:
+    """Mean loss in nats, and accuracy in [0, 1], on at most this many sequences, with single tokens masked at the
+    paper's rate: the same for all runs, whatever their masks and their loss in training. (The decoder of uni+cross,
+    which reads true tokens in training, reads [MASK] here.)"""
+    model.eval()
+    tokens = evenly_spaced(rows, most)
+    generator = torch.Generator().manual_seed(0)
+    m = max(1, Config().num_masked(tokens.shape[1]))
+    masked = draw_masks(tokens >= NUM_SPECIAL, m, generator)
+    corruption = apply_masks(tokens, masked, model.config, generator)
+    total = 0.0
+    right = 0
+    for batch in worker.micro_batches(tokens, corruption, micro_batch):
+        truth, masks = worker.put(batch)
+        with worker.autocast():
+            logits = model.logits(masks)  # (B, m, V)
+        targets = truth.gather(1, masks.masked)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        total += loss.item() * len(truth)  # the last batch may be smaller
+        right += int((logits.argmax(-1) == targets).sum())
+    model.train()
+    total, right = worker.all_reduce(total, right)
+    return total / len(tokens), right / masked.numel()
 
 
 @torch.no_grad()
@@ -26,7 +54,7 @@ def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, at) -> list[Guess]:
     best = logits_at(model, tokens, at)[0].float().softmax(-1).topk(3)
     guesses = []
     for ids, probabilities in zip(best.indices.tolist(), best.values.tolist()):
-        texts = [printable(tokenizer.decode([i])) for i in ids]
+        texts = [tokenizer.decode([i]) for i in ids]
         guesses.append([(text.strip() or repr(text), p) for text, p in zip(texts, probabilities)])
     return guesses
 
@@ -63,9 +91,8 @@ def held_out_guesses(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
             alone = pieces[at].startswith(" ") and pieces[at + 1].startswith(" ")
             if is_word(pieces[at].strip()) and (alone or not has_spaces):
                 guess, = best_tokens(model, tokenizer, row[None], torch.tensor([[at]]))
-                before = printable("".join(pieces[at - 7:at]))
-                after = printable("".join(pieces[at + 1:at + 8]))
-                lines += [f"  ...{before} [{printable(pieces[at].strip())}]{after} ...", f"      {format_guess(guess)}"]
+                before, after = "".join(pieces[at - 7:at]), "".join(pieces[at + 1:at + 8])
+                lines += [f"  ...{before} [{pieces[at].strip()}]{after} ...", f"      {format_guess(guess)}"]
                 break
         if len(lines) > 2 * SHOWN:
             break

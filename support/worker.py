@@ -1,14 +1,12 @@
-"""The device, the processes and the second thread of a run: ranks, autocast, batches prepared ahead, compilation."""
+"""The device, processes, threads and signals of a run: ranks, autocast, batches prepared ahead, compilation."""
 import ctypes
 import os
-import re
-import socket
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from support.program.errors import UserError
-from support.program.files import lock_folder
+from maelm import Corruption
+from support.program import UserError
 
 GPU_DIM = 256  # dimensions from which compiling, and an Apple GPU, make a model faster
 
@@ -32,20 +30,13 @@ class Worker(NamedTuple):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that decides, prints and writes."""
+        """Whether this is the process that prints and writes."""
         return self.rank == 0
 
-    def share_of(self, batch_size: int) -> int:
-        """The number of a batch's sequences that each process computes. Raises UserError if shares would differ."""
-        if batch_size % self.world_size > 0:  # the mean of the processes' gradients would not be that of the batch
-            raise UserError(f"batch_size={batch_size}: use a multiple of the {self.world_size} processes")
-        return batch_size // self.world_size
-
-    def micro_batches(self, tokens: torch.Tensor, corruption: tuple, size: int) -> list[tuple]:
-        """This process's share of a batch (B, n) and of its Corruption, in micro-batches of at most `size`."""
+    def micro_batches(self, tokens: torch.Tensor, corruption: Corruption, size: int) -> list[tuple]:
+        """This process's share of a batch (B, n) and of its masks, in pieces of at most `size` sequences."""
         share = [x.tensor_split(self.world_size)[self.rank] for x in (tokens, *corruption)]
         pieces = zip(*[x.split(size) for x in share])
-        Corruption = type(corruption)  # of maelm, which this folder does not import
         return [(piece, Corruption(*masks)) for piece, *masks in pieces if len(piece) > 0]
 
     def autocast(self) -> torch.autocast:
@@ -60,27 +51,12 @@ class Worker(NamedTuple):
         """Move a batch to pinned memory, from which a GPU copies while it computes, if this process has a GPU."""
         return tree_map(torch.Tensor.pin_memory, batch) if self.device.type == "cuda" else batch
 
-    def average_if(self, is_last: bool, network: nn.Module) -> AbstractContextManager:
-        """A context for the backward pass of a micro-batch. The last one averages the gradients over processes."""
-        return nullcontext() if self.world_size == 1 or is_last else network.no_sync()
-
-    def lock(self, folder: Path, *signs: str) -> AbstractContextManager:
-        """A context in which the first process has locked a folder for all; see lock_folder."""
-        return lock_folder(folder, *signs) if self.is_main else nullcontext()
-
     def all_reduce(self, *values: float) -> list[float]:
         """The sums of numbers over all processes."""
         total = torch.tensor(values, dtype=torch.float64)  # on the CPU, so that no GPU waits
         if self.world_size > 1:
             dist.all_reduce(total)
         return total.tolist()
-
-    def of_main(self, value: object) -> object:
-        """The first process's value."""
-        values = [value]
-        if self.world_size > 1:
-            dist.broadcast_object_list(values)
-        return values[0]
 
     def parallel(self, model: nn.Module) -> nn.Module:
         """A model that averages its gradients over all processes in the backward pass."""
@@ -91,47 +67,17 @@ class Worker(NamedTuple):
         network.broadcast_buffers = False  # buffers never change (PyTorch versions disagree on the argument's name)
         return network
 
-    def destroy_process_group(self, code: int = 0):
-        """End this process at once if it has joined others; gloo's threads may abort an ordinary exit."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-            os._exit(code)
 
-
-def interface_to(host: str) -> str:
-    """The name of the network interface that reaches a host, on Linux."""
-    import fcntl  # here, because Windows lacks it
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        address = socket.inet_aton(probe.getsockname()[0])
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                if fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))[20:24] == address:  # SIOCGIFADDR
-                    return name
-
-
-def join_processes():
-    """Join the other processes that torchrun started. This comes first: if one of them fails later, its connections
-    close, and all others end. They also end when they have waited for ten minutes."""
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if world_size == 1:
-        return
-    several_machines = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < world_size
-    if several_machines and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # Otherwise, gloo may offer 127.0.1.1 to other machines, as the address of a Debian machine's own name.
-        os.environ["GLOO_SOCKET_IFNAME"] = interface_to(os.environ["MASTER_ADDR"])
-    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-
-
-def prepared_ahead(prepare: Callable[[int], object], steps: range) -> Iterator:
-    """Yield prepare(step) for each step. A thread prepares the next one while the caller works."""
-    with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(prepare, steps.start)
-        for step in steps:
-            ready = coming.result()
-            if step + 1 in steps:
-                coming = thread.submit(prepare, step + 1)
-            yield ready
+@contextmanager
+def joined_processes() -> Iterator[None]:
+    """A context in which torchrun's processes are connected. This comes first: if one of them fails later, its
+    connections close, and all others end. They also end when they have waited for ten minutes."""
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if several:
+        dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    yield
+    if several:
+        dist.destroy_process_group()
 
 
 def keep_freed_memory():
@@ -152,17 +98,19 @@ def best_device(name: str, dim: int) -> torch.device:
         name = [kind for kind in available if available[kind]][0]
     if not available.get(name):
         raise UserError(f"--device {name}: this machine, or this PyTorch, has none; use --device auto")
-    if name != "cuda":
-        return torch.device(name)
-    return torch.device(name, int(os.environ.get("LOCAL_RANK", 0)))
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    return torch.device(name)
 
 
 def has_bf16(device: torch.device) -> bool:
     """Whether a device multiplies matrices in bf16 faster than in float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)  # a T4 or V100 only emulates bf16, slowly
-    info = Path("/proc/cpuinfo")
-    return device.type == "cpu" and info.is_file() and re.search("amx_bf16|avx512_bf16", info.read_text()) is not None
+    if device.type == "mps" or not hasattr(torch.cpu, "get_capabilities"):  # older versions of PyTorch lack it
+        return False
+    units = torch.cpu.get_capabilities()
+    return bool(units.get("amx_bf16") or units.get("avx512_bf16"))
 
 
 def make_worker(precision: str, device: str = "auto", dim: int = GPU_DIM) -> Worker:
@@ -182,7 +130,30 @@ def compile_model(model: nn.Module, when: str, device: torch.device):
     """Compile a model at its first call, in place so that its parameters keep their names. when: auto | on | off; auto
     is on for CUDA, except small models, which compiling slows down."""
     fast = device.type == "cuda" and model.config.encoder_dim >= GPU_DIM
-    if when == "off" or (when == "auto" and not fast):
-        return
-    torch._dynamo.config.optimize_ddp = False  # it would split the model
-    model.compile(dynamic=False)
+    if when == "on" or (when == "auto" and fast):
+        torch._dynamo.config.optimize_ddp = False  # it would split the model
+        model.compile(dynamic=False)
+
+
+def prepared_ahead(prepare: Callable[[int], object], steps: range) -> Iterator:
+    """Yield prepare(step) for each step. A thread prepares the next one while the caller works."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(prepare, steps.start)
+        for step in steps:
+            ready = coming.result()
+            if step + 1 in steps:
+                coming = thread.submit(prepare, step + 1)
+            yield ready
+
+
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Yield a list that collects Ctrl-C and the signals by which Slurm or torchrun ends a program."""
+    noted = []
+    names = [name for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]  # Windows lacks the last one
+    before = {name: signal.signal(getattr(signal, name), lambda number, _: noted.append(number)) for name in names}
+    try:
+        yield noted
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)

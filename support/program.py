@@ -1,0 +1,198 @@
+"""What all programs share: mistakes of the user, flags, files, and folders."""
+import argparse
+import functools
+import hashlib
+import inspect
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+ROOT = Path(__file__).resolve().parents[1]  # the folder of maelm.py
+CACHE = "~/.cache/maelm"  # default folder for files that can be made again
+
+
+# ---- 1. Command lines ---------------------------------------------------------------------------------------
+class UserError(ValueError):
+    """A mistake that the user can correct, in a flag or a file. The message names it, its value and the fix."""
+
+
+@contextmanager
+def clear_errors(program: str) -> Iterator[None]:
+    """Report a mistake of the user, or an error of the disk, in one line, and end the program with exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a notebook's streams lack it
+            # Print "?" for characters that an encoding such as cp1252 lacks, and each line at once.
+            stream.reconfigure(errors="replace", line_buffering=True)
+    try:
+        yield
+    except (UserError, OSError) as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun's other processes have the same error
+            print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UserError for an invalid command line. Until parse_args is called, -h is ignored."""
+    def __init__(self, prog: str, description: str):
+        super().__init__(prog=prog, description=description, allow_abbrev=False, add_help=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str):
+        raise UserError(message)
+
+    def parse_args(self, argv=None) -> argparse.Namespace:
+        # Added last, because the help for some flags depends on a value that parse_known_args finds first.
+        self.add_argument("-h", "--help", action="help", help="show this help")
+        flags, unknown = self.parse_known_args(argv)
+        if unknown:
+            valid = sorted(flag for flag in self._option_string_actions if not flag.startswith("--no-"))
+            self.error(f"unknown flag {unknown[0]}; the flags are {' '.join(valid)}")
+        return flags
+
+
+def path_of(text: str) -> Path:
+    """A path on the command line; ~ is the home folder, as in a shell."""
+    return Path(text).expanduser()
+
+
+def short_name(model: str) -> str:
+    """The name of a model in the name of a folder: toy for out/toy, toy-step_0001900 for its checkpoint, random-toy."""
+    prefix = "random-" if model.startswith("random:") else ""
+    path = path_of(model.removeprefix("random:").removeprefix("hf:")).resolve()
+    return prefix + (f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.name)
+
+
+def add_flags(parser: argparse.ArgumentParser, part: type, values: dict):
+    """Add a flag for every field of a dataclass. Its help joins the field's comment and its value in `values`. A flag
+    that is not given is absent from the result, so that the value of the preset applies."""
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(part), re.MULTILINE))
+    group = parser.add_argument_group(part.__name__)
+    for field in fields(part):
+        value = values.get(field.name, field.default)
+        shown = "" if value == "" else f" [{value}]"
+        text = f"{comments[field.name]}{shown}".replace("%", "%%")  # argparse formats with %
+        how = dict(type=field.type, metavar=field.type.__name__.upper())
+        if field.type is bool:
+            how = dict(action=argparse.BooleanOptionalAction)
+        group.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text, **how)
+
+
+def fields_of(part: type, values: dict) -> dict:
+    """The entries of `values` (given flags, for example) whose names are fields of a dataclass."""
+    return {field.name: values[field.name] for field in fields(part) if field.name in values}
+
+
+def require(settings, *checks: tuple[str, bool, str]):
+    """Raises UserError for the first check (field, whether its value is allowed, advice) that fails, or for a number in
+    this dataclass that is negative or not finite."""
+    numbers = [field.name for field in fields(settings) if field.type in (int, float)]
+    finite = [(name, 0 <= getattr(settings, name) < math.inf, "a number from 0") for name in numbers]
+    for field, holds, advice in (*finite, *checks):
+        if not holds:
+            raise UserError(f"{field}={getattr(settings, field)!r}: use {advice}")
+
+
+# ---- 2. Files -----------------------------------------------------------------------------------------------
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, then rename it to `path`, so that readers never find a partial file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str):
+    """Write a text atomically."""
+    with atomic(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: object):
+    """Write JSON atomically."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def json_lines(records: Iterable[dict]) -> str:
+    """Records as text: one line of JSON per record."""
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. Raises UserError if the file is missing or damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"{path}: missing or damaged ({error}); restore it, or delete its folder") from error
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The objects in a file of JSON lines, except damaged lines, such as a line that a crash cut off."""
+    records = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
+def short_hash(content: str | bytes) -> str:
+    """A hash, in 16 hexadecimal digits."""
+    content = content.encode(errors="surrogatepass") if isinstance(content, str) else content
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+@functools.cache  # what is on the disk may change while a program runs
+def code_hashes() -> dict[str, str]:
+    """A hash of each of our Python files that this program has imported, by name."""
+    files = {Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
+    ours = sorted(file for file in files if file.parent == ROOT or ROOT / "support" in file.parents)
+    return {file.relative_to(ROOT).as_posix(): short_hash(file.read_bytes()) for file in ours}
+
+
+# ---- 3. Folders, and figures in them ------------------------------------------------------------------------
+@contextmanager
+def lock_folder(folder: Path, *signs: str, wait: bool = False) -> Iterator[None]:
+    """Make a folder and lock it. Raises UserError if another process uses the folder and `wait` is False, or if the
+    folder has files but none of the `signs`, which are patterns of names."""
+    if signs and any(folder.glob("[!.]*")) and not any(any(folder.glob(sign)) for sign in signs):
+        raise UserError(f"{folder}: not empty, and not written by this program; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", timeout=-1 if wait else 0):  # freed by the system when the process ends
+            for stale in folder.glob(".*.[0-9]*.tmp"):  # left by a process that was killed while writing
+                stale.unlink()
+            yield
+    except Timeout:
+        raise UserError(f"{folder}: another process is working there; wait for it, or choose another --out") from None
+
+
+def compare(folder: Path, before: dict, now: dict, fixed: Container[str]) -> dict[str, list]:
+    """The settings that have changed: name -> [value before, value now]. Raises UserError if one of them is `fixed`."""
+    pairs = {name: [before.get(name), now.get(name)] for name in before | now}
+    changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    wrong = [f"{name}={old!r} there, {new!r} here" for name, (old, new) in changed.items() if name in fixed]
+    if wrong:
+        raise UserError(f"{folder} was made with other settings: {'; '.join(wrong)}; choose another --out")
+    return changed
+
+
+@contextmanager
+def figure(path: Path, panels: int = 1) -> Iterator:
+    """Yield the axes of a matplotlib figure, or several side by side; then write the figure to `path`."""
+    import matplotlib.figure  # here, because it is slow
+    with matplotlib.rc_context({"text.parse_math": False}):  # a $ in the name of a folder is no formula
+        drawn = matplotlib.figure.Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
+        yield drawn.subplots(1, panels)
+        with atomic(path) as temporary:
+            drawn.savefig(temporary, dpi=120, format="png")

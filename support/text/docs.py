@@ -1,0 +1,83 @@
+"""The documentation on this machine (`docs`): docstrings of Python and of the packages in requirements.txt."""
+import ast
+import functools
+import importlib.util
+import json
+import platform
+import sysconfig
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+from tqdm import tqdm
+
+from support.program import CACHE, path_of, short_hash, write_json
+
+PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib", "pyarrow",
+            "fsspec", "jinja2", "mpmath", "tiktoken", "tokenizers", "tqdm")  # requirements.txt installs them
+TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
+DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give C code a docstring
+
+
+def versions() -> list[str | None]:
+    """The versions of Python and PACKAGES, which decide the documentation."""
+    installed = {each.name.lower().replace("-", "_"): each.version for each in metadata.distributions()}
+    return [platform.python_version(), *[installed.get(name) for name in PACKAGES]]
+
+
+@functools.cache
+def read_docs(cache: str = CACHE) -> list[tuple[str, str]]:
+    """(library, text) of every distinct documentation string on this machine, kept by versions in `cache`."""
+    kept = path_of(cache) / f"docs-{short_hash(repr(versions()))}.json"
+    with suppress(OSError, ValueError):  # missing or damaged: it is made again
+        return [(library, text) for library, text in json.loads(kept.read_bytes())]
+    first = {}  # the library in which a text was seen first
+    for library, path in tqdm(docs_files(), "reading documentation", unit="file", leave=False, disable=None):
+        for text in docstrings(path):
+            first.setdefault(text, library)
+    docs = [(library, text) for text, library in first.items()]
+    with suppress(OSError):  # where nothing can be written, the files are parsed again each time
+        write_json(kept, docs)
+    return docs
+
+
+def docs_files() -> list[tuple[str, Path]]:
+    """(library, file) of each Python file in the standard library and in PACKAGES, in a fixed order."""
+    roots = [("python", Path(sysconfig.get_path("stdlib")))]
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)  # does not import it
+        if spec is not None:
+            roots += [(name, Path(folder)) for folder in spec.submodule_search_locations or []]
+    files = []
+    for library, root in roots:
+        paths = sorted(root.rglob("*.py"))
+        files += [(library, path) for path in paths if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts)]
+    return files
+
+
+def docstrings(path: Path) -> list[str]:
+    """All documentation strings of a Python file: docstrings, `add_docstr(f, "...")` and help topics."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # templates, and files for other Python versions
+        return []
+    strings = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            strings.append(ast.get_docstring(node) or "")
+        elif isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", None))  # for module.f(...) or f(...)
+            if name in DOCUMENTING:
+                strings.append(max(strings_in(ast.walk(node)), key=len, default=""))
+        elif isinstance(node, ast.Dict) and path.parent.name == "pydoc_data":
+            strings += strings_in(node.values)
+    texts = [text.strip() for text in strings if len(text.split()) > 3]
+    return [text.encode(errors="replace").decode() for text in texts]  # a string may hold half a surrogate pair
+
+
+def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
+    """The string constants in a list of syntax nodes."""
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
