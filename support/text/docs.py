@@ -6,7 +6,8 @@ import json
 import platform
 import sysconfig
 import warnings
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -59,13 +60,16 @@ def docs_files() -> list[tuple[str, Path]]:
 
 def docstrings(path: Path) -> list[str]:
     """All documentation strings of a Python file: docstrings, `add_docstr(f, "...")` and help topics."""
+    content = path.read_bytes()
     try:
         with warnings.catch_warnings(action="ignore"):
-            tree = ast.parse(path.read_bytes())
+            tree = ast.parse(content)
     except (SyntaxError, ValueError):  # templates, and files for other Python versions
         return []
+    # Only help topics and few other files have documentation in expressions, which are most of a syntax tree.
+    in_statements = path.parent.name != "pydoc_data" and not any(name.encode() in content for name in DOCUMENTING)
     strings = []
-    for node in ast.walk(tree):
+    for node in statements(tree) if in_statements else ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             strings.append(ast.get_docstring(node) or "")
         elif isinstance(node, ast.Call):
@@ -76,6 +80,16 @@ def docstrings(path: Path) -> list[str]:
             strings += strings_in(node.values)
     texts = [text.strip() for text in strings if len(text.split()) > 3]
     return [text.encode(errors="replace").decode() for text in texts]  # a string may hold half a surrogate pair
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """The statements of a syntax tree, in the order of ast.walk."""
+    todo = deque([tree])
+    while todo:
+        node = todo.popleft()
+        children = ast.iter_child_nodes(node)
+        todo.extend(each for each in children if isinstance(each, (ast.stmt, ast.excepthandler, ast.match_case)))
+        yield node
 
 
 def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
