@@ -129,7 +129,7 @@ def test_the_command_writes_ranks_and_draws_them(text, finished, tmp_path, capsy
     assert list(models) == names
     folder, first, last = models.values()
     assert folder == last and folder["centered"] != first["centered"]  # a folder stands for its newest checkpoint
-    rows = re.findall(r"^ +(\d) +(\d+) +(\d+) +(\d+) \| +(\d+) +(\d+) +(\d+)$", printed, re.MULTILINE)
+    rows = re.findall(r"^(\d) +(\d+) +(\d+) +(\d+) +(\d+) +(\d+) +(\d+)$", printed, re.MULTILINE)
     tables = [[entry[centering][curve] for centering in rank.CENTERINGS for curve in entry["centered"]]
               for entry in models.values()]
     assert [[int(cell) for cell in row[1:]] for row in rows] == [[*row] for table in tables for row in zip(*table)]

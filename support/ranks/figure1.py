@@ -26,22 +26,19 @@ CURVES = {
 
 def table(name: str, entry: dict, tau: float) -> str:
     """An entry of rank.json as text: the ranks by layer, centering and curve."""
+    import pandas  # here, because it is slow
     n = entry["n"]
     ranks = entry["uncentered"]
-    columns = "".join(f"{CURVES[curve].column:>9}" for curve in ranks)
+    columns = {(title, CURVES[curve].column): values for centering, title in
+               (("uncentered", "uncentered (formula)"), ("centered", "centered (variance)"))
+               for curve, values in entry[centering].items()}
     lines = [f"{name}: rank_{tau} of {n['without_mask']:,} tokens ({n['mask_only']:,} [MASK]), d = {entry['d']}, text "
-             f"{entry['text']}",
-             f"     {'uncentered (formula)':>{len(columns)}} |{'centered (variance)':>{len(columns)}}",
-             f"layer{columns} |{columns}"]
-    for layer in range(len(ranks["with_mask"])):
-        halves = ["".join(f"{entry[centering][curve][layer]:>9}" for curve in ranks)
-                  for centering in ("uncentered", "centered")]
-        lines.append(f"{layer:>5}{' |'.join(halves)}")
+             f"{entry['text']}", pandas.DataFrame(columns).rename_axis("layer").to_string()]
     if "with_random" in ranks:
         last = {curve: values[-1] for curve, values in ranks.items()}
         added, control = [last[curve] - last["without_mask"] for curve in ("with_mask", "with_random")]
         special = max(0, 1 - last["token_only"] / last["mask_only"])
-        lines.append(f"layer {layer}, uncentered: [MASK] in the text adds {added:+d}, random tokens {control:+d}; "
+        lines.append(f"last layer, uncentered: [MASK] in the text adds {added:+d}, random tokens {control:+d}; "
                      f"of the rank at [MASK], {special:.0%} is special to [MASK]")
     if not entry["trained_on_mask"]:
         lines.append("its encoder never read [MASK] in training, so it does not know this token")

@@ -19,11 +19,6 @@ from support.text.tokenizer import Tokenizer
 
 
 # ---- 1. Metrics ---------------------------------------------------------------------------------------------
-def accuracy(predicted, true) -> float:
-    """The fraction of equal entries in two arrays (N,), in [0, 1]."""
-    return float((predicted == true).mean())
-
-
 def matthews(predicted, true) -> float:
     """The correlation in [-1, 1] of two arrays (N,) of integer labels; Matthews, 1975; Gorodkin, 2004."""
     if np.ptp(true) == 0 or np.ptp(predicted) == 0:
@@ -47,12 +42,12 @@ def spearman(predicted, true) -> float:
 
 def f1(predicted, true) -> float:
     """F1 in [0, 1] of label 1 for two arrays (N,) of labels 0 and 1; 0 if label 1 does not occur."""
-    hits = int((predicted * true).sum())
-    marked = int(predicted.sum() + true.sum())
-    return 2 * hits / max(1, marked)
+    return 2 * float((predicted * true).sum()) / max(1, predicted.sum() + true.sum())
 
 
-METRICS = {"accuracy": accuracy, "matthews": matthews, "spearman": spearman, "f1": f1}
+METRICS = {  # functions of predicted and true labels or numbers, (N,) each
+    "accuracy": lambda predicted, true: float((predicted == true).mean()),
+    "matthews": matthews, "spearman": spearman, "f1": f1}
 
 
 # ---- 2. Inputs and batches ----------------------------------------------------------------------------------

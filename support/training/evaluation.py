@@ -1,5 +1,4 @@
 """How well a model predicts masked tokens: its validation loss, and its guesses for a text or for held-out words."""
-import unicodedata
 from dataclasses import replace
 
 import torch
@@ -74,11 +73,6 @@ def format_guess(guess: Guess) -> str:
     return "  ".join(f"{word} {p:.2f}" for word, p in guess)
 
 
-def is_word(text: str) -> bool:
-    """Whether a text consists of letters and their marks."""
-    return text != "" and all(unicodedata.category(letter)[0] in "LM" for letter in text)
-
-
 def held_out_guesses(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
     """The model's guesses at a word in the middle of each of SHOWN validation sequences: a token of letters, between
     two spaces if there are any."""
@@ -89,7 +83,7 @@ def held_out_guesses(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
         has_spaces = any(piece.startswith(" ") for piece in pieces)
         for at in range(len(row) // 2, len(row) - 1):
             alone = pieces[at].startswith(" ") and pieces[at + 1].startswith(" ")
-            if is_word(pieces[at].strip()) and (alone or not has_spaces):
+            if pieces[at].strip().isalpha() and (alone or not has_spaces):
                 guess, = best_tokens(model, tokenizer, row[None], torch.tensor([[at]]))
                 before, after = "".join(pieces[at - 7:at]), "".join(pieces[at + 1:at + 8])
                 lines += [f"  ...{before} [{pieces[at].strip()}]{after} ...", f"      {format_guess(guess)}"]

@@ -111,21 +111,18 @@ class Log:
 
     def steps(self, optimizers: list):
         """Log the speed and the means since the last line. Raises UserError if a loss or norm is not finite."""
-        losses, norms = [torch.stack(values).tolist() for values in zip(*self.recent)]
-        losses = self.worker.all_reduce(*losses)
-        losses = [loss / self.worker.world_size for loss in losses]  # each process has an equal share of every batch
-        count = len(losses)
+        count = len(self.recent)
+        loss, norm = [sum(torch.stack(values).tolist()) / count for values in zip(*self.recent)]
+        loss = self.worker.all_reduce(loss)[0] / self.worker.world_size  # processes have equal shares of a batch
         self.recent = []
-        for step, loss, norm in zip(range(self.step - count + 1, self.step + 1), losses, norms):
-            if not math.isfinite(loss + norm):
-                raise UserError(f"step {step}: the loss is not finite; this step is the first bad one, with loss "
-                                f"{loss:.4g} and gradient norm {norm:.4g}; continue from the last checkpoint with a "
-                                "lower --learning-rate, a lower --clip-norm or another --seed")
+        if not math.isfinite(loss + norm):
+            raise UserError(f"steps {self.step - count + 1} to {self.step}: a loss or a gradient's norm is not finite; "
+                            "continue with a lower --learning-rate, a lower --clip-norm or another --seed")
         lap = time.perf_counter() - self.since  # the losses are known, so the GPU has finished
         self.seconds += lap
         sequences = self.step * self.settings["batch_size"]
         speed = count * self.settings["batch_size"] * self.settings["seq_len"] / lap
-        line = {"loss": sum(losses) / count, "grad_norm": sum(norms) / count, "seconds": self.seconds,
+        line = {"loss": loss, "grad_norm": norm, "seconds": self.seconds,
                 "tokens_per_second": speed, "tokens": sequences * self.settings["seq_len"],
                 "epoch": round(sequences / self.epoch, 4)}
         for name, optimizer in zip(("lr", "muon_lr"), optimizers):
@@ -133,7 +130,7 @@ class Log:
         if self.worker.device.type == "cuda":
             line["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
         left = (self.last_step - self.step) * self.seconds / self.step / 60
-        self.write(f"step {self.step:>6,}/{self.last_step:,}  loss {line['loss']:.3f}  {speed:,.0f} tokens/s  "
+        self.write(f"step {self.step:>6,}/{self.last_step:,}  loss {loss:.3f}  {speed:,.0f} tokens/s  "
                    f"{left:.1f} min left", **line)
 
     def finish(self, signal: int):
