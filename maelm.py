@@ -72,7 +72,7 @@ class Corruption(NamedTuple):
     kept: Tensor  # (B, r) int64, the positions that the encoder sees, ascending
 
     @property
-    def is_complete(self):  # whether nothing is removed, as in an MLM
+    def is_complete(self):  # as in an MLM: then all sequences have the positions 0 to n - 1
         return self.kept.shape == self.corrupted.shape
 
 
@@ -156,7 +156,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x, bias=None, at=None):
-        """x (B, t, d) -> (B, t, d), or only the outputs at the indices `at`, (B, m, d)."""
+        """x (B, t, d) -> (B, t, d), or (B, m, d) at the indices `at`, a shortcut that Stack explains."""
         x = self.sublayer(x, self.self_attention, self.attention_norm, bias)
         if at is not None:
             x = x.take_along_dim(at[:, :, None], dim=1)
@@ -166,7 +166,7 @@ class Block(nn.Module):
         """A layer with its dropout, skip connection and LayerNorm: last, as in the paper, or first."""
         if self.post_norm:
             y = self.dropout(layer(x, *arguments))
-            return norm(x + y).to(y.dtype)  # autocast's LayerNorm returns float32, which pre-LN keeps
+            return norm(x + y).to(y.dtype)  # bf16 in autocast, whose LayerNorm gives float32
         return x + self.dropout(layer(norm(x), *arguments))
 
 
@@ -183,18 +183,18 @@ class RelativeBias(nn.Module):
         """positions (B, t) int64, or (1, t) if all sequences share them -> (B or 1, heads, t, t)."""
         values = self.table(self.bucket)  # one per distance and head: (2n - 1, heads)
         distance = positions[:, None, :] - positions[:, :, None]  # key minus query: (B, t, t)
-        index = distance + len(values) // 2  # distance 0 is in the middle of values
+        index = distance + len(values) // 2  # distance 0 is in the middle of values, at n - 1
         return lookup(values, index)  # values[index], as (B, heads, t, t)
 
 
 class Stack(nn.Module):
     """Transformer layers 1 to L, which share one RelativeBias. Pre-LN ends with a LayerNorm."""
-    def __init__(self, config, dim, layers, dropout, relative):
+    def __init__(self, config, dim, layers, dropout, relative, block=Block):
         super().__init__()
         head_dim = config.encoder_dim // config.encoder_heads  # d_h
         heads = dim // head_dim
         self.relative_bias = RelativeBias(config, heads) if relative and config.rel_pos_buckets > 0 else None
-        self.blocks = nn.ModuleList([Block(config, dim, heads, dropout) for _ in range(layers)])
+        self.blocks = nn.ModuleList([block(config, dim, heads, dropout) for _ in range(layers)])
         self.final_norm = nn.Identity() if config.norm == "post" else nn.LayerNorm(dim)
 
     def forward(self, x, positions, padding=None, at=None):
@@ -241,15 +241,15 @@ class Encoder(nn.Module):
 
 # ---- 5. Decoder: section 3 ---------------------------------------------------------------------------------
 class Decoder(nn.Module):
-    """A shallow stack over all n positions, used in pre-training only."""
-    def __init__(self, config):
+    """A shallow stack over all n positions, used in pre-training only. Table 2 also has other blocks."""
+    def __init__(self, config, block=Block):
         super().__init__()
         width = config.decoder_width
         self.project = nn.Linear(config.encoder_dim, width) if config.encoder_dim != width else nn.Identity()
         # Differs from the paper: section 3 has a single p_i; the authors' code learns another one here.
         self.position_embedding = nn.Embedding(config.seq_len, width)
         self.norm = nn.LayerNorm(width)
-        self.stack = Stack(config, width, config.decoder_layers, 0.0, config.decoder_relative)  # no dropout
+        self.stack = Stack(config, width, config.decoder_layers, 0.0, config.decoder_relative, block)
 
     def forward(self, x, positions, padding=None, at=None):
         """x (B, n, d), its gaps filled -> (B, n, decoder_width), or (B, m, decoder_width) at `at`."""

@@ -16,7 +16,7 @@ from tests.common import PAPER_ROWS
 def test_cross_layer_equals_pytorchs_own():
     for norm in ("post", "pre"):
         torch.manual_seed(0)
-        block = cross_attention.CrossBlock(tiny(norm=norm, decoder="bi+cross"), 32, 4).eval()
+        block = cross_attention.CrossBlock(tiny(norm=norm, decoder="bi+cross"), 32, 4, 0.0).eval()
         theirs = torch.nn.TransformerDecoderLayer(32, 4, 128, 0.0, F.gelu, norm_first=norm == "pre", batch_first=True)
         copy_layer(block, theirs)
         copy_attention(block.cross_attention, theirs.multihead_attn)

@@ -14,11 +14,11 @@ from maelm import MAELM, Attention, Block, Corruption, Decoder, align_for_cuda
 
 class CrossBlock(Block):
     """A decoder layer: self-attention (except in "cross"), cross-attention, and the FFN."""
-    def __init__(self, config, dim, heads):
-        super().__init__(config, dim, heads, dropout=0.0)
+    def __init__(self, config, dim, heads, dropout):
+        super().__init__(config, dim, heads, dropout)
         if config.decoder == "cross":
             self.self_attention = self.attention_norm = None
-        self.cross_attention = Attention(dim, heads, 0.0)
+        self.cross_attention = Attention(dim, heads, dropout)
         self.cross_norm = nn.LayerNorm(dim)
 
     def forward(self, x, memory, bias):
@@ -33,10 +33,8 @@ class CrossDecoder(Decoder):
     """A Decoder whose layers also attend to H^L."""
     def __init__(self, config):
         self_attention_is_relative = config.decoder == "bi+cross" and config.decoder_relative
-        super().__init__(replace(config, decoder_relative=self_attention_is_relative))
-        d, self.causal = config.decoder_width, config.decoder == "uni+cross"
-        heads = d * config.encoder_heads // config.encoder_dim
-        self.stack.blocks = nn.ModuleList([CrossBlock(config, d, heads) for _ in range(config.decoder_layers)])
+        super().__init__(replace(config, decoder_relative=self_attention_is_relative), CrossBlock)
+        self.causal = config.decoder == "uni+cross"
 
     def forward(self, x, memory, at):
         """x (B, n, d), H^L as memory (B, r, d) -> (B, m, decoder_width) at the positions `at` (B, m) int64."""
