@@ -181,8 +181,9 @@ def probe_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     classes = len(setup.kind.labels.names)
     outputs = {split: probe.logits_of(model, x, classes) for split, x in vectors.items()}
     metrics, files = scores(outputs, setup.kind, setup.splits)
-    return {"value": metrics[setup.metric], "metrics": metrics, "files": files, "l2": probe.strength_of(model),
-            "ranks": None}
+    linear = model[-1]
+    l2 = linear.alpha_ if classes == 0 else 1 / linear.C_
+    return {"value": metrics[setup.metric], "metrics": metrics, "files": files, "l2": float(l2), "ranks": None}
 
 
 # ---- 3. All runs of a task -----------------------------------------------------------------------

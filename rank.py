@@ -16,6 +16,7 @@ with --controls in two more, which the paper does not have:
 The paper's formula uses the singular values of H itself ("uncentered"), but the text speaks of variance ("centered":
 the mean vector is subtracted first). support/ranks/subjects.py loads the models and their texts.
 """
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -26,7 +27,7 @@ from support.ranks.figure1 import CURVES, draw, table
 from support.ranks.subjects import Subject, subject_of_hub, subject_of_run
 from support.program import Parser, UserError, add_flags, clear_errors, fields_of, path_of, require, short_name
 from support.program import write_json
-from support.text.corpus import Text
+from support.text.corpus import Text, evenly_spaced
 from support.worker import make_worker
 
 CENTERINGS = {"uncentered": False, "centered": True}
@@ -111,13 +112,6 @@ class RankOptions:
             ("tau", 0 < self.tau < 1, "a number between 0 and 1"))
 
 
-def masks_for(maskable, seed: int):
-    """Choose round(0.15 n) positions of each sequence where maskable (B, n) bool is True -> (B, n) bool."""
-    generator = torch.Generator().manual_seed(seed)
-    positions = draw_masks(maskable, round(MASK_RATE * maskable.shape[1]), generator)  # (B, m)
-    return torch.zeros_like(maskable).scatter(1, positions, True)
-
-
 def texts_for(subject: Subject, rows, maskable, masks, options: RankOptions) -> dict:
     """The texts (N, n) int64 that the encoder reads, by name; they differ at the masked positions. Random tokens are
     drawn from the text itself, and the ordinary token is its most frequent one."""
@@ -133,16 +127,20 @@ def texts_for(subject: Subject, rows, maskable, masks, options: RankOptions) -> 
 @torch.no_grad()
 def measure(subject: Subject, options: RankOptions) -> dict[str, list[Moments]]:
     """The moments of layers 0 to L for each curve. Raises UserError if there is too little text."""
-    rows = subject.sample(options.tokens)  # (N, n) int64
-    count, n = rows.shape
+    n = subject.rows[[0]].shape[1]
+    rows = evenly_spaced(subject.rows, math.ceil(options.tokens / n))  # (N, n) int64
+    count = len(rows)
+    m = round(MASK_RATE * n)
     example = subject.encode(rows[:1])  # H^0 ... H^L, (1, n, d) each, to get L and d
-    mask_count = count * round(MASK_RATE * n)
+    mask_count = count * m
     least = VECTORS_PER_DIM * example[-1].shape[-1]
     if mask_count < least:
         raise UserError(f"{subject.name}: {mask_count:,} [MASK] are fewer than {VECTORS_PER_DIM} d = {least:,}, the "
                         "least for a rank; raise --tokens, or give more text: --data, --val-share 1")
     maskable = ~torch.isin(rows, torch.tensor(subject.specials))
-    masks = masks_for(maskable, options.seed)  # of all sequences, so that the batch size does not matter
+    # Masks of all sequences are drawn together, so that the batch size does not matter.
+    positions = draw_masks(maskable, m, torch.Generator().manual_seed(options.seed))  # (N, m)
+    masks = torch.zeros_like(maskable).scatter(1, positions, True)  # (N, n)
     texts = texts_for(subject, rows, maskable, masks, options)
     moments = {curve: [Moments() for _ in example] for curve in CURVES if CURVES[curve].text in texts}
     for start in tqdm(range(0, count, options.batch_size), subject.name, leave=False, disable=None):

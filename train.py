@@ -230,8 +230,7 @@ def pretrain(settings: Settings, start: dict | None, flags: Namespace, worker: W
         fixed = FIXED | asdict(recipe).keys() if is_finished else FIXED  # nothing is trained
         changed = changes(out, saved, asdict(Recipe()) | asdict(RunOptions()), settings.fields(), fixed)
         if is_finished:
-            if worker.is_main:
-                print(f"{out} is finished at step {step}; for more, use a larger --max-steps or --stop-at")
+            print(f"{out} is finished at step {step}; for more, use a larger --max-steps or --stop-at")
             return 0
 
     # Data: the tokens and their order
@@ -245,7 +244,7 @@ def pretrain(settings: Settings, start: dict | None, flags: Namespace, worker: W
     if recipe.batch_size % worker.world_size > 0:  # the mean of the processes' gradients would be another
         raise UserError(f"batch_size={recipe.batch_size}: use a multiple of the {worker.world_size} processes")
     seeds = [recipe.seed]
-    data_seed = recipe.seed
+    data_seed = recipe.seed  # of order and masks; dropout follows recipe.seed
     if start:  # it shall not repeat the batches of the runs before it
         seeds = [*start["ancestors"], recipe.seed]
         data_seed = seed_of(len(seeds), *seeds)  # the length, because zeros at the end do not change a seed
@@ -297,9 +296,11 @@ def pretrain(settings: Settings, start: dict | None, flags: Namespace, worker: W
     signal = 0
     if step < last_step:
         signal = signals[0] if signals else SIGTERM  # another process may have received it
-    elif worker.is_main:
+        print(f"stopped by signal {signal}; repeat the command to continue")
+    else:
         print(held_out_guesses(model.cpu(), tokenizer, rows["val"]))
-    log.finish(signal)
+        print(f"{out}: {', '.join(sorted(path.name for path in out.glob('[!.]*.*')))}")
+    log.finish()
     return 128 + signal if signal else 0
 
 

@@ -34,7 +34,7 @@ def clear_errors(program: str) -> Iterator[None]:
     try:
         yield
     except (UserError, OSError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun's other processes have the same error
+        if isinstance(error, OSError) or os.environ.get("LOCAL_RANK", "0") == "0":  # others make the same mistake
             print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
 
@@ -114,13 +114,11 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str):
-    """Write a text atomically."""
     with atomic(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: object):
-    """Write JSON atomically."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 

@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ class Worker(NamedTuple):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that prints and writes."""
+        """Whether this is the process that writes files."""
         return self.rank == 0
 
     def micro_batches(self, tokens: torch.Tensor, corruption: Corruption, size: int) -> list[tuple]:
@@ -70,14 +70,15 @@ class Worker(NamedTuple):
 
 @contextmanager
 def joined_processes() -> Iterator[None]:
-    """A context in which torchrun's processes are connected. This comes first: if one of them fails later, its
-    connections close, and all others end. They also end when they have waited for ten minutes."""
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    if several:
-        dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-    yield
-    if several:
-        dist.destroy_process_group()
+    """A context in which torchrun's processes are connected, and only the first one prints. This comes first: if one of
+    them fails later, its connections close, and all others end, at the latest after ten minutes."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        yield
+        return
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    with redirect_stdout(sys.stdout if dist.get_rank() == 0 else None):
+        yield
+    dist.destroy_process_group()
 
 
 def keep_freed_memory():

@@ -9,7 +9,7 @@ import train
 from maelm import ABLATIONS
 from conftest import TINY
 from support.model.checkpoints import checkpoints
-from support.training.log import read_log
+from support.program import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -73,6 +73,11 @@ def same(out, other):
     """Whether two runs end with bit-identical weights and optimizer states."""
     found, expected = [tree_map_only(torch.Tensor, torch.Tensor.tolist, last_checkpoint(run)) for run in (out, other)]
     return (found["model"], found["optimizers"]) == (expected["model"], expected["optimizers"])
+
+
+def read_log(out):
+    """The lines of a run's log."""
+    return read_lines(out / "log.jsonl")
 
 
 def losses(out, name="loss"):

@@ -23,8 +23,8 @@ from support.tasks import probe
 from support.tasks.classification import Encoded, batches, collate
 from support.tasks.tuned import Pretrained
 from support.text.corpus import indices_of_step
-from support.training.log import flops, read_log
-from tests.common import last_checkpoint, sentence, short_run
+from support.training.log import flops
+from tests.common import last_checkpoint, sentence, short_run, read_log
 
 FACTORS = 0.5, 1, 1, 0.75, 0.5, 0.25  # of the peak rate, in the six steps of a short run
 

@@ -19,8 +19,8 @@ from support import worker
 from support.model import checkpoints
 from support.program import code_hashes, lock_folder, write_json
 from support.text import corpus
-from support.training.log import read_log
-from tests.common import ROOT, arguments, contents, fails, last_checkpoint, losses, same, short_run, write_corpus
+from tests.common import ROOT, arguments, contents, fails, last_checkpoint, losses, read_log, same, short_run
+from tests.common import write_corpus
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_the_checkpoint_is_the_run(text, finished, tmp_path, capsys):
     assert same(short_run(text, out), finished) and last_checkpoint(out)["seconds"] > 1000
     assert contents(out)["tokenizer.json"] == contents(finished)["tokenizer.json"]
     torch.save(state | dict(model=Mock), out / "step_0000006.pt")  # would run code
-    assert "damaged, or not written by this program" in fails(lambda: short_run(text, out), capsys)
+    assert "damaged, or not of this version of train.py" in fails(lambda: short_run(text, out), capsys)
 
 
 def test_only_old_checkpoints_are_removed(text, tmp_path, capsys):

@@ -16,9 +16,9 @@ from support import fill_mask
 from support.model import optim
 from support.model.checkpoints import load_model
 from support.text.corpus import indices_of_step
-from support.training.log import flops, read_log
+from support.training.log import flops
 from support.worker import Worker
-from tests.common import contents, last_checkpoint, losses, make_config, short_run
+from tests.common import contents, last_checkpoint, losses, read_log, make_config, short_run
 
 CPU = torch.device("cpu")
 TINY = tiny()

@@ -34,25 +34,20 @@ def write_checkpoint(path: Path, state: dict):
 
 def read_checkpoint(path: Path, *wanted: str) -> dict:
     """Read a checkpoint to the CPU. Its `config` becomes a Config, and its `tokenizer` a Tokenizer."""
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
     try:
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()  # compares checksums, which torch.load does not
         if damaged:
             raise zipfile.BadZipFile(damaged)
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        raise UserError(f"{path}: damaged, or not written by this program; if you delete it, the checkpoint before it "
-                        "is used") from error
-    try:
         state["config"] = Config(**state["config"])  # a missing field gets its default
         state["tokenizer"] = Tokenizer.of_json(state["tokenizer"])
         missing = {"settings", "model", *wanted} - state.keys()
         if missing:
             raise KeyError(missing)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path}: no checkpoint of train.py, or from another version of maelm ({error!r})") from error
+    except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: damaged, or not of this version of train.py ({error!r:.75}); if you delete it, the "
+                        "checkpoint before it is used") from error
     return state
 
 

@@ -1,7 +1,7 @@
 """The optimizers: AdamW, and Muon for the matrices of the layers."""
 import torch
 
-from maelm import MAELM, Attention, Block
+from maelm import MAELM
 
 
 def orthogonalize(x, dtype: torch.dtype):
@@ -58,14 +58,11 @@ def set_rates(optimizer: torch.optim.Optimizer, factor: float):
 
 def parameter_groups(model: MAELM) -> tuple[list, list, list]:
     """The matrices of the layers, those that hold two matrices (W^K above W^V), and all other parameters."""
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
-    matrices = {weight for block in blocks for weight in block.parameters() if weight.ndim == 2}
-    pairs = {module.key_value.weight for module in model.modules() if isinstance(module, Attention)}
     single, double, rest = [], [], []
-    for parameter in model.parameters():
-        if parameter not in matrices:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim != 2 or ".blocks." not in name:
             rest.append(parameter)
-        elif parameter in pairs:
+        elif name.endswith("key_value.weight"):
             double.append(parameter)
         else:
             single.append(parameter)

@@ -1,18 +1,17 @@
 """The encoders that rank.py and course/ measure, from runs or from the Hub, and their texts as token ids."""
-import math
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP
 from support.model.checkpoints import load_encoder
 from support.program import UserError, fields_of
-from support.text.corpus import Rows, Text, corpus_of_run, documents, evenly_spaced, in_validation, sample
+from support.text.corpus import Rows, Text, corpus_of_run, documents, in_validation, sample
 
 
 class Subject(NamedTuple):
@@ -24,11 +23,6 @@ class Subject(NamedTuple):
     mask_id: int  # of [MASK]
     specials: list[int]  # ids of the tokens that are never masked
     reads_mask: bool  # whether the encoder read [MASK] in training
-
-    def sample(self, tokens: int) -> Tensor:
-        """Sequences (N, n) int64, spaced evenly over the text, of about this many tokens in total, or all sequences."""
-        n = self.rows[[0]].shape[1]
-        return evenly_spaced(self.rows, math.ceil(tokens / n))
 
 
 # ---- 1. A run -----------------------------------------------------------------------------------------------
@@ -65,8 +59,10 @@ def transformers_library():
     return transformers
 
 
-def encoder_of_hub(name: str) -> tuple[nn.Module, object]:
-    """The encoder of hf:NAME or hf:FOLDER in fp32 and evaluation mode, and its tokenizer. Its own code never runs."""
+def subject_of_hub(name: str, selected: dict, tokens: int, seq_len: int, device: torch.device) -> Subject:
+    """An encoder that transformers' AutoModel loads, in fp32; its own code never runs. It reads validation documents of
+    docs, unless fields of a Text are `selected`: about this many tokens, in sequences of seq_len, unless its own limit
+    is lower."""
     library, source = transformers_library(), name.removeprefix("hf:")
     try:
         model, loading = library.AutoModel.from_pretrained(source, trust_remote_code=False, output_loading_info=True)
@@ -76,14 +72,7 @@ def encoder_of_hub(name: str) -> tuple[nn.Module, object]:
     missing = [key for key in loading["missing_keys"] if not key.startswith("pooler.")]
     if missing:
         raise UserError(f"{name}: it lacks weights of the encoder, such as {min(missing)}")
-    return model.float().eval(), tokenizer
-
-
-def subject_of_hub(name: str, selected: dict, tokens: int, seq_len: int, device: torch.device) -> Subject:
-    """An encoder that transformers' AutoModel loads. It reads validation documents of docs, unless fields of a Text are
-    `selected`: about this many tokens, in sequences of seq_len, unless its own limit is lower."""
-    model, tokenizer = encoder_of_hub(name)
-    model = model.to(device)
+    model = model.float().eval().to(device)
     cls, sep, mask = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
     if None in (cls, sep, mask) or model.config.is_encoder_decoder:
         raise UserError(f"{name}: use an encoder trained with MLM, whose tokenizer has [CLS], [SEP] and [MASK]")

@@ -53,9 +53,3 @@ def logits_of(probe, x: np.ndarray, classes: int) -> torch.Tensor:
     outputs = np.full((len(x), classes), -np.inf)
     outputs[:, probe.classes_] = probe.predict_log_proba(x)
     return torch.from_numpy(outputs)
-
-
-def strength_of(probe) -> float:
-    """The strength of L2 regularization of a fitted model."""
-    model = probe[-1]
-    return float(model.alpha_ if hasattr(model, "alpha_") else 1 / model.C_)

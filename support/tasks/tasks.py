@@ -76,6 +76,7 @@ class TuneConfig:
             ("batch_size", self.batch_size >= 1, "1 or more"),
             ("warmup_share", self.warmup_share < 1, "0 or more, below 1"),
             ("seq_len", self.seq_len >= 8, "8 or more"),
+            *[(name, getattr(self, name) >= 1, "1 or more") for name in ("max_query", "doc_stride", "max_answer")],
             ("dropout", self.dropout < 1, "0 or more, below 1"),
             ("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16"))
 
@@ -133,7 +134,6 @@ class Question(NamedTuple):
     question: str
     context: str
     answers: tuple[tuple[int, str], ...]
-    place: str = ""
 
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d\d?)?", re.IGNORECASE)
@@ -204,7 +204,9 @@ def read_task(name: str, data: str | None, settings: dict) -> dict[str, list]:
 
 def hash_of(splits: dict[str, list]) -> str:
     """A hash of the examples or questions of all splits, wherever they were read from."""
-    return short_hash(repr([[example._replace(place="") for example in each] for each in splits.values()]))
+    without_places = [[each[:3] if isinstance(each, Example) else each for each in examples]
+                      for examples in splits.values()]
+    return short_hash(repr(without_places))
 
 
 def read_docs_task(val_share: float, cache: str) -> dict[str, list[Example]]:
@@ -215,8 +217,10 @@ def read_docs_task(val_share: float, cache: str) -> dict[str, list[Example]]:
     for split, most in (("dev", 150), ("train", 100)):
         count = Counter()
         for library, text in texts:
-            in_dev = in_validation(text, val_share + 0.1)  # the next tenth by hash
-            if library not in TASKS["docs"].labels or in_validation(text, val_share) or in_dev != (split == "dev"):
+            if library not in TASKS["docs"].labels or in_validation(text, val_share):
+                continue
+            part = "dev" if in_validation(text, val_share + 0.1) else "train"  # the next tenth by hash
+            if part != split:
                 continue
             if count[library] < most and known.isdisjoint(ngrams(text)):
                 count[library] += 1
@@ -280,7 +284,7 @@ def questions_of(name: str, records: Iterable[Record]) -> list[Question]:
         if not {"id", "question", "context", "answers"} <= record.keys():  # columns of another data set
             raise UserError(f"{place}: needs id, question, context and answers, but has {', '.join(record)}")
         answers = tuple(zip(record["answers"]["answer_start"], record["answers"]["text"]))
-        questions.append(Question(record["id"], record["question"], record["context"], answers, place))
+        questions.append(Question(record["id"], record["question"], record["context"], answers))
     return questions
 
 
@@ -301,8 +305,8 @@ def json_rows(path: Path) -> list[dict]:
     """The objects in a file that has one JSON object per line, as they are written: 1 is not 1.0."""
     with fsspec.open(str(path), "rt", compression="infer", encoding="utf-8-sig") as file:
         try:
-            return [json.loads(line) for line in file]
-        except ValueError as error:
+            return [dict(json.loads(line)) for line in file]
+        except (TypeError, ValueError) as error:
             raise UserError(f"{path}: each line must be a JSON object ({error})") from error
 
 

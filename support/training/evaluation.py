@@ -85,7 +85,7 @@ def held_out_guesses(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
             alone = pieces[at].startswith(" ") and pieces[at + 1].startswith(" ")
             if pieces[at].strip().isalpha() and (alone or not has_spaces):
                 guess, = best_tokens(model, tokenizer, row[None], torch.tensor([[at]]))
-                before, after = "".join(pieces[at - 7:at]), "".join(pieces[at + 1:at + 8])
+                before, after = "".join(pieces[max(0, at - 7):at]), "".join(pieces[at + 1:at + 8])
                 lines += [f"  ...{before} [{pieces[at].strip()}]{after} ...", f"      {format_guess(guess)}"]
                 break
         if len(lines) > 2 * SHOWN:

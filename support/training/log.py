@@ -17,11 +17,6 @@ from support.text.corpus import Rows, evenly_spaced, unigram_entropy
 from support.worker import Worker
 
 
-def read_log(out: Path) -> list[dict]:
-    """The lines of log.jsonl in a run folder."""
-    return [line for line in read_lines(out / "log.jsonl") if "step" in line]
-
-
 def commit() -> str | None:
     """The commit of this code, with -dirty if files have changed since; None without git."""
     git = f"git -C {shlex.quote(str(ROOT))}"
@@ -48,11 +43,11 @@ class Log:
         self.out, self.worker, self.step, self.last_step = out, worker, step, last_step
         self.settings = record["config"] | record["settings"]
         self.seconds = seconds  # of training, without evaluations and checkpoints
-        self.recent = []  # loss and gradient norm of each step since the last line, scalars on any device
+        self.recent = []  # since the last line
         self.wandb = None
         if not worker.is_main:
             return
-        kept = [line for line in read_log(out) if line["step"] <= step and step > 0]
+        kept = [line for line in read_lines(out / "log.jsonl") if line["step"] <= step and step > 0]
         write_text(out / "log.jsonl", json_lines(kept))  # first, because it marks the folder as ours
         # Copies for people; checkpoints hold the same.
         others = {name: record[name] for name in ("preset", "ablation", "seeds", "corpus")}
@@ -73,20 +68,20 @@ class Log:
                 file.write(json.dumps(line) + "\n")
             if self.wandb is not None:
                 self.wandb.log(line)
-            print(text)
+        print(text)
 
     def describe(self, model: MAELM, rows: dict[str, Rows], changed: dict[str, list]):
         """Print the sizes of model and text, and log the machine."""
         values, worker, config = self.settings, self.worker, model.config
-        self.epoch = len(rows["train"])  # sequences
+        self.available = len(rows["train"])  # sequences for training
         entropy = unigram_entropy(evenly_spaced(rows["val"], values["eval_rows"]))
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        epochs = values["batch_size"] * self.last_step / self.epoch
+        epochs = values["batch_size"] * self.last_step / self.available
         micro_batch = min(values["batch_size"] // worker.world_size, values["micro_batch_size"])
         lines = [
             f"{self.out}: {parameters:,} parameters, encoder {config.encoder_layers} x {config.encoder_dim}, decoder "
             f"{config.decoder_layers} x {config.decoder_width}",
-            f"{epochs:.2f} epochs of {values['data']}, which has {self.epoch * config.seq_len / 1e6:,.1f} M tokens",
+            f"{epochs:.2f} epochs of {values['data']}, which has {self.available * config.seq_len / 1e6:,.1f} M tokens",
             f"{worker.world_size} x {worker.device.type} in {str(worker.dtype).removeprefix('torch.')}, {micro_batch} "
             f"sequences at a time, {'continuing at' if self.step else 'from'} step {self.step}",
             *[f"changed: {name}={now!r}, before {before!r}" for name, (before, now) in changed.items()],
@@ -105,7 +100,7 @@ class Log:
         self.since = time.perf_counter()
 
     def add(self, loss, norm):
-        """Note the result of a step for the next line."""
+        """Note a step's loss and gradient norm, scalars on any device, for the next line."""
         self.recent.append((loss, norm))
         self.step += 1
 
@@ -124,7 +119,7 @@ class Log:
         speed = count * self.settings["batch_size"] * self.settings["seq_len"] / lap
         line = {"loss": loss, "grad_norm": norm, "seconds": self.seconds,
                 "tokens_per_second": speed, "tokens": sequences * self.settings["seq_len"],
-                "epoch": round(sequences / self.epoch, 4)}
+                "epoch": round(sequences / self.available, 4)}
         for name, optimizer in zip(("lr", "muon_lr"), optimizers):
             line[name] = optimizer.param_groups[0]["lr"]
         if self.worker.device.type == "cuda":
@@ -133,18 +128,15 @@ class Log:
         self.write(f"step {self.step:>6,}/{self.last_step:,}  loss {loss:.3f}  {speed:,.0f} tokens/s  "
                    f"{left:.1f} min left", **line)
 
-    def finish(self, signal: int):
-        """Say how the run ended, by a signal or 0, and send the last lines to Weights & Biases."""
+    def finish(self):
+        """Send the last lines to Weights & Biases."""
         if self.wandb is not None:
             self.wandb.finish()
-        if self.worker.is_main:
-            files = ", ".join(sorted(path.name for path in self.out.glob("[!.]*.*")))
-            print(f"stopped by signal {signal}; repeat the command to continue" if signal else f"{self.out}: {files}")
 
 
 def draw_loss(out: Path):
     """Draw loss.png from log.jsonl: the training and validation losses by step, and the unigram entropy."""
-    log = read_log(out)
+    log = read_lines(out / "log.jsonl")
     with figure(out / "loss.png") as axes:
         for name, label, style in (("loss", "training", "-"), ("val_loss", "validation", ".-")):
             points = [(line["step"], line[name]) for line in log if name in line]
