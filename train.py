@@ -6,8 +6,8 @@
     python train.py --data texts/ --prepare          # tokenize into --cache, and do not train
     torchrun --standalone --nproc_per_node 8 train.py --preset base --data texts/
 
-Every field of Config (maelm.py), Recipe and RunOptions (below) is a flag; -h shows its value in
---preset. Repeat a command to continue an unfinished run.
+Every field of Config (maelm.py) and Recipe (below) is a flag; -h shows its value in --preset.
+Repeat a command to continue an unfinished run.
 
 main -> parse (settings), pretrain (data, model, optimizers, resume, loop) -> train_step, evaluate
 """
@@ -19,7 +19,6 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from signal import SIGTERM
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -62,25 +61,7 @@ class Recipe:
     position_init: str = "normal"  # normal | sinusoid: initial values of the learned positions
     precision: str = "auto"  # auto | fp32 | bf16: for matrix products; auto is bf16 where it is fast
     seed: int = 0  # seed of weights, data order, masks and dropout
-
-    def __post_init__(self):
-        require(
-            self,
-            ("data", self.data != "", "docs, a path or hf:NAME"),
-            ("val_share", 0 < self.val_share < 1, "a number between 0 and 1"),
-            ("batch_size", self.batch_size >= 1, "1 or more"),
-            ("max_steps", 0 < self.max_steps < 10 ** 7, "1 to 9,999,999"),
-            ("warmup_steps", 0 <= self.warmup_steps <= self.max_steps, f"0 to max_steps={self.max_steps}"),
-            ("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon"),
-            ("adam_beta1", self.adam_beta1 < 1, "0 or more, below 1"),
-            ("adam_beta2", self.adam_beta2 < 1, "0 or more, below 1"),
-            ("position_init", self.position_init in ("normal", "sinusoid"), "normal or sinusoid"),
-            ("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16"))
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """The settings of a run that do not decide its weights, except `init` and, by dropout's masks, the micro-batch."""
+    # The rest decides no weights, except `init` and, by dropout's masks, the micro-batch:
     init: str = ""  # run folder or checkpoint from which to take settings, weights and tokenizer
     micro_batch_size: int = 64  # largest number of sequences per forward pass; gradients are accumulated
     stop_at: int = 0  # step at which to end early, without changing the schedule; 0 for never
@@ -95,16 +76,30 @@ class RunOptions:
     wandb: str = ""  # Weights & Biases project that also receives log.jsonl
 
     def __post_init__(self):
-        counts = ("micro_batch_size", "log_interval", "eval_interval", "eval_rows", "checkpoint_interval")
+        counts = "batch_size micro_batch_size log_interval eval_interval eval_rows checkpoint_interval"
         require(
             self,
-            *[(name, getattr(self, name) >= 1, "1 or more") for name in counts],
+            *[(name, getattr(self, name) >= 1, "1 or more") for name in counts.split()],
+            ("data", self.data != "", "docs, a path or hf:NAME"),
+            ("val_share", 0 < self.val_share < 1, "a number between 0 and 1"),
+            ("max_steps", 0 < self.max_steps < 10 ** 7, "1 to 9,999,999"),
+            ("warmup_steps", self.warmup_steps <= self.max_steps, f"0 to max_steps={self.max_steps}"),
+            ("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon"),
+            ("adam_beta1", self.adam_beta1 < 1, "0 or more, below 1"),
+            ("adam_beta2", self.adam_beta2 < 1, "0 or more, below 1"),
+            ("position_init", self.position_init in ("normal", "sinusoid"), "normal or sinusoid"),
+            ("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16"),
             ("compile", self.compile in ("auto", "on", "off"), "auto, on or off"))
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends."""
+        return min(self.stop_at or self.max_steps, self.max_steps)
 
 
 # Differs from the paper: small models learn faster with these; see bench/results/presets.md.
 SMALL_MODELS = dict(norm="pre", decoder_relative=True, position_init="sinusoid", optimizer="muon")
-PRESETS = {  # differences from the defaults of Config, Recipe and RunOptions; Table 4
+PRESETS = {  # differences from the defaults of Config and Recipe; Table 4
     "toy": SMALL_MODELS | dict(
         vocab_size=2048, seq_len=64, encoder_layers=3, encoder_dim=128, encoder_heads=2, decoder_layers=1,
         dropout=0.0, init_std=0.06, batch_size=64, max_steps=1900, warmup_steps=100, learning_rate=6e-3,
@@ -125,34 +120,13 @@ PRESETS["laptop"] = PRESETS["toy"] | dict(  # the toy preset, trained on 100 mil
     warmup_steps=500, log_interval=100, eval_interval=500, checkpoint_interval=2000)
 
 
-class Settings(NamedTuple):
-    """All settings of a run."""
-    config: Config
-    recipe: Recipe
-    options: RunOptions
-
-    @property
-    def last_step(self) -> int:
-        """The step after which the run ends."""
-        return min(self.options.stop_at or self.recipe.max_steps, self.recipe.max_steps)
-
-    def fields(self) -> dict:
-        """All settings by name."""
-        return asdict(self.config) | asdict(self.recipe) | asdict(self.options)
-
-    def text(self) -> Text:
-        """The settings that select the corpus."""
-        return Text(**fields_of(Text, self.fields()))
-
-
-def make_settings(values: dict) -> Settings:
+def make_settings(values: dict) -> tuple[Config, Recipe]:
     """Settings from values by name, or the defaults. Raises UserError if a value is not allowed."""
-    config = Config(**fields_of(Config, values))
-    recipe = Recipe(**fields_of(Recipe, values))
-    options = RunOptions(**fields_of(RunOptions, values))
-    return Settings(check(config), recipe, options)
+    return check(Config(**fields_of(Config, values))), Recipe(**fields_of(Recipe, values))
 
 
+NAMES = [field.name for field in fields(Recipe)]
+OPTIONS = {*NAMES[NAMES.index("init"):]}  # the fields that decide no weights
 # The settings that stay when a run continues: they decide the model, the text and its order.
 FIXED = {field.name for field in fields(Config)}
 FIXED |= {"data", "column", "uncased", "val_share", "batch_size", "optimizer", "position_init", "init"}
@@ -166,14 +140,13 @@ def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
     return (max_steps - step) / (max_steps - warmup_steps)
 
 
-def batch_of_step(step: int, seed: int, rows: Rows, settings: Settings, worker: Worker) -> list[tuple]:
+def batch_of_step(step: int, seed: int, rows: Rows, config: Config, recipe: Recipe, worker: Worker) -> list[tuple]:
     """This process's micro-batches (tokens, corruption) of a step. The seed decides order and masks."""
-    config, recipe, options = settings
     indices = indices_of_step(seed, step, recipe.batch_size, len(rows))  # (B,)
     tokens = torch.from_numpy(rows[indices])  # (B, n)
     generator = torch.Generator().manual_seed(seed_of(seed, step, 0, 0))  # last: 0 for masks, 1 for dropout
     corruption = corrupt(tokens, config, generator)
-    return [worker.pin(batch) for batch in worker.micro_batches(tokens, corruption, options.micro_batch_size)]
+    return [worker.pin(batch) for batch in worker.micro_batches(tokens, corruption, recipe.micro_batch_size)]
 
 
 def train_step(network: nn.Module, optimizers: list, batches: list[tuple], step: int, recipe: Recipe, worker: Worker):
@@ -215,11 +188,11 @@ def make_optimizers(model: MAELM, recipe: Recipe, dtype: torch.dtype) -> list:
 
 
 # ---- 3. A run ------------------------------------------------------------------------------------
-def pretrain(settings: Settings, start: dict | None, flags: Namespace, worker: Worker) -> int:
+def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespace, worker: Worker) -> int:
     """Begin or continue the run in flags.out, and train it to its end. `start` is the checkpoint of --init. Returns 0,
     or 128 + the signal that ended training."""
-    config, recipe, options = settings
-    out, last_step = flags.out, settings.last_step
+    out, last_step = flags.out, recipe.last_step
+    settings = asdict(config) | asdict(recipe)
     saved = newest_checkpoint(out)
     step = saved["step"] if saved else 0
     if worker.all_reduce(step)[0] != step * worker.world_size:
@@ -227,17 +200,18 @@ def pretrain(settings: Settings, start: dict | None, flags: Namespace, worker: W
     changed = {}
     if saved:
         is_finished = step >= last_step
-        fixed = FIXED | asdict(recipe).keys() if is_finished else FIXED  # nothing is trained
-        changed = changes(out, saved, asdict(Recipe()) | asdict(RunOptions()), settings.fields(), fixed)
+        fixed = FIXED | settings.keys() - OPTIONS if is_finished else FIXED  # nothing is trained any more
+        changed = changes(out, saved, asdict(Recipe()), settings, fixed)
         if is_finished:
             print(f"{out} is finished at step {step}; for more, use a larger --max-steps or --stop-at")
             return 0
 
     # Data: the tokens and their order
+    text = Text(**fields_of(Text, settings))
     if saved:
-        folder = corpus_of_run(settings.text(), saved)
+        folder = corpus_of_run(text, saved)
     else:
-        folder = prepared_corpus(settings.text(), start and start["tokenizer"])
+        folder = prepared_corpus(text, start and start["tokenizer"])
     tokenizer = Tokenizer.load(folder)
     rows = {split: Rows(folder, split, config.seq_len) for split in SPLITS}
     rows["train"].check_masks(config)
@@ -248,7 +222,8 @@ def pretrain(settings: Settings, start: dict | None, flags: Namespace, worker: W
     if start:  # it shall not repeat the batches of the runs before it
         seeds = [*start["ancestors"], recipe.seed]
         data_seed = seed_of(len(seeds), *seeds)  # the length, because zeros at the end do not change a seed
-    prepare = partial(batch_of_step, seed=data_seed, rows=rows["train"], settings=settings, worker=worker)
+    prepare = partial(batch_of_step, seed=data_seed, rows=rows["train"], config=config, recipe=recipe,
+                      worker=worker)
 
     # The model and its optimizers
     torch.manual_seed(recipe.seed)
@@ -258,16 +233,16 @@ def pretrain(settings: Settings, start: dict | None, flags: Namespace, worker: W
         restore(saved, model, optimizers)
     elif start:
         copy_weights(start, model)
-    compile_model(model, options.compile, worker.device)
+    compile_model(model, recipe.compile, worker.device)
     network = worker.parallel(model)  # only for train_step
 
     # The loop
-    record = {"config": asdict(config), "settings": asdict(recipe) | asdict(options), "preset": flags.preset,
+    record = {"config": asdict(config), "settings": asdict(recipe), "preset": flags.preset,
               "ablation": flags.ablation, "seeds": seeds, "tokenizer": tokenizer.to_json(), "corpus": folder.name,
               "corpus_identity": identity_of(folder)}
     log = Log(out, record, step, last_step, saved["seconds"] if saved else 0.0, worker)
     log.describe(model, rows, changed)
-    validate = partial(evaluate, model, rows["val"], options.eval_rows, options.micro_batch_size, worker)
+    validate = partial(evaluate, model, rows["val"], recipe.eval_rows, recipe.micro_batch_size, worker)
     if step == 0:
         log.validation(*validate())
     with noted_signals() as signals:
@@ -279,15 +254,15 @@ def pretrain(settings: Settings, start: dict | None, flags: Namespace, worker: W
             stopped = False
             if worker.world_size == 1 or step % 4 == 0:
                 stopped = worker.all_reduce(len(signals))[0] > 0
-            saving = stopped or step == last_step or step % options.checkpoint_interval == 0
-            evaluating = step == last_step or step % options.eval_interval == 0
+            saving = stopped or step == last_step or step % recipe.checkpoint_interval == 0
+            evaluating = step == last_step or step % recipe.eval_interval == 0
             # All processes log and evaluate, because they exchange losses; only the first one saves.
-            if saving or evaluating or step % options.log_interval == 0:
+            if saving or evaluating or step % recipe.log_interval == 0:
                 log.steps(optimizers)
                 if evaluating:
                     log.validation(*validate())
                 if saving and worker.is_main:
-                    save_run(out, record, step, log.seconds, model, optimizers, options.keep_checkpoints)
+                    save_run(out, record, step, log.seconds, model, optimizers, recipe.keep_checkpoints)
                     draw_loss(out)
                 log.start_clock()
             if stopped:
@@ -309,7 +284,8 @@ def values_of(start: dict, row: str | None) -> dict:
     """The settings of the checkpoint that --init names, in place of a preset's. For another row of Table 2, those that
     made it a row are as in its own preset."""
     preset = PRESETS[start.get("preset", "toy")]
-    values = preset | asdict(start["config"]) | fields_of(Recipe, start["settings"])
+    recipe = {name: value for name, value in start["settings"].items() if name not in OPTIONS}
+    values = preset | asdict(start["config"]) | recipe
     if row is None:
         return values
     old = start.get("ablation", "mae-lm" if start["config"].decoder_layers else "mlm")
@@ -317,7 +293,7 @@ def values_of(start: dict, row: str | None) -> dict:
     return values | {name: unlike_rows[name] for name in ABLATIONS[old]} | ABLATIONS[row]
 
 
-def parse(argv) -> tuple[Settings, dict | None, Namespace]:
+def parse(argv) -> tuple[Config, Recipe, dict | None, Namespace]:
     """Read the command line, and the checkpoint of --init. The Namespace lacks fields that are not given."""
     parser = Parser("train.py", __doc__)
     add = parser.add_argument
@@ -326,7 +302,7 @@ def parse(argv) -> tuple[Settings, dict | None, Namespace]:
     add("--out", type=path_of, help="run folder [out/PRESET[-ABLATION]; with --init, out/RUN-more or out/RUN-ABLATION]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
     preset = parser.parse_known_args(argv)[0].preset or "toy"
-    for part in (Config, Recipe, RunOptions):
+    for part in (Config, Recipe):
         add_flags(parser, part, PRESETS[preset])  # whose values -h shows
     flags = parser.parse_args(argv)
     row = flags.ablation
@@ -348,24 +324,24 @@ def parse(argv) -> tuple[Settings, dict | None, Namespace]:
     if "max_steps" in flags:  # warm up for the same share of the steps
         recipe = Recipe(**fields_of(Recipe, values))
         values["warmup_steps"] = round(recipe.warmup_steps / recipe.max_steps * flags.max_steps)
-    settings = make_settings(values | vars(flags))
-    if start and settings.recipe.uncased != start["tokenizer"].uncased:
-        raise UserError(f"uncased={settings.recipe.uncased}: with --init, the tokenizer is that of the other run")
-    return settings, start, flags
+    config, recipe = make_settings(values | vars(flags))
+    if start and recipe.uncased != start["tokenizer"].uncased:
+        raise UserError(f"uncased={recipe.uncased}: with --init, the tokenizer is that of the other run")
+    return config, recipe, start, flags
 
 
 def main(argv=None):
     code = 0
     with clear_errors("train.py"), joined_processes():
-        settings, start, flags = parse(argv)
-        config, recipe, options = settings
-        worker = make_worker(recipe.precision, options.device, config.encoder_dim)
+        config, recipe, start, flags = parse(argv)
+        worker = make_worker(recipe.precision, recipe.device, config.encoder_dim)
         if flags.prepare:
-            print(summary(prepared_corpus(settings.text(), start and start["tokenizer"])))
+            text = Text(**fields_of(Text, asdict(config) | asdict(recipe)))
+            print(summary(prepared_corpus(text, start and start["tokenizer"])))
         else:
             lock = lock_folder(flags.out, "log.jsonl", "step_*.pt") if worker.is_main else nullcontext()
             with lock:  # refuses a folder with other files
-                code = pretrain(settings, start, flags, worker)
+                code = pretrain(config, recipe, start, flags, worker)
     if code:
         sys.exit(code)
 

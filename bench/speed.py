@@ -36,7 +36,7 @@ def main(argv=None):
         worker = make_worker("auto", flags.device)
         timers, speeds, size, cost = {}, {name: [] for name in flags.models}, {}, {}
         for name in flags.models:
-            config, recipe, options = make_settings(PRESETS[flags.preset] | ABLATIONS[name])
+            config, recipe = make_settings(PRESETS[flags.preset] | ABLATIONS[name])
             rows = flags.rows or recipe.batch_size
             torch.manual_seed(0)
             model = make_model(config, recipe.position_init).to(worker.device)
@@ -45,7 +45,7 @@ def main(argv=None):
             generator = torch.Generator().manual_seed(0)
             tokens = torch.randint(NUM_SPECIAL, config.vocab_size, (rows, config.seq_len), generator=generator)
             batch = worker.put((tokens, corrupt(tokens, config, generator)))
-            batches = worker.micro_batches(*batch, options.micro_batch_size)
+            batches = worker.micro_batches(*batch, recipe.micro_batch_size)
             step = partial(train_step, model, make_optimizers(model, recipe, worker.dtype), batches, 0, recipe, worker)
             timers[name] = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
             size[name], cost[name] = rows * config.seq_len, flops(config) / config.seq_len  # tokens; FLOPs per token

@@ -41,7 +41,7 @@ def write_corpus(path, count=400):
 
 def make_config(preset="base", ablation="mae-lm", **flags):
     """The Config of a preset and a row of Table 2, with these fields."""
-    return train.make_settings(train.PRESETS[preset] | ABLATIONS[ablation] | flags).config
+    return train.make_settings(train.PRESETS[preset] | ABLATIONS[ablation] | flags)[0]
 
 
 # ---- Short runs -----------------------------------------------------------------------------------------------------

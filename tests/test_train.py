@@ -42,9 +42,9 @@ def test_training_learns_the_little_language(ablation, text, tmp_path, capsys):
 def batch(rank, world, size=4, step=7, **given):
     """The micro-batches of at most `size` sequences that a process has in a step of 24 sequences."""
     flags = dict(mask_in_encoder=0.5, encoder_fill="random", batch_size=24, micro_batch_size=size) | given
-    settings = train.make_settings(asdict(TINY) | flags)
+    config, recipe = train.make_settings(asdict(TINY) | flags)
     worker = Worker(rank, world, CPU, torch.float32)
-    return train.batch_of_step(step, given.get("seed", 0), random_tokens(200).numpy(), settings, worker)
+    return train.batch_of_step(step, given.get("seed", 0), random_tokens(200).numpy(), config, recipe, worker)
 
 
 def joined(batches):
@@ -119,24 +119,23 @@ def test_a_row_with_init_undoes_the_other_row(text, tmp_path):
     assert after.config.decoder_layers == 1 and after.config.mask_in_encoder == 0
     torch.testing.assert_close(after.encoder.state_dict(), before.encoder.state_dict())
     wide = short_run(text, tmp_path / "wide", "--init", out, "--decoder-layers", 3, "--stop-at", 1)
-    assert train.parse(["--init", str(wide), "--ablation", "enc-mask"])[0].config.decoder_layers == 3
+    assert train.parse(["--init", str(wide), "--ablation", "enc-mask"])[0].decoder_layers == 3
     state = last_checkpoint(mlm)  # of an older version
     del state["ablation"], state["preset"], state["seeds"]
     torch.save(state, mlm / "step_0000001.pt")
-    assert train.parse(["--init", str(mlm), "--ablation", "mae-lm"])[0].config == after.config
+    assert train.parse(["--init", str(mlm), "--ablation", "mae-lm"])[0] == after.config
 
 
 def test_init_gives_shape_tokenizer_and_recipe_but_a_row_and_flags_win(text, finished):
     config = load_model(finished)[0].config
-    settings, start, flags = train.parse(["--init", str(finished)])
-    assert settings.config == config and len(start["tokenizer"]) <= config.vocab_size and flags.out.name == "run-more"
-    recipe, options = settings.recipe, settings.options
+    found, recipe, start, flags = train.parse(["--init", str(finished)])
+    assert found == config and len(start["tokenizer"]) <= config.vocab_size and flags.out.name == "run-more"
     assert (recipe.data, recipe.batch_size, recipe.max_steps, recipe.warmup_steps) == (str(text), 8, 6, 2)
-    assert (options.eval_rows, options.keep_checkpoints) == (512, 2)  # as in its preset
-    row = train.parse(["--init", str(finished), "--ablation=enc-mask", "--max-steps=60", "--seed=4"])[0]
-    assert row.config == replace(config, mask_in_encoder=1.0)
-    assert (row.recipe.max_steps, row.recipe.warmup_steps, row.recipe.seed) == (60, 20, 4)
-    assert train.parse(["--max-steps", "38", "--warmup-steps", "9"])[0].recipe.warmup_steps == 9
+    assert (recipe.eval_rows, recipe.keep_checkpoints) == (512, 2)  # as in its preset
+    row, recipe, *_ = train.parse(["--init", str(finished), "--ablation=enc-mask", "--max-steps=60", "--seed=4"])
+    assert row == replace(config, mask_in_encoder=1.0)
+    assert (recipe.max_steps, recipe.warmup_steps, recipe.seed) == (60, 20, 4)
+    assert train.parse(["--max-steps", "38", "--warmup-steps", "9"])[1].warmup_steps == 9
 
 
 def test_a_step_follows_precision_dropout_and_the_clock(text, tmp_path, monkeypatch, capsys):
@@ -232,7 +231,8 @@ VARIED = """max_steps learning_rate clip_norm encoder_heads rel_pos_buckets rel_
                                             ("base++", (2_000_000, 2e-4, 2.0, 12, 64, 128, 64000, False)),
                                             ("large++", (1_000_000, 1e-4, 1.0, 16, 128, 256, 64000, False))])
 def test_presets_hold_table_4(preset, values):
-    fields = train.make_settings(train.PRESETS[preset]).fields()
+    config, recipe = train.make_settings(train.PRESETS[preset])
+    fields = asdict(config) | asdict(recipe)
     assert fields == fields | EVERY_PRESET | dict(zip(VARIED, values, strict=True))
 
 
@@ -249,7 +249,7 @@ def test_parameter_counts_differ_from_the_official_model_by_two_vocabulary_rows_
 
 
 def test_flags_override_ablations_which_override_presets():
-    (config, recipe, _), *_ = train.parse("--preset base++ --ablation enc-mask --rel-pos-buckets 8 --seed 3".split())
+    config, recipe, *_ = train.parse("--preset base++ --ablation enc-mask --rel-pos-buckets 8 --seed 3".split())
     assert config == Config(vocab_size=64000, rel_pos_buckets=8, mask_in_encoder=1.0)
     assert (recipe.learning_rate, recipe.seed, recipe.batch_size) == (2e-4, 3, 2048)
     for preset in ("toy", "laptop", "small", "base", "base++", "large++"):  # a row has the same sizes in all of them
