@@ -30,7 +30,6 @@ from support.model.optim import Muon, parameter_groups, set_rates
 from support.program import CACHE, Parser, UserError, add_flags, clear_errors, fields_of, lock_folder, path_of, require
 from support.program import short_name
 from support.text.corpus import SPLITS, Rows, Text, corpus_of_run, identity_of, indices_of_step, prepared_corpus
-from support.text.corpus import summary
 from support.text.tokenizer import Tokenizer
 from support.training.evaluation import evaluate, held_out_guesses
 from support.training.log import Log, draw_loss
@@ -282,7 +281,7 @@ def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespac
 # ---- 4. Command line -----------------------------------------------------------------------------
 def values_of(start: dict, row: str | None) -> dict:
     """The settings of the checkpoint that --init names, in place of a preset's. For another row of Table 2, those that
-    made it a row are as in its own preset."""
+    made it a row are as in its own preset: an MLM gets a decoder."""
     preset = PRESETS[start.get("preset", "toy")]
     recipe = {name: value for name, value in start["settings"].items() if name not in OPTIONS}
     values = preset | asdict(start["config"]) | recipe
@@ -337,7 +336,7 @@ def main(argv=None):
         worker = make_worker(recipe.precision, recipe.device, config.encoder_dim)
         if flags.prepare:
             text = Text(**fields_of(Text, asdict(config) | asdict(recipe)))
-            print(summary(prepared_corpus(text, start and start["tokenizer"])))
+            print(f"{prepared_corpus(text, start and start['tokenizer'])}: prepared")
         else:
             lock = lock_folder(flags.out, "log.jsonl", "step_*.pt") if worker.is_main else nullcontext()
             with lock:  # refuses a folder with other files

@@ -168,7 +168,7 @@ def new_tokenizer(text: Text) -> Tokenizer:
 
 def prepare(text: Text, tokenizer: Tokenizer | None, made_from: dict, folder: Path):
     """Write a corpus to a folder. Raises UserError if there is no text."""
-    print(f"preparing {text.data}, in {folder}")
+    print(f"preparing {text.data}")
     tokenizer = tokenizer or new_tokenizer(text)
     write_text(folder / "tokenizer.json", tokenizer.to_json())
     docs, known = set(), set()
@@ -193,17 +193,11 @@ def prepare(text: Text, tokenizer: Tokenizer | None, made_from: dict, folder: Pa
             size += len(document.encode())
     if not size:
         raise UserError(f"--data {text.data}: contains no text")
-    write_json(folder / "meta.json", {"made_from": made_from, "dtype": dtype.name, "tokens": tokens, "documents": count,
-                                      "bytes": size})
-
-
-def summary(folder: Path) -> str:
-    """A prepared corpus in a line: its folder, tokens, documents, and bytes of text per token."""
-    meta = read_json(folder / "meta.json")
-    tokens = meta["tokens"]
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in meta["documents"].items())
-    return (f"{folder}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation; "
-            f"{meta['bytes'] / sum(tokens.values()):.2f} bytes of text per token; documents: {kinds}")
+    meta = {"made_from": made_from, "dtype": dtype.name, "tokens": tokens, "documents": count}
+    write_json(folder / "meta.json", meta)
+    kinds = ", ".join(f"{number:,} {kind}" for kind, number in count.items())
+    print(f"{folder}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation; documents: {kinds}; "
+          f"{size / sum(tokens.values()):.2f} bytes of text per token")
 
 
 def origin(text: Text, tokenizer: Tokenizer | None) -> dict:
