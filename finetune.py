@@ -11,8 +11,6 @@ as written (01 is not 1), and decimals mean regression. F1 treats the second of 
 positive. Without dev, a tenth of train is dev. The best of at most 20 checkpoints is chosen on dev,
 so its scores are slightly optimistic. predictions_test.jsonl is for test, which may lack labels.
 Repeat a command to complete missing runs.
-
-main -> parse; for each task: make_setup, run_task -> finish -> run_once or probe_once.
 """
 import argparse
 import copy
@@ -221,12 +219,13 @@ def finish(setup: Setup, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
                     write_text(setup.out / name, text)
             write_text(path, json_lines([*lines, run]))
             done = [run]
-        run = done[0]
-        runs.append(run)
+        runs += done
         setting = "  ".join(f"{name} {settings[name]:g}" for name in SWEPT if name in settings)
-        left = timedelta(seconds=round((len(jobs) - number) * run["seconds"]))
-        print(f"{setup.task}  {setting}  seed {seed}  {setup.metric} {format_number(run['value'])}  "
-              f"{run['seconds']:.0f} s  run {number} of {len(jobs)}, {left} left")
+        seconds = runs[-1]["seconds"]
+        left = timedelta(seconds=round((len(jobs) - number) * seconds))
+        value = format_number(runs[-1]["value"])
+        print(f"{setup.task}  {setting}  seed {seed}  {setup.metric} {value}  {seconds:.0f} s  "
+              f"run {number} of {len(jobs)}, {left} left")
     return runs
 
 

@@ -8,8 +8,6 @@
 
 Every field of Config (maelm.py) and Recipe (below) is a flag; -h shows its value in --preset.
 Repeat a command to continue an unfinished run.
-
-main -> parse (settings), pretrain (data, model, optimizers, resume, loop) -> train_step, evaluate
 """
 import sys
 from argparse import Namespace

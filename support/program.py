@@ -153,7 +153,8 @@ def short_hash(content: str | bytes) -> str:
 @functools.cache  # what is on the disk may change while a program runs
 def code_hashes() -> dict[str, str]:
     """A hash of each of our Python files that this program has imported, by name."""
-    files = {Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
+    names = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    files = {Path(name).resolve() for name in names if name}
     ours = sorted(file for file in files if file.parent == ROOT or ROOT / "support" in file.parents)
     return {file.relative_to(ROOT).as_posix(): short_hash(file.read_bytes()) for file in ours}
 
