@@ -154,7 +154,7 @@ def short_hash(content: str | bytes) -> str:
 def code_hashes() -> dict[str, str]:
     """A hash of each of our Python files that this program has imported, by name."""
     names = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    files = {Path(name).resolve() for name in names if name}
+    files = {Path(name).resolve() for name in names if name and Path(name).is_file()}  # <stdin> is none
     ours = sorted(file for file in files if file.parent == ROOT or ROOT / "support" in file.parents)
     return {file.relative_to(ROOT).as_posix(): short_hash(file.read_bytes()) for file in ours}
 
