@@ -14,18 +14,19 @@ with --controls in two more, which the paper does not have:
     token_only    only the vectors at one ordinary token in place of every [MASK]
 
 The paper's formula uses the singular values of H itself ("uncentered"), but the text speaks of variance ("centered":
-the mean vector is subtracted first). support/ranks/subjects.py loads the models and their texts.
+the mean vector is subtracted first). support/model/subjects.py loads the models and their texts.
 """
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from maelm import Config, draw_masks
-from support.ranks.figure1 import CURVES, draw, table
-from support.ranks.subjects import Subject, subject_of_hub, subject_of_run
-from support.program import Parser, UserError, add_flags, clear_errors, fields_of, path_of, require, short_name
+from support.model.subjects import Subject, subject_of_hub, subject_of_run
+from support.program import Parser, UserError, add_flags, clear_errors, fields_of, figure, path_of, require, short_name
 from support.program import write_json
 from support.text.corpus import Text, evenly_spaced
 from support.worker import make_worker
@@ -112,6 +113,24 @@ class RankOptions:
             ("tau", 0 < self.tau < 1, "a number between 0 and 1"))
 
 
+class Curve(NamedTuple):
+    """Which of an encoder's vectors are measured, and how they are shown."""
+    text: str  # the name of the text that the encoder reads; see texts_for
+    masked_only: bool  # whether only the vectors at masked positions count: Figure 1(b)
+    style: str
+    label: str  # in the figure
+    column: str  # in the table
+
+
+CURVES = {
+    "with_mask": Curve("masked", False, "o-", "input with [MASK]", "with"),
+    "without_mask": Curve("unmasked", False, "s--", "input without [MASK]", "without"),
+    "mask_only": Curve("masked", True, "^-", "[MASK] vectors", "[MASK]"),
+    "with_random": Curve("random", False, "x:", "input with random tokens", "random"),  # controls
+    "token_only": Curve("one token", True, "x:", "vectors at one ordinary token", "token"),
+}
+
+
 def texts_for(subject: Subject, rows, maskable, masks, options: RankOptions) -> dict:
     """The texts (N, n) int64 that the encoder reads, by name; they differ at the masked positions. Random tokens are
     drawn from the text itself, and the ordinary token is its most frequent one."""
@@ -169,7 +188,45 @@ def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float)
     return entry
 
 
-# ---- 3. Command line ----------------------------------------------------------------------------------------
+# ---- 3. A table, and Figure 1 ---------------------------------------------------------------------------------
+def table(name: str, entry: dict, tau: float) -> str:
+    """An entry of rank.json as text: the ranks by layer, centering and curve."""
+    import pandas  # here, because it is slow
+    n = entry["n"]
+    ranks = entry["uncentered"]
+    columns = {(title, CURVES[curve].column): values for centering, title in
+               (("uncentered", "uncentered (formula)"), ("centered", "centered (variance)"))
+               for curve, values in entry[centering].items()}
+    lines = [f"{name}: rank_{tau} of {n['without_mask']:,} tokens ({n['mask_only']:,} [MASK]), d = {entry['d']}, text "
+             f"{entry['text']}", pandas.DataFrame(columns).rename_axis("layer").to_string()]
+    if "with_random" in ranks:
+        last = {curve: values[-1] for curve, values in ranks.items()}
+        added, control = [last[curve] - last["without_mask"] for curve in ("with_mask", "with_random")]
+        special = max(0, 1 - last["token_only"] / last["mask_only"])
+        lines.append(f"last layer, uncentered: [MASK] in the text adds {added:+d}, random tokens {control:+d}; "
+                     f"of the rank at [MASK], {special:.0%} is special to [MASK]")
+    if not entry["trained_on_mask"]:
+        lines.append("its encoder never read [MASK] in training, so it does not know this token")
+    return "\n".join(lines)
+
+
+def draw(entries: dict[str, dict], tau: float, path: Path):
+    """Draw the uncentered ranks by layer: (a) of all tokens of a text, (b) of the vectors at [MASK] or at a control."""
+    with figure(path, panels=2) as (left, right):
+        for number, (name, entry) in enumerate(entries.items()):
+            for curve, ranks in entry["uncentered"].items():
+                look = CURVES[curve]
+                label = f"{look.label}: {name}"
+                axis = right if look.masked_only else left
+                axis.plot(ranks, look.style, color=f"C{number}", label=label)
+        for axis, title in ((left, "(a) all tokens"), (right, "(b) [MASK] tokens")):
+            axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {tau}", title=title)
+            axis.set_ylim(bottom=0)
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2))  # below all curves
+
+
+# ---- 4. Command line ----------------------------------------------------------------------------------------
 def main(argv=None):
     with clear_errors("rank.py"):
         parser = Parser("rank.py", __doc__)

@@ -13,7 +13,7 @@ from maelm import MASK, NUM_SPECIAL, PAD, Config
 from support.model.build import make_model
 from support.model.checkpoints import load_checkpoint
 from support.program import ROOT, Parser, UserError, clear_errors, path_of, write_json
-from support.ranks.subjects import transformers_library
+from support.model.subjects import transformers_library
 from support.tasks.tuned import last_layer
 from support.text.tokenizer import Tokenizer
 from support.training.evaluation import logits_at

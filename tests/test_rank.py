@@ -9,7 +9,7 @@ import torch
 import maelm
 import rank
 from conftest import generator
-from support.ranks import subjects
+from support.model import subjects
 from support.text import corpus
 from support.model.checkpoints import checkpoints, load_encoder
 from support.program import read_json
