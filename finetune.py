@@ -220,7 +220,8 @@ def finish(setup: Setup, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
             write_text(path, json_lines([*lines, run]))
             done = [run]
         runs += done
-        setting = "  ".join(f"{name} {settings[name]:g}" for name in SWEPT if name in settings)
+        shown = SWEPT if "l2" not in runs[-1] else ["l2"]  # of fine-tuning, or of a probe
+        setting = "  ".join(f"{name} {(settings | runs[-1])[name]:g}" for name in shown)
         seconds = runs[-1]["seconds"]
         left = timedelta(seconds=round((len(jobs) - number) * seconds))
         value = format_number(runs[-1]["value"])
