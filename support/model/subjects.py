@@ -68,7 +68,7 @@ def subject_of_hub(name: str, selected: dict, tokens: int, seq_len: int, device:
         model, loading = library.AutoModel.from_pretrained(source, trust_remote_code=False, output_loading_info=True)
         tokenizer = library.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # a damaged file can make it raise anything
-        raise UserError(f"{name}: transformers cannot load it; model code never runs here ({str(error):.99})") from error
+        raise UserError(f"{name}: transformers cannot load it without its own code ({str(error):.99})") from error
     missing = [key for key in loading["missing_keys"] if not key.startswith("pooler.")]
     if missing:
         raise UserError(f"{name}: it lacks weights of the encoder, such as {min(missing)}")
