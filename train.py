@@ -28,7 +28,7 @@ from support.model.optim import Muon, parameter_groups, set_rates
 from support.program import CACHE, Parser, UserError, add_flags, clear_errors, fields_of, lock_folder, path_of, require
 from support.program import short_name
 from support.text.corpus import SPLITS, Rows, Text, corpus_of_run, identity_of, indices_of_step, prepared_corpus
-from support.text.tokenizer import Tokenizer
+from support.text.corpus import tokenizer_of
 from support.training.evaluation import evaluate, held_out_guesses
 from support.training.log import Log, draw_loss
 from support.worker import Worker, compile_model, joined_processes, make_worker, noted_signals, prepared_ahead
@@ -86,6 +86,7 @@ class Recipe:
             ("adam_beta2", self.adam_beta2 < 1, "0 or more, below 1"),
             ("position_init", self.position_init in ("normal", "sinusoid"), "normal or sinusoid"),
             ("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16"),
+            ("seed", self.seed < 1 << 63, "less than 2^63"),
             ("compile", self.compile in ("auto", "on", "off"), "auto, on or off"))
 
     @property
@@ -209,7 +210,7 @@ def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespac
         folder = corpus_of_run(text, saved)
     else:
         folder = prepared_corpus(text, start and start["tokenizer"])
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = saved["tokenizer"] if saved else tokenizer_of(folder)
     rows = {split: Rows(folder, split, config.seq_len) for split in SPLITS}
     rows["train"].check_masks(config)
     if recipe.batch_size % worker.world_size > 0:  # the mean of the processes' gradients would be another

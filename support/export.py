@@ -82,18 +82,18 @@ def export(source: Path, out: Path):
     for name, buffer in make_model(config).named_buffers():  # transformers does not compute them
         if name.startswith("encoder.") or head == "ForMaskedLM":
             weights.setdefault(name, buffer)
-    out.mkdir(parents=True, exist_ok=True)
-    for code in ("support/model/modeling_maelm.py", "support/model/heads.py", "maelm.py"):
-        shutil.copy(ROOT / code, out)
-    # The inputs of fine-tuning may be shorter than those of pre-training.
-    save_tokenizer(state["tokenizer"], min(longest, state.get("longest", longest)), head, out)
-    # Not save_file, which makes a file that only its owner can read.
-    (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
-    write_json(out / "config.json", hub_config(config, head, labels, state.get("scale", 1.0)))
     try:
+        out.mkdir(parents=True, exist_ok=True)
+        for code in ("support/model/modeling_maelm.py", "support/model/heads.py", "maelm.py"):
+            shutil.copy(ROOT / code, out)
+        # The inputs of fine-tuning may be shorter than those of pre-training.
+        save_tokenizer(state["tokenizer"], min(longest, state.get("longest", longest)), head, out)
+        # Not save_file, which makes a file that only its owner can read.
+        (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
+        write_json(out / "config.json", hub_config(config, head, labels, state.get("scale", 1.0)))
         check_export(out, head, state)
     except BaseException:
-        shutil.rmtree(out)
+        shutil.rmtree(out)  # whole or absent
         raise
     print(f"{out}: for AutoModel{head} with trust_remote_code=True; another class would have a random head")
 

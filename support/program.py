@@ -109,6 +109,9 @@ def atomic(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # the error of a full disk lacks it
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -130,8 +133,8 @@ def json_lines(records: Iterable[dict]) -> str:
 def read_json(path: Path) -> dict:
     """The object in a JSON file. Raises UserError if the file is missing or damaged."""
     try:
-        return json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError) as error:
+        return dict(**json.loads(path.read_bytes()))
+    except (FileNotFoundError, TypeError, ValueError) as error:
         raise UserError(f"{path}: missing or damaged ({error}); restore it, or delete its folder") from error
 
 

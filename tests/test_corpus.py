@@ -238,6 +238,15 @@ def test_a_preparation_that_ends_early_is_never_used(function, results, seen, te
     assert found == expected
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "train.bin", "val.bin", "meta.json"])
+def test_a_damaged_corpus_is_named(name, text, tmp_path, capsys):
+    folder = prepared(text, tmp_path, vocab_size=320)
+    other = prepared(write_corpus(tmp_path / "other.txt", 100), tmp_path, vocab_size=320)
+    (folder / name).write_bytes((other / name).read_bytes() if name == "tokenizer.json" else b"[]")
+    flags = f"--data {text} --cache {tmp_path} --vocab-size 320 --val-share 0.1 --seq-len 24 --out {tmp_path}/out"
+    assert re.search(f"{folder}/{name}: .*damaged", fails(lambda: train.main(flags.split()), capsys))
+
+
 @pytest.mark.parametrize("total, batch", [(1, 3), (10, 4), (97, 10), (1000, 64)])
 def test_every_epoch_is_a_new_permutation(total, batch):
     steps = [indices_of_step(5, step, batch, total) for step in range(3 * total // batch + 1)]

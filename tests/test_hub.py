@@ -3,6 +3,7 @@ import json
 import re
 import sys
 from dataclasses import asdict
+from unittest.mock import Mock
 
 import datasets
 import pandas
@@ -188,6 +189,8 @@ def test_an_export_that_would_compute_something_else_is_refused(hub, tmp_path, m
     monkeypatch.setattr(maelm.Head, "forward", lambda self, *given: 1.5 * logits(self, *given))
     assert "transformers would compute other results" in fails(lambda: exported(tmp_path), capsys)
     assert not (tmp_path / "hub").exists()
+    monkeypatch.setattr(export, "write_json", Mock(side_effect=OSError("No space left on device")))
+    assert "No space left" in fails(lambda: exported(tmp_path), capsys) and not (tmp_path / "hub").exists()
 
 
 @pytest.mark.parametrize("fields", [dict(), dict(aligned_positions=False), dict(rel_pos_buckets=0)])

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -91,8 +92,8 @@ def test_a_full_disk_destroys_nothing(text, finished, tmp_path, monkeypatch, cap
     out = short_run(text, tmp_path / "run", "--stop-at", 3)
     before = contents(out)
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(torch, "save", Mock(side_effect=full))
-    assert "No space left on device" in fails(lambda: short_run(text, out), capsys)
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=full))
+    assert "No space left on device: '" in fails(lambda: short_run(text, out), capsys)
     monkeypatch.undo()
     assert contents(out)["step_0000003.pt"] == before["step_0000003.pt"]
     assert not list(out.glob(".*.tmp"))
@@ -216,7 +217,8 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
     (train, "--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
     *[(train, f"--{field.replace('_', '-')}={value}", f"{field}={value}: use ") for field, value in (
         ("encoder_dim", -12), ("encoder_dim", 0), ("dropout", 1.5), ("mask_rate", "nan"), ("seed", -1),
-        ("eval_rows", 0), ("learning_rate", "inf"), ("adam_beta1", 1.0), ("weight_decay", -0.1), ("stop_at", -1))],
+        ("eval_rows", 0), ("learning_rate", "inf"), ("adam_beta1", 1.0), ("weight_decay", -0.1), ("stop_at", -1),
+        ("seed", 1 << 63))],
     (finetune, "--init RUN --learning-rate nan", "learning_rate=nan: use a number from 0"),
     (finetune, "--init RUN --frozen --epochs 2", "no settings but seq_len, batch_size, l2"),
     (finetune, "--task custom", "--task custom: needs --data"),

@@ -6,6 +6,7 @@ tokenizer.json), corpus (the name of its folder), corpus_identity, step, seconds
 of finetune.py holds config, settings, tokenizer, model, and what the export of its head needs. Both record the code
 that made them.
 """
+import io
 import pickle
 import zipfile
 from collections.abc import Container
@@ -28,8 +29,10 @@ def checkpoints(out: Path) -> list[Path]:
 
 def write_checkpoint(path: Path, state: dict):
     """Write a checkpoint atomically. It may hold only tensors, numbers and texts, so that reading it runs no code."""
+    content = io.BytesIO()  # if PyTorch wrote the file, its error for a full disk would not say so
+    torch.save({"code": code_hashes()} | state, content)
     with atomic(path) as temporary:
-        torch.save({"code": code_hashes()} | state, temporary)
+        temporary.write_bytes(content.getbuffer())
 
 
 def read_checkpoint(path: Path, *wanted: str) -> dict:
@@ -46,8 +49,8 @@ def read_checkpoint(path: Path, *wanted: str) -> dict:
         if missing:
             raise KeyError(missing)
     except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: damaged, or not of this version of train.py ({error!r:.75}); if you delete it, the "
-                        "checkpoint before it is used") from error
+        raise UserError(f"{path}: damaged, or not of this version of train.py ({error!r:.75}); without it, the "
+                        "checkpoint before it in its folder is used") from error
     return state
 
 

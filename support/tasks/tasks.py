@@ -289,37 +289,39 @@ def questions_of(name: str, records: Iterable[Record]) -> list[Question]:
 
 
 def table_rows(path: Path) -> list[dict]:
-    """The rows of a .csv or .tsv file, with all cells as text. Raises UserError if a row is unlike the header."""
+    """The rows of a .csv or .tsv file, with all cells as text. Raises ValueError if a row is unlike the header."""
     # A .tsv has no quotes, as in GLUE's own files.
     how = dict(sep="\t", quoting=csv.QUOTE_NONE) if split_name(path)[1] == ".tsv" else {}
-    try:
-        table = pandas.read_csv(path, dtype=str, keep_default_na=False, **how)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
+    table = pandas.read_csv(path, dtype=str, keep_default_na=False, **how)
     if not isinstance(table.index, pandas.RangeIndex):  # where pandas has taken the first cells for names of the rows
-        raise UserError(f"{path}: its rows have more cells than the header")
+        raise ValueError("its rows have more cells than the header")
     return table.to_dict("records")
 
 
 def json_rows(path: Path) -> list[dict]:
     """The objects in a file that has one JSON object per line, as they are written: 1 is not 1.0."""
     with fsspec.open(str(path), "rt", compression="infer", encoding="utf-8-sig") as file:
-        try:
-            return [dict(json.loads(line)) for line in file]
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{path}: each line must be a JSON object ({error})") from error
+        return [dict(**json.loads(line)) for line in file]  # refuses other values
 
 
 TABLES = {".csv": table_rows, ".tsv": table_rows, ".jsonl": json_rows, ".json": json_rows, ".parquet": records_of}
 
 
 def custom_examples(path: Path, labeled: bool = True) -> list[Example]:
-    """The examples of a table with the columns text[,text2],label or sentence1,sentence2,label."""
+    """The examples of a table with the columns text[,text2],label or sentence1,sentence2,label. Raises UserError if it
+    cannot be read, or if two columns have the same meaning."""
+    try:
+        rows = [*TABLES[split_name(path)[1]](path)]
+    except Exception as error:  # each format and each compression has its own errors
+        raise UserError(f"{path}: cannot be read ({error})") from error
     names = {"sentence1": "text", "sentence2": "text2"}
     records = []
-    for place, record in numbered(path, TABLES[split_name(path)[1]](path)):
-        lower = {column.strip().lower(): cell for column, cell in record.items()}
-        records.append((place, {names.get(column, column): cell for column, cell in lower.items()}))
+    for place, row in numbered(path, rows):
+        lower = [column.strip().lower() for column in row]
+        record = dict(zip([names.get(column, column) for column in lower], row.values()))
+        if len(record) < len(row):
+            raise UserError(f"{place}: two of its columns mean the same ({', '.join(row)}); remove one")
+        records.append((place, record))
     return examples_of("custom", records, labeled)
 
 

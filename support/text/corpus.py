@@ -62,7 +62,7 @@ def files_of(source: str) -> list[Path]:
     root = path_of(source)
     inside = [path for path in root.rglob("*") if not any(part[0] == "." for part in path.relative_to(root).parts)]
     files = sorted(path for path in [root, *inside] if path.is_file() and split_name(path)[1] in FORMATS)
-    if not files:
+    if not source or not files:
         raise UserError(f"--data {source}: has no file ending in {', '.join(FORMATS)}, plain or compressed; other "
                         "sources are docs and hf:NAME")
     return files
@@ -193,7 +193,8 @@ def prepare(text: Text, tokenizer: Tokenizer | None, made_from: dict, folder: Pa
             size += len(document.encode())
     if not size:
         raise UserError(f"--data {text.data}: contains no text")
-    meta = {"made_from": made_from, "dtype": dtype.name, "tokens": tokens, "documents": count}
+    meta = {"made_from": made_from, "tokenizer": short_hash(tokenizer.to_json()), "dtype": dtype.name, "tokens": tokens,
+            "documents": count}
     write_json(folder / "meta.json", meta)
     kinds = ", ".join(f"{number:,} {kind}" for kind, number in count.items())
     print(f"{folder}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation; documents: {kinds}; "
@@ -245,8 +246,16 @@ def corpus_of_run(text: Text, saved: dict) -> Path:
         prepared_corpus(text, saved["tokenizer"] if saved["settings"]["init"] else None)
     if (folder / "meta.json").is_file() and saved.get("corpus_identity") in (None, identity_of(folder)):
         return folder
-    raise UserError(f"--data {text.data}: the tokens of this run, {folder}, are gone, and the text has changed; "
-                    "restore one of them, or begin another run")
+    raise UserError(f"--data {text.data}: the tokens of this run, {folder}, are gone or have changed, and so has the "
+                    "text; restore one of them, or begin another run")
+
+
+def tokenizer_of(folder: Path) -> Tokenizer:
+    """The tokenizer of a prepared corpus. Raises UserError if it is not the one with which it was prepared."""
+    content = (folder / "tokenizer.json").read_text("utf-8")
+    if short_hash(content) != read_json(folder / "meta.json")["tokenizer"]:
+        raise UserError(f"{folder}/tokenizer.json: damaged; delete this folder to prepare it again")
+    return Tokenizer.of_json(content)
 
 
 # ---- 3. Its sequences ---------------------------------------------------------------------------------------
@@ -260,9 +269,10 @@ class Rows:
         if count == 0:
             raise UserError(f"{folder}: its {split} split has {tokens} tokens, too few for a sequence of seq_len="
                             f"{seq_len}; use more text, a smaller --seq-len, or another --val-share, such as 0.1")
-        if (folder / f"{split}.bin").stat().st_size != tokens * np.dtype(meta["dtype"]).itemsize:
-            raise UserError(f"{folder / split}.bin: damaged; delete this folder, and it is prepared again")
-        self.pieces = np.memmap(folder / f"{split}.bin", meta["dtype"], "r", shape=(count, seq_len - 1))
+        file = folder / f"{split}.bin"
+        if not file.is_file() or file.stat().st_size != tokens * np.dtype(meta["dtype"]).itemsize:
+            raise UserError(f"{file}: missing or damaged; delete this folder to prepare it again")
+        self.pieces = np.memmap(file, meta["dtype"], "r", shape=(count, seq_len - 1))
 
     def __len__(self) -> int:
         return len(self.pieces)
