@@ -111,7 +111,7 @@ def test_a_run_with_init_repeats_no_batches_and_follows_its_seed(text, finished,
     assert first == again == parts[0] == parts[1] and len({0, first, third, other}) == 4
 
 
-def test_a_row_with_init_undoes_the_other_row(text, tmp_path):
+def test_a_row_with_init_undoes_the_other_row(text, tmp_path, capsys):
     mlm = short_run(text, tmp_path / "mlm", "--ablation", "mlm", "--stop-at", 1)
     flags = ["--ablation", "mae-lm", "--init", mlm, "--stop-at", 1]
     out = short_run(text, tmp_path / "run", *flags, "--learning-rate", 1e-30, "--muon-learning-rate", 1e-30)
@@ -119,6 +119,7 @@ def test_a_row_with_init_undoes_the_other_row(text, tmp_path):
     assert after.config.decoder_layers == 1 and after.config.mask_in_encoder == 0
     torch.testing.assert_close(after.encoder.state_dict(), before.encoder.state_dict())
     wide = short_run(text, tmp_path / "wide", "--init", out, "--decoder-layers", 3, "--stop-at", 1)
+    assert "lacks 28 weights of this model, which are random: decoder.stack.blocks.1" in capsys.readouterr().out
     assert train.parse(["--init", str(wide), "--ablation", "enc-mask"])[0].decoder_layers == 3
     state = last_checkpoint(mlm)  # of an older version
     del state["ablation"], state["preset"], state["seeds"]

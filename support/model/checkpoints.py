@@ -130,16 +130,16 @@ def restore(saved: dict, model: MAELM, optimizers: list):
 
 
 def copy_weights(start: dict, model: MAELM):
-    """Copy the weights of a checkpoint that fit, and list the others. Raises UserError unless its encoder fits."""
+    """Copy the weights of a checkpoint that fit, and list the new ones. Raises UserError unless its encoder fits."""
     mine, theirs = model.state_dict(), start["model"]
     fitting = {name: theirs[name] for name in mine if name in theirs and mine[name].shape == theirs[name].shape}
-    others = [name for name in mine | theirs if name not in fitting]
-    wrong = [name for name in others if name.startswith("encoder.")]
+    wrong = [name for name in mine | theirs if name.startswith("encoder.") and name not in fitting]
     if wrong:
         raise UserError(f"--init: its encoder has another shape ({wrong[0]}); leave out the flags that change it")
     model.load_state_dict(mine | fitting)
-    if others:
-        print(f"weights that only this model or only that of --init has: {', '.join(others[:4])} ... ({len(others)})")
+    new = [name for name in mine if name not in fitting]
+    if new:
+        print(f"--init lacks {len(new)} weights of this model, which are random: {', '.join(new[:4])} ...")
 
 
 def save_run(out: Path, record: dict, step: int, seconds: float, model: MAELM, optimizers: list, keep: int):
