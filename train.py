@@ -9,7 +9,6 @@
 Every field of Config (maelm.py) and Recipe (below) is a flag; -h shows its value in --preset.
 Repeat a command to continue an unfinished run.
 """
-import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
@@ -35,10 +34,9 @@ from support.worker import Worker, compile_model, joined_processes, make_worker,
 
 
 # ---- 1. Settings: Table 4 ------------------------------------------------------------------------
-# The comment after a field is also its text in -h.
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of training. The defaults are those of the paper's base model."""
+    """The settings of training. The defaults are the paper's base model's. A field's comment is also its help."""
     data: str = "docs"  # docs, a file, a folder, or hf:NAME[:CONFIG]; join several with +
     column: str = "text"  # field that holds the text of a record (.jsonl, .parquet, hf:)
     uncased: bool = True  # whether to lower-case all text
@@ -138,7 +136,7 @@ def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
     return (max_steps - step) / (max_steps - warmup_steps)
 
 
-def batch_of_step(step: int, seed: int, rows: Rows, config: Config, recipe: Recipe, worker: Worker) -> list[tuple]:
+def batch_of_step(seed: int, rows: Rows, config: Config, recipe: Recipe, worker: Worker, step: int) -> list[tuple]:
     """This process's micro-batches (tokens, corruption) of a step. The seed decides order and masks."""
     indices = indices_of_step(seed, step, recipe.batch_size, len(rows))  # (B,)
     tokens = torch.from_numpy(rows[indices])  # (B, n)
@@ -189,7 +187,8 @@ def make_optimizers(model: MAELM, recipe: Recipe, dtype: torch.dtype) -> list:
 def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespace, worker: Worker) -> int:
     """Begin or continue the run in flags.out, and train it to its end. `start` is the checkpoint of --init. Returns 0,
     or 128 + the signal that ended training."""
-    out, last_step = flags.out, recipe.last_step
+    out = flags.out
+    last_step = recipe.last_step
     settings = asdict(config) | asdict(recipe)
     saved = newest_checkpoint(out)
     step = saved["step"] if saved else 0
@@ -215,13 +214,11 @@ def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespac
     rows["train"].check_masks(config)
     if recipe.batch_size % worker.world_size > 0:  # the mean of the processes' gradients would be another
         raise UserError(f"batch_size={recipe.batch_size}: use a multiple of the {worker.world_size} processes")
-    seeds = [recipe.seed]
+    seeds = [*start["ancestors"], recipe.seed] if start else [recipe.seed]
     data_seed = recipe.seed  # of order and masks; dropout follows recipe.seed
-    if start:  # it shall not repeat the batches of the runs before it
-        seeds = [*start["ancestors"], recipe.seed]
-        data_seed = seed_of(len(seeds), *seeds)  # the length, because zeros at the end do not change a seed
-    prepare = partial(batch_of_step, seed=data_seed, rows=rows["train"], config=config, recipe=recipe,
-                      worker=worker)
+    if start:  # other batches than the runs before it; with the length, because zeros at the end change no seed
+        data_seed = seed_of(len(seeds), *seeds)
+    prepare = partial(batch_of_step, data_seed, rows["train"], config, recipe, worker)
 
     # The model and its optimizers
     torch.manual_seed(recipe.seed)
@@ -341,7 +338,7 @@ def main(argv=None):
             with lock:  # refuses a folder with other files
                 code = pretrain(config, recipe, start, flags, worker)
     if code:
-        sys.exit(code)
+        raise SystemExit(code)
 
 
 if __name__ == "__main__":
