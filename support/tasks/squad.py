@@ -42,7 +42,7 @@ def squad_metrics(questions: list, predictions: dict[str, str]) -> dict[str, flo
         answer = predictions[q.id]
         exact.append(normalize(answer) in map(normalize, true))
         f1.append(max(token_f1(answer, text) for text in true))
-    return {"exact": 100 * float(np.mean(exact)), "f1": 100 * float(np.mean(f1))}
+    return {"exact": float(np.mean(100.0 * np.array(exact))), "f1": float(np.mean(100.0 * np.array(f1)))}
 
 
 # ---- 2. The tokens of answers -------------------------------------------------------------------------------
