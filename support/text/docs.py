@@ -1,6 +1,7 @@
 """The documentation on this machine (`docs`): docstrings of Python and of the packages in requirements.txt."""
 import ast
 import functools
+import gc
 import importlib.util
 import json
 import platform
@@ -34,10 +35,12 @@ def read_docs(cache: str = CACHE) -> list[tuple[str, str]]:
     kept = path_of(cache) / f"docs-{short_hash(repr(versions()))}.json"
     with suppress(OSError, ValueError):  # missing or damaged: it is made again
         return [(library, text) for library, text in json.loads(kept.read_bytes())]
+    gc.disable()  # it would search the syntax trees, which hold no cycles, again and again
     first = {}  # the library in which a text was seen first
     for library, path in tqdm(docs_files(), "reading documentation", unit="file", leave=False, disable=None):
         for text in docstrings(path):
             first.setdefault(text, library)
+    gc.enable()
     docs = [(library, text) for text, library in first.items()]
     with suppress(OSError):  # where nothing can be written, the files are parsed again each time
         write_json(kept, docs)
