@@ -205,10 +205,10 @@ def finish(setup: Setup, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
     """Do the jobs (settings, seed) that runs.jsonl lacks. Returns the runs of all jobs."""
     path = setup.out / "runs.jsonl"
     do = probe_once if setup.frozen else run_once
+    lines = read_lines(path)
     runs = []
     for number, (tune, seed) in enumerate(jobs, start=1):
         settings = recorded(tune, setup.frozen)
-        lines = read_lines(path)
         done = [line for line in lines if (line["tune"], line["seed"]) == (settings, seed)]
         if not done:
             began = time.perf_counter()
@@ -217,7 +217,8 @@ def finish(setup: Setup, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
             for name, text in run.pop("files", {}).items():
                 if seed == FIRST_SEED:
                     write_text(setup.out / name, text)
-            write_text(path, json_lines([*lines, run]))
+            lines.append(run)
+            write_text(path, json_lines(lines))
             done = [run]
         runs += done
         shown = SWEPT if "l2" not in runs[-1] else ["l2"]  # of fine-tuning, or of a probe

@@ -82,8 +82,8 @@ def export(source: Path, out: Path):
     for name, buffer in make_model(config).named_buffers():  # transformers does not compute them
         if name.startswith("encoder.") or head == "ForMaskedLM":
             weights.setdefault(name, buffer)
+    out.mkdir(parents=True, exist_ok=True)
     try:
-        out.mkdir(parents=True, exist_ok=True)
         for code in ("support/model/modeling_maelm.py", "support/model/heads.py", "maelm.py"):
             shutil.copy(ROOT / code, out)
         # The inputs of fine-tuning may be shorter than those of pre-training.

@@ -117,11 +117,13 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str):
+    """Write a text atomically."""
     with atomic(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: object):
+    """Write JSON atomically."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
