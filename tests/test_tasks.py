@@ -13,6 +13,7 @@ import sklearn.metrics
 
 from support.program import UserError
 from support.tasks import classification as metrics, squad, tasks
+from support.text import corpus
 from support.text.corpus import in_validation
 from tests.common import SUBJECTS, sentence
 
@@ -109,7 +110,7 @@ def test_docs_repeat_no_text_of_dev_or_of_the_validation_split(monkeypatch):
     texts = [" ".join(f"{word}{i}" for word in range(15)) for i in range(3000)]
     copies = {f"Copied: {text.upper()}.": text for text in texts}
     documents = [(("torch", "numpy", "tqdm")[i % 3], text) for i, text in enumerate([*texts, *copies])]
-    monkeypatch.setattr(tasks, "read_docs", lambda cache: {"kept": documents}[cache])
+    monkeypatch.setattr(corpus, "read_docs", lambda cache: {"kept": documents}[cache])
     train, dev = tasks.read_task("docs", None, {"val_share": 0.3, "cache": "kept"}).values()
     for text, _, library, *_ in train + dev:
         assert library != "tqdm" and (library, text) in documents and not in_validation(text, 0.3)

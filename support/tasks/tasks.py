@@ -1,7 +1,6 @@
 """The fine-tuning tasks of Table 1: their settings (Tables 5 and 6), examples and labels. `docs` classifies
 documentation strings by library and needs no download; `custom` reads your own files."""
 import csv
-import hashlib
 import itertools
 import json
 import re
@@ -15,8 +14,9 @@ import fsspec
 import pandas
 
 from support.program import UserError, path_of, require, short_hash
-from support.text.corpus import Text, hub_records, in_validation, ngrams, records_of, split_name
-from support.text.docs import read_docs
+from support.text.corpus import Text, docs_by_hash, hub_records, in_validation, ngrams, records_of, scored_docs
+from support.text.corpus import split_name
+from support.text.docs import LIBRARIES
 
 
 # ---- 1. Tasks -----------------------------------------------------------------------------------------------
@@ -44,8 +44,7 @@ TASKS = {
     "mrpc": Task("small", ("accuracy", "f1"), YES_NO),
     "stsb": Task("small", ("spearman",)),
     "squad2": Task("squad", ("f1",), kind="spans", hub="rajpurkar/squad_v2"),
-    "docs": Task("docs", columns=("text",), labels=(
-        "torch", "sympy", "python", "pandas", "matplotlib", "numpy", "networkx", "huggingface_hub")),
+    "docs": Task("docs", columns=("text",), labels=LIBRARIES),
     "custom": Task("small", ("accuracy", "f1"), columns=("text", "text2")),
 }
 GLUE = ("mnli", "qqp", "qnli", "sst2", "cola", "rte", "mrpc", "stsb")  # Table 1, left to right
@@ -210,23 +209,18 @@ def hash_of(splits: dict[str, list]) -> str:
 
 
 def read_docs_task(val_share: float, cache: str) -> dict[str, list[Example]]:
-    """Documentation strings, at most 100 (train) and 150 (dev) per library, none from the validation split of
-    pre-training. No training text shares 13 words in a row with a dev text."""
-    splits, known = {"train": [], "dev": []}, set()
-    texts = sorted(read_docs(cache), key=lambda item: hashlib.blake2b(item[1].encode()).digest())
-    for split, most in (("dev", 150), ("train", 100)):
-        count = Counter()
-        for library, text in texts:
-            if library not in TASKS["docs"].labels or in_validation(text, val_share):
-                continue
-            part = "dev" if in_validation(text, val_share + 0.1) else "train"  # the next tenth by hash
-            if part != split:
-                continue
-            if count[library] < most and known.isdisjoint(ngrams(text)):
-                count[library] += 1
-                splits[split].append(Example(text, None, library))
-        known = set().union(*[ngrams(example.text) for example in splits["dev"]])
-    return splits
+    """Documentation strings with their libraries: dev, on which no model was trained (see split_documents), and at most
+    100 per library for training, none of which shares 13 words in a row with a dev text."""
+    scored = scored_docs(val_share, cache)
+    known = set().union(*[ngrams(text) for _, text in scored])
+    count = Counter()
+    train = []
+    for library, text in docs_by_hash(cache):
+        if count[library] < 100 and not in_validation(text, val_share + 0.1) and known.isdisjoint(ngrams(text)):
+            count[library] += 1
+            train.append((library, text))
+    return {split: [Example(text, None, library) for library, text in chosen]
+            for split, chosen in {"train": train, "dev": scored}.items()}
 
 
 def records_of_hub(name: str, data: str | None, part: str) -> list[Record]:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from maelm import CLS, NUM_SPECIAL, SEP, Config
 from support.program import CACHE, UserError, lock_folder, path_of, read_json, short_hash, write_json, write_text
-from support.text.docs import read_docs, versions
+from support.text.docs import LIBRARIES, read_docs, versions
 from support.text.tokenizer import Tokenizer, split_long
 
 SPLITS = ("train", "val")
@@ -30,6 +30,7 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 GROUPED = 10_000  # characters after which a document without a blank line ends
 LONGEST = 1 << 22  # characters after which a document is split; no book is that long
 NGRAM = 13  # documents that share this many consecutive words are near-duplicates
+SCORED = 150  # documentation strings per library on which the task `docs` is scored, and no model is trained
 SAMPLE = 200 * 10 ** 6  # largest number of bytes that the tokenizer learns from
 
 
@@ -141,6 +142,43 @@ def ngrams(document: str) -> set[str]:
     return {" ".join(words[i:i + NGRAM]) for i in range(len(words) - NGRAM + 1)}
 
 
+def docs_by_hash(cache: str) -> list[tuple[str, str]]:
+    """(library, text) of the documentation strings of LIBRARIES, in an order that further strings do not change."""
+    chosen = [(library, text) for library, text in read_docs(cache) if library in LIBRARIES]
+    return sorted(chosen, key=lambda each: hashlib.blake2b(each[1].encode()).digest())
+
+
+def scored_docs(val_share: float, cache: str) -> list[tuple[str, str]]:
+    """(library, text) of the dev split of the task `docs`: the first SCORED per library of the tenth of the strings
+    that follows the validation split by hash."""
+    count = Counter()
+    chosen = []
+    for library, text in docs_by_hash(cache):
+        follows = in_validation(text, val_share + 0.1) and not in_validation(text, val_share)
+        if follows and count[library] < SCORED:
+            count[library] += 1
+            chosen.append((library, text))
+    return chosen
+
+
+def split_documents(text: Text) -> Iterator[tuple[str, str]]:
+    """(split, document) of each document. In `docs`, which repeats many texts, the split of those in the task's dev
+    split, and of near-duplicates of these or of the validation split, is "held out"."""
+    docs, known = set(), set()
+    if "docs" in text.sources():
+        docs.update(document for _, document in read_docs(text.cache))
+        scored = {document for _, document in scored_docs(text.val_share, text.cache)}
+        unseen = itertools.chain(scored, (each for each in documents(text) if in_validation(each, text.val_share)))
+        known.update(scored, *map(ngrams, unseen))
+    for document in documents(text):
+        if in_validation(document, text.val_share):
+            yield "val", document
+        elif document in docs and not known.isdisjoint({document, *ngrams(document)}):
+            yield "held out", document
+        else:
+            yield "train", document
+
+
 # ---- 2. A prepared corpus -----------------------------------------------------------------------------------
 def sample(texts: Iterable[str], most: int) -> list[bytes]:
     """Choose documents, at most this many bytes: all, or every second, or every fourth, and so on."""
@@ -158,8 +196,8 @@ def sample(texts: Iterable[str], most: int) -> list[bytes]:
 
 def new_tokenizer(text: Text) -> Tokenizer:
     """Learn a tokenizer from a sample of the training split."""
-    found = tqdm(documents(text), "reading", leave=False, disable=None)
-    chosen = sample((each for each in found if not in_validation(each, text.val_share)), SAMPLE)
+    found = tqdm(split_documents(text), "reading", leave=False, disable=None)
+    chosen = sample((document for split, document in found if split == "train"), SAMPLE)
     words = sum(len(each.split()) for each in chosen)
     if sum(map(len, chosen)) > 30 * words:  # without spaces between words, learning takes far more memory
         chosen = chosen[::16]
@@ -171,26 +209,19 @@ def prepare(text: Text, tokenizer: Tokenizer | None, made_from: dict, folder: Pa
     print(f"preparing {text.data}")
     tokenizer = tokenizer or new_tokenizer(text)
     write_text(folder / "tokenizer.json", tokenizer.to_json())
-    docs, known = set(), set()
-    if "docs" in text.sources():  # the documentation repeats many texts
-        docs.update(document for _, document in read_docs(text.cache))
-        known.update(*[ngrams(each) for each in documents(text) if in_validation(each, text.val_share)])
     dtype = np.dtype("uint16" if text.vocab_size <= 1 << 16 else "uint32")
     tokens = dict.fromkeys(SPLITS, 0)
     count = Counter(tokens)  # of documents
     size = 0  # in bytes of text
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         files = {"train": train, "val": val}
-        for document in tqdm(documents(text), "tokenizing", unit_scale=True, leave=False, disable=None):
-            split = "val" if in_validation(document, text.val_share) else "train"
-            if split == "train" and document in docs and not known.isdisjoint(ngrams(document)):
-                count["near-duplicates"] += 1
-                continue
-            ids = np.append(tokenizer.encode(document), np.uint32(SEP)).astype(dtype)
-            files[split].write(ids.tobytes())
-            tokens[split] += len(ids)
+        for split, document in tqdm(split_documents(text), "tokenizing", unit_scale=True, leave=False, disable=None):
             count[split] += 1
-            size += len(document.encode())
+            if split in files:
+                ids = np.append(tokenizer.encode(document), np.uint32(SEP)).astype(dtype)
+                files[split].write(ids.tobytes())
+                tokens[split] += len(ids)
+                size += len(document.encode())
     if not size:
         raise UserError(f"--data {text.data}: contains no text")
     meta = {"made_from": made_from, "tokenizer": short_hash(tokenizer.to_json()), "dtype": dtype.name, "tokens": tokens,
@@ -207,7 +238,7 @@ def origin(text: Text, tokenizer: Tokenizer | None) -> dict:
     found = []
     for source in text.sources():
         if source == "docs":
-            found += ["docs", *versions()]
+            found += ["docs", SCORED, *versions()]
         elif source.startswith("hf:"):
             found.append(source)
         else:

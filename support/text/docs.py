@@ -19,6 +19,7 @@ from support.program import CACHE, path_of, short_hash, write_json
 
 PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib", "pyarrow",
             "fsspec", "jinja2", "mpmath", "tiktoken", "tokenizers", "tqdm")  # requirements.txt installs them
+LIBRARIES = ("torch", "sympy", "python", "pandas", "matplotlib", "numpy", "networkx", "huggingface_hub")  # with most
 TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
 DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give C code a docstring
 
