@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from rank import CENTERINGS, VECTORS_PER_DIM, Moments, tau_rank
 from support.model.build import seed_of
+from support.model.optim import set_rates
 from support.program import Parser, UserError, add_flags, clear_errors, code_hashes, compare, fields_of, json_lines
 from support.program import lock_folder, path_of, read_json, read_lines, short_hash, short_name, write_json, write_text
 from support.tasks import probe
@@ -57,7 +58,7 @@ class Setup(NamedTuple):
     train: Encoded
     splits: dict[str, Encoded]  # dev, which chooses checkpoints; dev_mm of MNLI; test of custom
     tune: TuneConfig  # before a sweep
-    frozen: str  # "" to fine-tune; mean or cls for a linear probe
+    frozen: str  # "" to fine-tune; the pooling of a linear probe
     worker: Worker
     out: Path
 
@@ -121,7 +122,7 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
         loss = setup.kind.loss(logits, targets, tokens)
         loss.backward()
         factor = learning_rate_factor(step, round(tune.warmup_share * steps), steps)
-        optimizer.param_groups[0]["lr"] = factor * tune.learning_rate
+        set_rates(optimizer, factor)
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 in evaluate_after:
@@ -285,8 +286,8 @@ def parse(argv) -> argparse.Namespace:
     add("--data", help="folder with the Hub's own files or, for custom, with train [GLUE and SQuAD: the Hub]")
     add("--seeds", type=int, help="number of runs; the result is their median [5; 1 if nothing is random]")
     add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
-    add("--frozen", choices=["mean", "cls"], nargs="?", const="mean", default="", help="freeze the encoder, and fit a "
-        "linear model to the mean vector (also without a value) or to the vector at [CLS]")
+    add("--frozen", choices=probe.POOLINGS, nargs="?", const="mean", default="", help="freeze the encoder, and fit a "
+        "linear model to the mean vector (also without a value), or to the vector at [CLS]")
     known = parser.parse_known_args(argv)[0]  # -h shows the defaults of its task
     add_flags(parser, TuneConfig, {} if known.task == "glue" else DEFAULTS[TASKS[known.task].group])
     flags = parser.parse_args(argv)

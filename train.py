@@ -10,6 +10,7 @@ Every field of Config (maelm.py) and Recipe (below) is a flag; -h shows its valu
 Repeat a command to continue an unfinished run.
 """
 from argparse import Namespace
+from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -29,7 +30,7 @@ from support.program import short_name
 from support.text.corpus import SPLITS, Rows, Text, corpus_of_run, identity_of, indices_of_step, prepared_corpus
 from support.text.corpus import tokenizer_of
 from support.training.evaluation import evaluate, held_out_guesses
-from support.training.log import Log, draw_loss
+from support.training.log import Log, draw_loss, losses_of
 from support.worker import Worker, compile_model, joined_processes, make_worker, noted_signals, prepared_ahead
 
 
@@ -123,9 +124,12 @@ def make_settings(values: dict) -> tuple[Config, Recipe]:
 
 NAMES = [field.name for field in fields(Recipe)]
 OPTIONS = {*NAMES[NAMES.index("init"):]}  # the fields that decide no weights
+CONFIG = {field.name for field in fields(Config)}
+for name, row in (PRESETS | ABLATIONS).items():
+    if not row.keys() <= {*CONFIG, *NAMES}:
+        raise UserError(f"{name}: no field of Config or Recipe is named {', '.join(row.keys() - {*CONFIG, *NAMES})}")
 # The settings that stay when a run continues: they decide the model, the text and its order.
-FIXED = {field.name for field in fields(Config)}
-FIXED |= {"data", "column", "uncased", "val_share", "batch_size", "optimizer", "position_init", "init"}
+FIXED = CONFIG | {"data", "column", "uncased", "val_share", "batch_size", "optimizer", "position_init", "init"}
 
 
 # ---- 2. One training step ---------------------------------------------------------------------------
@@ -146,8 +150,9 @@ def batch_of_step(seed: int, rows: Rows, config: Config, recipe: Recipe, worker:
 
 
 def train_step(network: nn.Module, optimizers: list, batches: list[tuple], step: int, recipe: Recipe, worker: Worker):
-    """Take one optimizer step. Returns two scalars: this process's mean loss, and the unclipped gradient's norm."""
-    total = torch.zeros((), device=worker.device)
+    """Take one optimizer step. Returns scalars by name: this process's mean `loss` and, if it is a sum, the means of
+    its terms, and the unclipped `grad_norm`."""
+    means = defaultdict(float)
     share = sum(len(tokens) for tokens, _ in batches)  # sequences of this process
     for i, batch in enumerate(batches):  # gradients accumulate in p.grad
         number = worker.rank * len(batches) + i  # of this micro-batch in the whole batch
@@ -159,16 +164,18 @@ def train_step(network: nn.Module, optimizers: list, batches: list[tuple], step:
             averaging = network.no_sync()
         with averaging:
             with worker.autocast():
-                loss = network(tokens, corruption) * (len(tokens) / share)  # the last may be smaller
-            loss.backward()
-        total += loss.detach()
-    norm = nn.utils.clip_grad_norm_(network.parameters(), recipe.clip_norm or inf)
+                losses = losses_of(network(tokens, corruption))
+            part = len(tokens) / share  # the last may be smaller
+            (losses["loss"] * part).backward()
+        for name, loss in losses.items():
+            means[name] += loss.detach() * part
+    means["grad_norm"] = nn.utils.clip_grad_norm_(network.parameters(), recipe.clip_norm or inf)
     factor = learning_rate_factor(step, recipe.warmup_steps, recipe.max_steps)
     for optimizer in optimizers:
         set_rates(optimizer, factor)
         optimizer.step()
         optimizer.zero_grad()
-    return total, norm
+    return means
 
 
 def make_optimizers(model: MAELM, recipe: Recipe, dtype: torch.dtype) -> list:
@@ -225,7 +232,7 @@ def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespac
     model = make_model(config, recipe.position_init).to(worker.device)
     optimizers = make_optimizers(model, recipe, worker.dtype)
     if saved:
-        restore(saved, model, optimizers)
+        restore(saved, model, optimizers, make_optimizers(model, Recipe(**saved["settings"]), worker.dtype))
     elif start:
         copy_weights(start, model)
     compile_model(model, recipe.compile, worker.device)
@@ -243,7 +250,7 @@ def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespac
     with noted_signals() as signals:
         log.start_clock()
         for batches in prepared_ahead(prepare, range(step, last_step)):  # in a thread
-            log.add(*train_step(network, optimizers, batches, step, recipe, worker))
+            log.add(train_step(network, optimizers, batches, step, recipe, worker))
             step += 1
             # All processes stop together. The check makes them wait, hence only every fourth step.
             stopped = False

@@ -87,9 +87,11 @@ def test_tasks_and_grids_are_those_of_the_paper():
     found = [tasks.TASKS[name] for name in (*tasks.GLUE, "squad2")]
     assert [task.metrics[0] for task in found] == 4 * ["accuracy"] + "matthews accuracy accuracy spearman f1".split()
     assert len(tasks.grid("docs", tasks.TuneConfig(epochs=7.0), 768, {"epochs": 7.0})) == 16
+    fields = "epochs", "learning_rate", "batch_size", "warmup_share"
+    assert {*tasks.SWEPT} == {*fields}
     for (name, dim), rows in GRIDS.items():
         points = tasks.grid(name, tasks.TuneConfig(), dim, {})
-        assert tuple({getattr(point, field) for point in points} for field in tasks.SWEPT) == rows
+        assert tuple({getattr(point, field) for point in points} for field in fields) == rows
 
 
 @pytest.mark.parametrize("name", tasks.GLUE)

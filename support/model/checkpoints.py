@@ -17,6 +17,7 @@ import torch
 
 from maelm import MAELM, Config, Encoder
 from support.model.build import make_model
+from support.model.optim import set_rates
 from support.program import ROOT, UserError, atomic, code_hashes, compare, path_of, short_hash
 from support.text.tokenizer import Tokenizer
 
@@ -120,13 +121,17 @@ def changes(out: Path, saved: dict, defaults: dict, now: dict, fixed: Container[
     return changed | {f"code of {name}": ["other", "this"] for name in changed_code(saved)}
 
 
-def restore(saved: dict, model: MAELM, optimizers: list):
-    """Load the weights and the optimizers' states of a checkpoint."""
+def restore(saved: dict, model: MAELM, optimizers: list, before: list):
+    """Load the weights and the optimizers' states of a checkpoint. Settings in which new optimizers differ from new
+    ones of the saved recipe, `before`, were changed by flags, and stay."""
     model.load_state_dict(saved["model"])
-    for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
-        groups = optimizer.param_groups
+    for optimizer, old, state in zip(optimizers, before, saved["optimizers"], strict=True):
+        for each in (optimizer, old):
+            set_rates(each, 1.0)  # the peaks are settings
+        new = [dict(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(state)
-        optimizer.param_groups = groups  # not the saved ones, because their rates and decays may have changed
+        for group, now, then in zip(optimizer.param_groups, new, old.param_groups):
+            group |= {name: now[name] for name in now if name != "params" and now[name] != then[name]}
 
 
 def copy_weights(start: dict, model: MAELM):

@@ -13,14 +13,18 @@ STRENGTHS = np.logspace(-1, 3, 9)  # of L2 regularization, to choose from
 FOLDS = 5  # of the training split, on which the strength is chosen
 
 
+def mean(h, real):
+    """The mean over the real tokens. The poolings take H^L (B, t, d) and real (B, t, 1) bool, and return (B, d)."""
+    return (h * real).sum(1) / real.sum(1)
+
+
+POOLINGS = {"mean": mean, "cls": lambda h, real: h[:, 0]}  # the values of --frozen
+
+
 def vectors_of(encoder: nn.Module, encoded: Encoded, pooling: str, batch_size: int, device: torch.device) -> np.ndarray:
-    """A vector for each input of a split, (N, d) float64: the mean over its tokens, or that at [CLS]."""
+    """A vector for each input of a split, (N, d) float64."""
     def pool(tokens, padding):
-        h = last_layer(encoder, tokens, padding).float()
-        if pooling == "cls":
-            return h[:, 0]
-        real = (~padding)[:, :, None]
-        return (h * real).sum(1) / real.sum(1)
+        return POOLINGS[pooling](last_layer(encoder, tokens, padding).float(), (~padding)[:, :, None])
     return outputs_of(pool, encoded, batch_size, device).double().numpy()
 
 

@@ -87,7 +87,6 @@ DEFAULTS = {  # by group
     "docs": dict(epochs=5.0, batch_size=16),
 }
 PROBED = ("seq_len", "batch_size", "l2")  # the settings that a linear probe uses
-SWEPT = ("epochs", "learning_rate", "batch_size", "warmup_share")
 SWEEPS = {  # group -> values to try; Tables 5 and 6
     "small": dict(epochs=(2.0, 3.0, 5.0, 10.0), batch_size=(16, 32), warmup_share=(0.06, 0.10)),
     "large": dict(epochs=(2.0, 3.0, 5.0), batch_size=(32,), warmup_share=(0.06,)),
@@ -98,6 +97,7 @@ RATES = {  # group -> learning rates to try for base's width and, from 1,024 dim
     "large": ((1e-5, 2e-5, 3e-5, 4e-5), (5e-6, 7e-6, 1e-5, 2e-5)),
     "squad": ((2e-5, 3e-5, 4e-5, 5e-5), (7e-6, 1e-5, 2e-5, 3e-5)),
 }
+SWEPT = ("learning_rate", *dict.fromkeys(name for sweep in SWEEPS.values() for name in sweep))
 
 
 def tune_of(task: str, given: dict, dim: int) -> TuneConfig:

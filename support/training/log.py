@@ -24,6 +24,13 @@ def commit() -> str | None:
     return None if failed else output
 
 
+def losses_of(result) -> dict:
+    """The result of MAELM.forward, a loss or a dictionary of its terms, as the whole loss and the terms by name."""
+    if isinstance(result, dict):
+        return {"loss": sum(result.values())} | {f"loss_{name}": term for name, term in result.items()}
+    return {"loss": result}
+
+
 def flops(config: Config) -> int:
     """FLOPs of all matrix products in a training step on one sequence; a multiply-add counts as 2."""
     n = config.seq_len
@@ -32,7 +39,7 @@ def flops(config: Config) -> int:
     # Meta tensors have shapes but no data. There, attention runs as matrix products; a GPU kernel would go uncounted.
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         tokens, masked, kept = [torch.zeros(1, length, dtype=torch.int64) for length in (n, m, r)]
-        make_model(config)(tokens, Corruption(tokens, masked, kept)).backward()
+        losses_of(make_model(config)(tokens, Corruption(tokens, masked, kept)))["loss"].backward()
     return counter.get_total_flops()
 
 
@@ -99,27 +106,29 @@ class Log:
         """From here on, time is training time. `steps` stops the clock."""
         self.since = time.perf_counter()
 
-    def add(self, loss, norm):
-        """Note a step's loss and gradient norm, scalars on any device, for the next line."""
-        self.recent.append((loss, norm))
+    def add(self, values: dict):
+        """Note a step's loss, its terms and its gradient norm, scalars on any device by name, for the next line."""
+        self.recent.append(values)
         self.step += 1
 
     def steps(self, optimizers: list):
         """Log the speed and the means since the last line. Raises UserError if a loss or norm is not finite."""
         count = len(self.recent)
-        loss, norm = [sum(torch.stack(values).tolist()) / count for values in zip(*self.recent)]
-        loss = self.worker.all_reduce(loss)[0] / self.worker.world_size  # processes have equal shares of a batch
+        names = [*self.recent[0]]
+        sums = [sum(torch.stack([values[name] for values in self.recent]).tolist()) for name in names]
+        sums = self.worker.all_reduce(*sums)  # processes have equal shares of a batch
+        means = {name: total / count / self.worker.world_size for name, total in zip(names, sums)}
+        loss = means["loss"]
         self.recent = []
-        if not math.isfinite(loss + norm):
+        if not math.isfinite(sum(sums)):
             raise UserError(f"steps {self.step - count + 1} to {self.step}: a loss or a gradient's norm is not finite; "
                             "continue with a lower --learning-rate, a lower --clip-norm or another --seed")
         lap = time.perf_counter() - self.since  # the losses are known, so the GPU has finished
         self.seconds += lap
         sequences = self.step * self.settings["batch_size"]
         speed = count * self.settings["batch_size"] * self.settings["seq_len"] / lap
-        line = {"loss": loss, "grad_norm": norm, "seconds": self.seconds,
-                "tokens_per_second": speed, "tokens": sequences * self.settings["seq_len"],
-                "epoch": round(sequences / self.available, 4)}
+        line = means | {"seconds": self.seconds, "tokens_per_second": speed,
+                        "tokens": sequences * self.settings["seq_len"], "epoch": round(sequences / self.available, 4)}
         for name, optimizer in zip(("lr", "muon_lr"), optimizers):
             line[name] = optimizer.param_groups[0]["lr"]
         if self.worker.device.type == "cuda":
@@ -138,10 +147,10 @@ def draw_loss(out: Path):
     """Draw loss.png from log.jsonl: the training and validation losses by step, and the unigram entropy."""
     log = read_lines(out / "log.jsonl")
     with figure(out / "loss.png") as axes:
-        for name, label, style in (("loss", "training", "-"), ("val_loss", "validation", ".-")):
+        for name in dict.fromkeys(name for line in log for name in line if "loss" in name):
             points = [(line["step"], line[name]) for line in log if name in line]
-            if points:
-                axes.plot(*zip(*points), style, label=label)
+            label = {"loss": "training", "val_loss": "validation"}.get(name, name)  # or a term of the loss
+            axes.plot(*zip(*points), ".-" if name == "val_loss" else "-", label=label)
         if log and "unigram_entropy" in log[0]:
             axes.axhline(log[0]["unigram_entropy"], color="gray", linestyle="--", label="unigram entropy")
         axes.set(xlabel="step", ylabel="loss (nats per masked token)", title=str(out))
