@@ -44,7 +44,7 @@ def test_terms_of_the_loss_are_logged_by_name_and_validation_has_none(apply, tex
     for line in lines:
         assert line["loss"] == pytest.approx(line["loss_mlm"] + line["loss_z"]) and 0 < line["loss_z"] < 0.1
     before = [line for line in read_log(finished) if "loss" in line]
-    assert lines[0]["loss_mlm"] == pytest.approx(before[0]["loss"], rel=1e-5)
+    assert lines[0]["loss_mlm"] == pytest.approx(before[0]["loss"], rel=1e-3)
     assert log[1]["val_loss"] == pytest.approx(read_log(finished)[1]["val_loss"], rel=1e-6)
 
 
