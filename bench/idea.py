@@ -4,61 +4,60 @@
     python -m bench.idea mae-lm --learning-rate 3e-3 --quick  # flags of train.py; a first look in minutes
     python -m bench.idea                                      # prints the record
 
-Each seed is trained, fine-tuned on the task `docs` with three seeds, and probed without fine-tuning, at the mean vector
-and at [CLS]; scores are accuracies in percent. They are compared by seed with those of --against. Models that the
+Each seed is trained, fine-tuned on the task `docs` (the median of three seeds), and probed without fine-tuning, at the
+mean vector and at [CLS]. Scores are accuracies in percent, compared by seed with those of --against. Models that the
 record has for this machine's text and precision are not made again. Repeat a command to continue it.
 """
 import os
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
+import pandas
 import torch
 from scipy import stats
 
 import finetune  # noqa: F401, so that code_hashes has its code
 import train
-from maelm import ABLATIONS, Config
+from maelm import ABLATIONS
 from support.model.checkpoints import changed_code
-from support.program import ROOT, Parser, UserError, add_flags, clear_errors, code_hashes, fields_of, json_lines
-from support.program import path_of, read_json, read_lines, write_json, write_text
+from support.program import ROOT, Parser, UserError, clear_errors, code_hashes, fields_of, json_lines, path_of
+from support.program import read_json, read_lines, write_json, write_text
 from support.text.corpus import Text, prepared_corpus
 from support.worker import make_worker
 
 RECORD = ROOT / "bench/results/ideas.jsonl"
-QUICK = 500  # steps of --quick
-FOLLOWED = ("preset", "mask_rate", "max_steps", "precision")  # flags of an idea that its baseline also gets
-SCORES = {"tuned": "fine-tuned", "mean": "probe of the mean", "cls": "probe of `[CLS]`"}
+QUICK = 600  # steps of --quick
+FOLLOWED = ("mask_rate", "max_steps", "precision")  # flags of an idea that its baseline also gets
 EVALUATIONS = {"rank": "rank.py", "tuned": "finetune.py --task docs --seeds 3 --init",
                "mean": "finetune.py --task docs --frozen mean --init",
                "cls": "finetune.py --task docs --frozen cls --init"}
+SCORES = ["tuned", "mean", "cls"]  # accuracies of fine-tuned models, and of probes
 TRAINING = 0.73  # share of a model's time, about
 
 
 # ---- 1. Models ----------------------------------------------------------------------------------------------
 class Model(NamedTuple):
-    """A row and flags, as on train.py's command line, and a seed. Its run folder is `run`; other files lie beside."""
+    """A row and flags, as on train.py's command line, and a seed. Its run is in `folder`; other files lie beside it."""
     name: str
     seed: int
-    run: Path
+    folder: Path
 
     def beside(self, end: str) -> Path:
-        return self.run.with_name(self.run.name + end)
+        return self.folder.with_name(self.folder.name + end)
 
     def stages(self, environment: dict) -> Iterator[subprocess.Popen]:
-        """Start the programs that train and measure the model, each after the one before it has ended; then write its
-        line. Raises UserError if a program fails."""
-        run = shlex.quote(str(self.run))
-        commands = [f"train.py --ablation {self.name} --seed {self.seed} --out {run}"]
-        commands += [f"{program} {run} --out {run}-{stage}" for stage, program in EVALUATIONS.items()]
+        """Yield the programs that train and measure the model. Each starts when the one before it has ended; after the
+        last, the model's line is written. Raises UserError if one fails."""
+        folder = shlex.quote(str(self.folder))
+        commands = [f"train.py --ablation {self.name} --seed {self.seed} --out {folder}"]
+        commands += [f"{program} {folder} --out {folder}-{stage}" for stage, program in EVALUATIONS.items()]
         log = self.beside(".log")
         log.parent.mkdir(parents=True, exist_ok=True)
         for command in commands:
@@ -75,41 +74,28 @@ class Model(NamedTuple):
         """The share of the model's time that has passed, in [0, 1]."""
         if self.beside(".json").is_file():
             return 1.0
-        log = read_lines(self.run / "log.jsonl")
-        return TRAINING * log[-1]["step"] / read_json(self.run / "config.json")["max_steps"] if log else 0.0
+        log = read_lines(self.folder / "log.jsonl")
+        return TRAINING * log[-1]["step"] / read_json(self.folder / "config.json")["max_steps"] if log else 0.0
 
     def line(self) -> dict:
         """The model's line in the record."""
-        log = read_lines(self.run / "log.jsonl")
+        log = read_lines(self.folder / "log.jsonl")
         starts = [line["start"] for line in log if "start" in line]
-        losses = [line["val_loss"] for line in log if "val_loss" in line]
         trained = [line for line in log if "loss" in line][-1]
         line = origin(self.name) | {"name": self.name, "seed": self.seed, "commit": starts[-1]["commit"]}
         line |= {"torch": starts[-1]["torch"], "tokens": trained["tokens"], "seconds": round(trained["seconds"])}
-        line |= {"flops": starts[-1]["flops_per_token"] * trained["tokens"], "val_loss": losses[-1]}
+        line["flops"] = starts[-1]["flops_per_token"] * trained["tokens"]
+        line["val_loss"] = [line["val_loss"] for line in log if "val_loss" in line][-1]
         [ranks] = read_json(self.beside("-rank") / "rank.json")["models"].values()
         line["ranks"] = ranks["uncentered"]
-        for stage in SCORES:
-            line[stage] = read_json(self.beside(f"-{stage}") / "result.json")["median"]
+        for score in SCORES:
+            line[score] = read_json(self.beside(f"-{score}") / "result.json")["median"]
             # Which texts are right, four per digit; when fine-tuned, by the first of the seeds.
-            answers = read_lines(self.beside(f"-{stage}") / "predictions.jsonl")
+            answers = read_lines(self.beside(f"-{score}") / "predictions.jsonl")
             bits = "".join(str(int(answer["prediction"] == answer["label"])) for answer in answers)
-            line[f"{stage}_right"] = f"{int(bits, 2):0{len(bits) // 4}x}"
+            line[f"{score}_right"] = f"{int(bits, 2):0{len(bits) // 4}x}"
         changed = [name for start in starts for name in start["changed"]]
         return line | {"changed": changed, "code": code_hashes()}
-
-
-def name_of(flags: Namespace) -> str:
-    """The row and the flags of a model, in the order of the fields."""
-    words = [flags.row]
-    for name in ("preset", *[field.name for field in (*fields(Config), *fields(train.Recipe))]):
-        value = vars(flags).get(name)
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            words.append(f"--{flag} {shlex.quote(str(value))}")
-    return " ".join(words)
 
 
 def origin(name: str) -> dict:
@@ -130,16 +116,12 @@ def make(models: list[Model], jobs: int):
     try:
         while waiting or running:
             for place in range(jobs):
-                if place in running and running[place][1].poll() is None:
-                    continue
-                if place in running:
-                    stages, _ = running.pop(place)
-                elif waiting:
+                stages, process = running.pop(place, (None, None))
+                if stages is None and waiting:
                     one = {"CUDA_VISIBLE_DEVICES": str(place % gpus)} if gpus else {"OMP_NUM_THREADS": "1"}
                     stages = waiting.pop(0).stages(one)
-                else:
-                    continue
-                process = next(stages, None)
+                if stages and (process is None or process.poll() is not None):
+                    process = next(stages, None)
                 if process:
                     running[place] = stages, process
             time.sleep(1)
@@ -155,130 +137,100 @@ def make(models: list[Model], jobs: int):
 
 
 # ---- 2. Comparing them --------------------------------------------------------------------------------------
-def spread(lines: list[dict], score: str) -> tuple[float, int]:
-    """The standard deviation between seeds, pooled over models, and its degrees of freedom."""
-    names = {line["name"] for line in lines}
-    groups = [[line[score] for line in lines if line["name"] == name] for name in names]
-    freedom = sum(len(group) - 1 for group in groups)
-    squares = sum((len(group) - 1) * statistics.variance(group) for group in groups if len(group) > 1)
-    return (squares / freedom) ** 0.5 if freedom else 0.0, freedom
+def table(lines: list[dict]) -> str:
+    """The means over seeds, a row per model. `rank` and `[MASK]` are effective ranks of the last layer."""
+    rows = [{"model": line["name"], **{score: line[score] for score in SCORES}, "val_loss": line["val_loss"],
+             "rank": line["ranks"]["without_mask"][-1], "at [MASK]": line["ranks"]["mask_only"][-1],
+             "10^12 FLOPs": line["flops"] / 1e12, "minutes": line["seconds"] / 60} for line in lines]
+    groups = pandas.DataFrame(rows).groupby("model", sort=False)
+    means = groups.mean().round(1).assign(val_loss=groups["val_loss"].mean().round(3), seeds=groups.size())
+    return means.to_string()
 
 
-def half_width(deviation: float, freedom: int, count: int, level: float = 0.95) -> float:
-    """Half of the interval of a mean of `count` values with this standard deviation, by Student's t."""
-    return float(stats.t.ppf((1 + level) / 2, freedom)) * deviation / count ** 0.5
-
-
-def verdict(values: list[float], deviation: float, freedom: int) -> str:
-    """The mean of differences between equal seeds, its interval, and one word. With one seed, the deviation between
-    the recorded seeds decides: that of a difference is larger by the root of 2."""
-    mean, count = statistics.mean(values), len(values)
+def verdict(values: pandas.Series, deviation: float, freedom: int) -> str:
+    """The mean of differences between equal seeds, its 95% interval by Student's t, and one word. With one seed, the
+    deviation between recorded seeds decides: that of a difference is larger by the root of 2."""
+    count, mean = len(values), values.mean()
     if count > 1:
-        deviation, freedom = statistics.stdev(values), count - 1
+        deviation, freedom = values.std(), count - 1
     else:
         deviation *= 2 ** 0.5
-    half = half_width(deviation, freedom, count) if freedom else float("inf")
-    if abs(mean) > half:
-        word = "better" if mean > 0 else "worse"
-    else:
-        enough = [n for n in range(count + 1, 100) if half_width(deviation, n - 1, n) < abs(mean)]
-        word = f"cannot be told; if this is the difference, {enough[0] if enough else '100 or more'} seeds would tell"
-    return f"{mean:+.1f} ({mean - half:.1f} to {mean + half:.1f}): {word}"
+
+    def half(number: int, freedom: int) -> float:
+        return stats.t.ppf(0.975, freedom) * deviation / number ** 0.5 if freedom else float("inf")
+
+    word = "better" if mean > 0 else "worse"
+    if freedom == 0:
+        word = "cannot be told with one seed"
+    elif abs(mean) <= half(count, freedom):
+        enough = [number for number in range(count + 1, 100) if half(number, number - 1) < abs(mean)]
+        word = f"cannot be told; {enough[0] if enough else '100 or more'} seeds could tell such a difference"
+    return f"{mean:+.1f} ({mean - half(count, freedom):.1f} to {mean + half(count, freedom):.1f}): {word}"
 
 
-def table(lines: list[dict]) -> str:
-    """The means over seeds as Markdown, a row per model."""
-    heads = ["toy", "seeds", *SCORES.values(), "validation loss", "rank", "at `[MASK]`", "FLOPs, 10¹²", "minutes"]
-    rows = ["|".join(["", *heads, ""]), "|" + len(heads) * "---|"]
-    for name in dict.fromkeys(line["name"] for line in lines):
-        mine = [line for line in lines if line["name"] == name]
-        cells = [f"`{name}`", " ".join(str(line["seed"]) for line in mine)]
-        cells += [f"{statistics.mean(line[score] for line in mine):.1f}" for score in SCORES]
-        cells.append(f"{statistics.mean(line['val_loss'] for line in mine):.3f}")
-        for curve in ("without_mask", "mask_only"):
-            cells.append(f"{statistics.mean(line['ranks'][curve][-1] for line in mine):.0f}")
-        cells.append(f"{statistics.mean(line['flops'] for line in mine) / 1e12:.1f}")
-        cells.append(f"{statistics.mean(line['seconds'] for line in mine) / 60:.1f}")
-        rows.append("|".join(["", *cells, ""]))
-    return "\n".join(rows)
-
-
-def difference(lines: list[dict], name: str, against: str, score: str) -> dict[int, float]:
-    """The difference between two models by seed, for the seeds that both have."""
-    values = {(line["name"], line["seed"]): line[score] for line in lines}
-    seeds = sorted(seed for found, seed in values if found == name and (against, seed) in values)
-    return {seed: values[name, seed] - values[against, seed] for seed in seeds}
+def compare(lines: list[dict], name: str, against: str, seeds: list[int]) -> str:
+    """The differences between two models by score and seed, and verdicts. The deviation between seeds is pooled over
+    all models in `lines`."""
+    scores = pandas.DataFrame(lines).set_index(["name", "seed"])[SCORES].astype(float)
+    groups = scores.groupby("name")
+    freedom = int((groups.size() - 1).sum())
+    variance = groups.var().mul(groups.size() - 1, axis=0).sum() / max(1, freedom)
+    found = (scores.loc[name] - scores.loc[against]).loc[seeds]
+    rows = [f"{score}: {', '.join(f'{value:+.1f}' for value in found[score])}; mean "
+            f"{verdict(found[score], variance[score] ** 0.5, freedom)}" for score in SCORES]
+    return "\n".join([f"{name} minus {against}, by seed:", *rows])
 
 
 # ---- 3. Command line ----------------------------------------------------------------------------------------
-def parse(argv) -> Namespace:
-    """Read the command line."""
-    parser = Parser("bench.idea", __doc__)
-    add = parser.add_argument
-    add("row", choices=ABLATIONS, nargs="?", help="a row of Table 2, or your own; none prints the record")
-    add("--preset", choices=train.PRESETS, help="[toy]")
-    add("--seeds", type=int, nargs="+", help="[11 12 13; with --quick, 11]")
-    add("--quick", action="store_true", help=f"train for {QUICK} steps")
-    add("--against", help='row and flags of the baseline, such as "mlm --mask-rate 0.5" [mae-lm, and those of '
-                          f"--{', --'.join(FOLLOWED).replace('_', '-')} that are given]")
-    add("--jobs", type=int, help="models at a time [the number of GPUs or, without a GPU, of CPU cores]")
-    add("--record", action="store_true", help=f"add the models to {RECORD.relative_to(ROOT)}")
-    add("--out", type=path_of, default=Path("out/ideas"), help="[%(default)s]")
-    for part in (Config, train.Recipe):
-        add_flags(parser, part, train.PRESETS["toy"])
-    flags = parser.parse_args(argv)
-    if "seed" in flags:
-        raise UserError(f"--seed {flags.seed}: use --seeds")
-    if flags.quick:
-        flags.max_steps = QUICK
-    return flags
-
-
 def main(argv=None):
     with clear_errors("bench.idea"):
-        flags = parse(argv)
+        parser = Parser("bench.idea", __doc__)
+        add = parser.add_argument
+        add("-h", "--help", action="help", help="show this help; all other flags are those of train.py")
+        add("row", choices=ABLATIONS, nargs="?", help="a row of Table 2, or your own; none prints the record")
+        add("--seeds", type=int, nargs="+", help="[11 12 13; with --quick, 11]")
+        add("--quick", action="store_true", help=f"train for {QUICK} steps")
+        add("--against", help='the baseline, such as "mlm --mask-rate 0.5" [mae-lm, and the given ones of the flags '
+                              f"{', '.join(FOLLOWED)}]")
+        add("--jobs", type=int, help="models at a time [the number of GPUs or, without a GPU, of CPU cores]")
+        add("--record", action="store_true", help=f"add the models to {RECORD}")
+        add("--out", type=path_of, default=Path("out/ideas"), help="[%(default)s]")
+        flags, words = parser.parse_known_args(argv)
         recorded = read_lines(RECORD)
         if flags.row is None:
             print(table(recorded))
             return
-        name = name_of(flags)
-        baseline = Namespace(row="mae-lm", **{each: vars(flags).get(each) for each in FOLLOWED})
-        if flags.against:
-            baseline = parse(shlex.split(flags.against))
-        against = name_of(baseline)
+        if flags.quick:
+            words += ["--max-steps", str(QUICK)]
+        given = vars(train.parse(["--ablation", flags.row, *words])[-1])
+        if "seed" in given:
+            raise UserError(f"--seed {given['seed']}: use --seeds")
+        name = shlex.join([flags.row, *words])
+        followed = [f"--{each.replace('_', '-')} {given[each]}" for each in FOLLOWED if each in given]
+        against = flags.against or " ".join(["mae-lm", *followed])
         seeds = flags.seeds or ([11] if flags.quick else [11, 12, 13])
-        names = list(dict.fromkeys([against, name]))
-        origins = {each: origin(each) for each in names}
-        usable = [line for line in recorded if origins[against].items() <= line.items()]
-        models = []
-        for seed in seeds:
-            for each in names:
-                known = [line for line in usable if (line["name"], line["seed"]) == (each, seed)]
-                if not known:
-                    models.append(Model(each, seed, flags.out / re.sub(r"[^\w.+]+", "-", f"{each}-{seed}")))
+        origins = {each: origin(each) for each in (against, name)}
+        known = [line for line in recorded if origins.get(line["name"], origins[against]).items() <= line.items()]
+        made = {(line["name"], line["seed"]) for line in known}
+        models = [Model(each, seed, flags.out / re.sub(r"[^\w.+]+", "-", f"{each}-{seed}"))
+                  for seed in seeds for each in origins if (each, seed) not in made]
         missing = [model for model in models if model.done() < 1]
-        print(f"{name}, against {against}: {len(missing)} models to train, with logs in {flags.out}")
+        print(f"{name}, against {against}: {len(missing)} models to train; logs are in {flags.out}")
         make(missing, flags.jobs or torch.cuda.device_count() or torch.get_num_threads())
-        for model in models:
-            line = read_json(model.beside(".json"))
+        new = [read_json(model.beside(".json")) for model in models]
+        for model, line in zip(models, new):
             changed = [*line.pop("changed"), *changed_code({"code": line.pop("code")})]
             if changed:
                 print(f"{model.name}, seed {model.seed}: made by other code ({', '.join(changed)}); to make it again, "
-                      f"delete {model.run}*")
-            usable.append(line)
+                      f"delete {model.folder}*")
         if flags.record:
-            write_text(RECORD, json_lines(recorded + usable[len(usable) - len(models):]))
-        tokens = [line["tokens"] for line in usable if line["name"] == against]
-        others = [line for line in usable if line["tokens"] in tokens]
-        shown = [line for line in usable if line["seed"] in seeds and (line in others or line["name"] == name)]
-        print(table(sorted(shown, key=lambda line: line["name"] == name)))
+            write_text(RECORD, json_lines(recorded + new))
+        lines = known + new
+        tokens = {line["tokens"] for line in lines if line["name"] == against}
+        lines = [line for line in lines if line["name"] == name or line["tokens"] in tokens]
+        print(table([line for line in lines if line["seed"] in seeds]))
         if name != against:
-            print(f"\n{name} minus {against}, by seed:")
-            for score, title in SCORES.items():
-                values = difference(usable, name, against, score)
-                values = [values[seed] for seed in seeds]
-                by_seed = ", ".join(f"{value:+.1f}" for value in values)
-                print(f"{title}: {by_seed}; mean {verdict(values, *spread(others, score))}")
+            print(compare(lines, name, against, seeds))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,92 @@
+"""Claims about bench.idea: a line follows from the files of its programs, and a verdict from the lines."""
+import json
+
+import scipy.stats
+
+from bench import idea
+from support.program import json_lines, read_json, write_json, write_text
+from tests.common import fails, read_log
+
+HERE = {"text": "t", "dtype": "d"}
+
+
+def line(name, seed, tuned, tokens=100, **more):
+    """A line of a record, all of whose scores follow from one."""
+    ranks = {"without_mask": [1, 40 + seed], "mask_only": [1, 20]}
+    return HERE | {"name": name, "seed": seed, "tokens": tokens, "seconds": 90, "flops": 3e12, "val_loss": 2.5,
+                   "ranks": ranks, "tuned": tuned, "mean": tuned / 2, "cls": 30.0} | more
+
+
+def printed(record, command, tmp_path, monkeypatch, capsys):
+    """The output of bench.idea for a record."""
+    write_text(tmp_path / "record.jsonl", json_lines(record))
+    monkeypatch.setattr(idea, "RECORD", tmp_path / "record.jsonl")
+    monkeypatch.setattr(idea, "origin", lambda name: HERE)
+    idea.main([*command.split(), "--out", str(tmp_path / "out")])
+    return capsys.readouterr().out
+
+
+def test_a_verdict_follows_from_the_differences_between_equal_seeds(tmp_path, monkeypatch, capsys):
+    base, other = [60.0, 61.0, 63.0], [64.0, 66.5, 66.0]
+    record = [line("mae-lm", 11 + i, score) for i, score in enumerate(base)]
+    record += [line("mlm", 13 - i, score) for i, score in enumerate(other[::-1])]
+    record += [line("mlm", 14, 0.0), line("mlm --max-steps 9", 11, 10.0, tokens=9)]
+    record += [line("mlm", 11, 0.0, dtype="of another machine"), line("mae-lm", 11, 0.0, text="of another machine")]
+    output = printed(record, "mlm", tmp_path, monkeypatch, capsys)
+    test = scipy.stats.ttest_1samp([b - a for a, b in zip(base, other)], 0)
+    low, high = test.confidence_interval()
+    assert f"tuned: +4.0, +5.5, +3.0; mean +4.2 ({low:.1f} to {high:.1f}): better\n" in output and low > 0
+    assert "cls: +0.0, +0.0, +0.0; mean +0.0 (0.0 to 0.0): cannot be told; 100 or more seeds" in output
+    assert "--max-steps 9" not in output
+    row, = [text.split() for text in output.splitlines() if text.startswith("mlm  ")]
+    assert row == ["mlm", "65.5", "32.8", "30.0", "2.5", "52.0", "20.0", "3.0", "1.5", "3"]
+    for seeds, word in (("11 13", "cannot be told"), ("11 12 13", "worse")):
+        output = printed(record, f"mae-lm --against mlm --seeds {seeds}", tmp_path, monkeypatch, capsys)
+        assert word in output.split("tuned: ")[1].splitlines()[0]
+
+
+def test_one_seed_is_judged_by_the_deviation_between_recorded_seeds(tmp_path, monkeypatch, capsys):
+    record = [line("mae-lm", 11 + i, score) for i, score in enumerate((60.0, 61.0, 62.5))]
+    record += [line("mlm", 11, 63.0), line("enc-mask", 12, 60.0), line("enc-mask", 13, 61.0)]
+    output = printed(record, "mlm --seeds 11", tmp_path, monkeypatch, capsys)
+    deviation = ((2 * scipy.stats.tvar([60, 61, 62.5]) + 0.5) / 3) ** 0.5  # enc-mask's variance is 0.5
+    half = scipy.stats.t.ppf(0.975, 3) * deviation * 2 ** 0.5
+    assert f"tuned: +3.0; mean +3.0 ({3 - half:.1f} to {3 + half:.1f}): cannot be told; " in output
+    enough = int(output.split("cannot be told; ")[1].split()[0])
+    widths = [scipy.stats.t.ppf(0.975, n - 1) * deviation * (2 / n) ** 0.5 for n in (enough - 1, enough)]
+    assert widths[1] < 3 <= widths[0]
+    output = printed(record[:1] + record[3:4], "mlm --seeds 11", tmp_path, monkeypatch, capsys)
+    assert "tuned: +3.0; mean +3.0 (-inf to inf): cannot be told with one seed" in output
+
+
+def test_the_baseline_gets_the_steps_and_the_masks_of_the_idea(tmp_path, monkeypatch, capsys):
+    names = [f"{row} --mask-rate 0.5 --max-steps {idea.QUICK}" for row in ("mae-lm", "dec-2")]
+    record = [line(name, 11, 50.0) for name in names]
+    output = printed(record, "dec-2 --quick --mask-rate 0.5", tmp_path, monkeypatch, capsys)
+    assert f"{names[1]} minus {names[0]}, by seed:" in output
+    for command, word in (("relu", "relu"), ("mlm --seed 3", "--seeds"), ("mlm --foo 3", "--foo"),
+                          ("mlm --mask-rate 2", "mask_rate=2.0"), ("mlm --against relu", "relu")):
+        assert word in fails(lambda: idea.main(command.split()), capsys)
+
+
+def test_a_line_follows_from_the_files_of_the_programs(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(idea, "origin", lambda name: HERE)
+    folder = tmp_path / "run"
+    folder.symlink_to(finished)
+    ranks = {"without_mask": [1, 2], "mask_only": [3, 4]}
+    write_json(tmp_path / "run-rank/rank.json", {"models": {"any": {"uncentered": ranks, "centered": {}}}})
+    right = {"tuned": "1000" "0011", "mean": "0000" "1111", "cls": "0101" "1010"}
+    for number, (score, bits) in enumerate(right.items()):
+        write_json(tmp_path / f"run-{score}/result.json", {"median": 50.0 + number})
+        answers = [{"prediction": "a", "label": "ba"[int(bit)]} for bit in bits]
+        write_text(tmp_path / f"run-{score}/predictions.jsonl", json_lines(answers))
+    model = idea.Model("mae-lm", 0, folder)
+    assert model.done() == idea.TRAINING  # all of its six steps
+    found = model.line()
+    log = read_log(finished)
+    assert (found["name"], found["seed"], found["text"], found["changed"]) == ("mae-lm", 0, "t", [])
+    assert [found[score] for score in right] == [50, 51, 52] and found["ranks"] == ranks
+    assert [found[f"{score}_right"] for score in right] == ["83", "0f", "5a"]
+    assert (found["tokens"], found["val_loss"]) == (6 * 8 * 24, log[-1]["val_loss"])
+    assert found["flops"] == log[0]["start"]["flops_per_token"] * found["tokens"]
+    assert json.loads(json.dumps(found)) == found and read_json(folder / "config.json")["max_steps"] == 6
