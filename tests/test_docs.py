@@ -71,7 +71,7 @@ def test_the_models_have_the_recipe_of_laptop(row):
 def test_the_models_have_learned_english(capsys):
     for model in (MAE, MLM):
         fill_mask.main([model, "he went [MASK] the house."])
-        assert capsys.readouterr().out.startswith("[MASK] 1: to 0.")
+        assert "[MASK] 1: to 0." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
