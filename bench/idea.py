@@ -1,8 +1,8 @@
 """Is an idea better than MAE-LM? Trains it with several seeds, and compares its scores with recorded ones.
 
-    python -m bench.idea relu --seeds 11 12 13                # a row of maelm.ABLATIONS
-    python -m bench.idea mae-lm --learning-rate 3e-3 --quick  # flags of train.py; a first look in minutes
-    python -m bench.idea                                      # prints the record
+    python -m bench.idea relu                                       # a row of maelm.ABLATIONS, with three seeds
+    python -m bench.idea mae-lm --learning-rate 3e-3 --seeds 11     # flags of train.py; a first look, with one seed
+    python -m bench.idea                                            # prints the record
 
 Each seed is trained, fine-tuned on the task `docs` (the median of three seeds), and probed without fine-tuning, at the
 mean vector and at [CLS]. Scores are accuracies in percent, compared by seed with those of --against. Models that the
@@ -33,7 +33,6 @@ from support.text.corpus import Text, prepared_corpus
 from support.worker import make_worker
 
 RECORD = ROOT / "bench/results/ideas.jsonl"
-QUICK = 600  # steps of --quick
 FOLLOWED = ("mask_rate", "max_steps", "precision")  # flags of an idea that its baseline also gets
 EVALUATIONS = {"rank": "rank.py", "tuned": "finetune.py --task docs --seeds 3 --init",
                "mean": "finetune.py --task docs --frozen mean --init",
@@ -188,8 +187,7 @@ def main(argv=None):
         add = parser.add_argument
         add("-h", "--help", action="help", help="show this help; all other flags are those of train.py")
         add("row", choices=ABLATIONS, nargs="?", help="a row of Table 2, or your own; none prints the record")
-        add("--seeds", type=int, nargs="+", help="[11 12 13; with --quick, 11]")
-        add("--quick", action="store_true", help=f"train for {QUICK} steps")
+        add("--seeds", type=int, nargs="+", default=[11, 12, 13], help="[11 12 13]")
         add("--against", help='the baseline, such as "mlm --mask-rate 0.5" [mae-lm, and the given ones of the flags '
                               f"{', '.join(FOLLOWED)}]")
         add("--jobs", type=int, help="models at a time [the number of GPUs or, without a GPU, of CPU cores]")
@@ -200,20 +198,17 @@ def main(argv=None):
         if flags.row is None:
             print(table(recorded))
             return
-        if flags.quick:
-            words += ["--max-steps", str(QUICK)]
         given = vars(train.parse(["--ablation", flags.row, *words])[-1])
         if "seed" in given:
             raise UserError(f"--seed {given['seed']}: use --seeds")
         name = shlex.join([flags.row, *words])
         followed = [f"--{each.replace('_', '-')} {given[each]}" for each in FOLLOWED if each in given]
         against = flags.against or " ".join(["mae-lm", *followed])
-        seeds = flags.seeds or ([11] if flags.quick else [11, 12, 13])
         origins = {each: origin(each) for each in (against, name)}
         known = [line for line in recorded if origins.get(line["name"], origins[against]).items() <= line.items()]
         made = {(line["name"], line["seed"]) for line in known}
         models = [Model(each, seed, flags.out / re.sub(r"[^\w.+]+", "-", f"{each}-{seed}"))
-                  for seed in seeds for each in origins if (each, seed) not in made]
+                  for seed in flags.seeds for each in origins if (each, seed) not in made]
         missing = [model for model in models if model.done() < 1]
         print(f"{name}, against {against}: {len(missing)} models to train; logs are in {flags.out}")
         make(missing, flags.jobs or torch.cuda.device_count() or torch.get_num_threads())
@@ -228,9 +223,9 @@ def main(argv=None):
         lines = known + new
         tokens = {line["tokens"] for line in lines if line["name"] == against}
         lines = [line for line in lines if line["name"] == name or line["tokens"] in tokens]
-        print(table([line for line in lines if line["seed"] in seeds]))
+        print(table([line for line in lines if line["seed"] in flags.seeds]))
         if name != against:
-            print(compare(lines, name, against, seeds))
+            print(compare(lines, name, against, flags.seeds))
 
 
 if __name__ == "__main__":

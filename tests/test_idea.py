@@ -60,9 +60,9 @@ def test_one_seed_is_judged_by_the_deviation_between_recorded_seeds(tmp_path, mo
 
 
 def test_the_baseline_gets_the_steps_and_the_masks_of_the_idea(tmp_path, monkeypatch, capsys):
-    names = [f"{row} --mask-rate 0.5 --max-steps {idea.QUICK}" for row in ("mae-lm", "dec-2")]
+    names = [f"{row} --mask-rate 0.5 --max-steps 30" for row in ("mae-lm", "dec-2")]
     record = [line(name, 11, 50.0) for name in names]
-    output = printed(record, "dec-2 --quick --mask-rate 0.5", tmp_path, monkeypatch, capsys)
+    output = printed(record, f"{names[1]} --seeds 11", tmp_path, monkeypatch, capsys)
     assert f"{names[1]} minus {names[0]}, by seed:" in output
     for command, word in (("relu", "relu"), ("mlm --seed 3", "--seeds"), ("mlm --foo 3", "--foo"),
                           ("mlm --mask-rate 2", "mask_rate=2.0"), ("mlm --against relu", "relu")):
