@@ -36,8 +36,8 @@ from support.program import lock_folder, path_of, read_json, read_lines, short_h
 from support.tasks import probe
 from support.tasks.classification import Classification, Encoded, batches, by_length, collate, outputs_of, scores
 from support.tasks.squad import Spans
-from support.tasks.tasks import DEFAULTS, GLUE, PROBED, SWEPT, TASKS, TuneConfig, grid, hash_of, labels_of, read_task
-from support.tasks.tasks import tune_of
+from support.tasks.tasks import DEFAULTS, GLUE, PROBED, SWEPT, TASKS, Labels, TuneConfig, grid, hash_of, labels_of
+from support.tasks.tasks import read_task, tune_of
 from support.tasks.tuned import Pretrained, Tuned, last_layer, write_tuned
 from support.worker import Worker, make_worker
 from train import learning_rate_factor
@@ -53,31 +53,42 @@ class Setup(NamedTuple):
     """Everything that the runs of a task share."""
     task: str
     pretrained: Pretrained
-    kind: Classification | Spans
+    examples: dict[str, list]  # by split
+    labels: Labels
     metric: str  # selects checkpoints, and is the value of a run
-    train: Encoded
-    splits: dict[str, Encoded]  # dev, which chooses checkpoints; dev_mm of MNLI; test of custom
-    tune: TuneConfig  # before a sweep
     frozen: str  # "" to fine-tune; the pooling of a linear probe
     worker: Worker
     out: Path
+    # From the settings of a job, by with_settings:
+    tune: TuneConfig | None = None
+    kind: Classification | Spans | None = None
+    train: Encoded | None = None
+    splits: dict[str, Encoded] | None = None  # dev, which chooses checkpoints; dev_mm of MNLI; test of custom
 
 
 def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out: Path,
                flags: argparse.Namespace, worker: Worker) -> Setup:
     """Encode the examples of a task, and claim the folder `out` for its runs."""
     tune = tune_of(task, fields_of(TuneConfig, vars(flags)), pretrained.config.encoder_dim)
-    pretrained.config = replace(pretrained.config, dropout=tune.dropout)
     labels = labels_of(task, examples["train"])
-    kind = KINDS[TASKS[task].kind](pretrained.tokenizer, pretrained.config, tune, labels)
-    splits = {split: kind.encode(each) for split, each in examples.items()}
+    setup = Setup(task, pretrained, examples, labels, labels.metrics[0], flags.frozen, worker, out)
+    setup = with_settings(setup, tune)
     claim(out, recorded(tune, flags.frozen) | {
         "init": flags.init, "task": task, "weights": pretrained.weights_hash(), "examples": hash_of(examples),
         "task_settings": repr(TASKS[task]), "sweep": flags.sweep, "frozen": flags.frozen,
         "code": short_hash(repr(code_hashes()))})
+    splits = {"train": setup.train, **setup.splits}
     print(f"{out}:", *[f"  {split}: {encoded.remark}" for split, encoded in splits.items()], sep="\n")
-    train = splits.pop("train")
-    return Setup(task, pretrained, kind, labels.metrics[0], train, splits, tune, flags.frozen, worker, out)
+    return setup
+
+
+def with_settings(setup: Setup, tune: TuneConfig) -> Setup:
+    """The setup with everything that follows from the settings of a job: dropout, the kind of task, its inputs."""
+    pretrained = setup.pretrained
+    pretrained.config = replace(pretrained.config, dropout=tune.dropout)
+    kind = KINDS[TASKS[setup.task].kind](pretrained.tokenizer, pretrained.config, tune, setup.labels)
+    splits = {split: kind.encode(each) for split, each in setup.examples.items()}
+    return setup._replace(tune=tune, kind=kind, train=splits.pop("train"), splits=splits)
 
 
 def recorded(tune: TuneConfig, frozen: str) -> dict:
@@ -212,6 +223,8 @@ def finish(setup: Setup, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
         settings = recorded(tune, setup.frozen)
         done = [line for line in lines if (line["tune"], line["seed"]) == (settings, seed)]
         if not done:
+            if tune != setup.tune:  # a point of a sweep
+                setup = with_settings(setup, tune)
             began = time.perf_counter()
             run = do(setup, tune, seed) | {"tune": settings, "seed": seed}
             run["seconds"] = round(time.perf_counter() - began, 2)

@@ -123,11 +123,12 @@ def make_settings(values: dict) -> tuple[Config, Recipe]:
 
 
 NAMES = [field.name for field in fields(Recipe)]
-OPTIONS = {*NAMES[NAMES.index("init"):]}  # the fields that decide no weights
+OPTIONS = {*NAMES[NAMES.index("init"):NAMES.index("wandb") + 1]}  # the fields that decide no weights
 CONFIG = {field.name for field in fields(Config)}
-for name, row in (PRESETS | ABLATIONS).items():
-    if not row.keys() <= {*CONFIG, *NAMES}:
-        raise UserError(f"{name}: no field of Config or Recipe is named {', '.join(row.keys() - {*CONFIG, *NAMES})}")
+for name, row in (*PRESETS.items(), *ABLATIONS.items()):
+    unknown = row.keys() - ({*CONFIG, *NAMES} - {"init"})
+    if unknown:
+        raise UserError(f"{name}: no preset or row can set {', '.join(unknown)}, only fields of Config and Recipe")
 # The settings that stay when a run continues: they decide the model, the text and its order.
 FIXED = CONFIG | {"data", "column", "uncased", "val_share", "batch_size", "optimizer", "position_init", "init"}
 
@@ -146,6 +147,10 @@ def batch_of_step(seed: int, rows: Rows, config: Config, recipe: Recipe, worker:
     tokens = torch.from_numpy(rows[indices])  # (B, n)
     generator = torch.Generator().manual_seed(seed_of(seed, step, 0, 0))  # last: 0 for masks, 1 for dropout
     corruption = corrupt(tokens, config, generator)
+    m, expected = corruption.masked.shape[1], config.num_masked(tokens.shape[1])
+    if m != expected:
+        raise UserError(f"corrupt masks {m} tokens; FLOPs and shapes need the {expected} of mask_rate="
+                        f"{config.mask_rate}")
     return [worker.pin(batch) for batch in worker.micro_batches(tokens, corruption, recipe.micro_batch_size)]
 
 

@@ -15,19 +15,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import pandas
 import torch
 from scipy import stats
 
-import finetune  # noqa: F401, so that code_hashes has its code
 import train
 from maelm import ABLATIONS
-from support.model.checkpoints import changed_code
-from support.program import ROOT, Parser, UserError, clear_errors, code_hashes, fields_of, json_lines, path_of
+from support.model.checkpoints import changed_code, newest_checkpoint
+from support.program import ROOT, Parser, UserError, clear_errors, fields_of, json_lines, path_of
 from support.program import read_json, read_lines, write_json, write_text
 from support.text.corpus import Text, prepared_corpus
 from support.worker import make_worker
@@ -84,7 +86,9 @@ class Model(NamedTuple):
         line = origin(self.name) | {"name": self.name, "seed": self.seed, "commit": starts[-1]["commit"]}
         line |= {"torch": starts[-1]["torch"], "tokens": trained["tokens"], "seconds": round(trained["seconds"])}
         line["flops"] = starts[-1]["flops_per_token"] * trained["tokens"]
-        line["val_loss"] = [line["val_loss"] for line in log if "val_loss" in line][-1]
+        evaluations = [line for line in log if "val_loss" in line]
+        line["val_loss"] = evaluations[-1]["val_loss"]
+        line["early"] = [evaluations[1]["step"], evaluations[1]["val_loss"]]
         [ranks] = read_json(self.beside("-rank") / "rank.json")["models"].values()
         line["ranks"] = ranks["uncentered"]
         for score in SCORES:
@@ -94,7 +98,7 @@ class Model(NamedTuple):
             bits = "".join(str(int(answer["prediction"] == answer["label"])) for answer in answers)
             line[f"{score}_right"] = f"{int(bits, 2):0{len(bits) // 4}x}"
         changed = [name for start in starts for name in start["changed"]]
-        return line | {"changed": changed, "code": code_hashes()}
+        return line | {"changed": changed, "code": newest_checkpoint(self.folder)["code"]}
 
 
 def origin(name: str) -> dict:
@@ -103,6 +107,18 @@ def origin(name: str) -> dict:
     meta = read_json(prepared_corpus(Text(**fields_of(Text, asdict(config) | asdict(recipe)))) / "meta.json")
     worker = make_worker(recipe.precision, recipe.device, config.encoder_dim)
     return {"text": f"{meta['tokenizer']}-{meta['tokens']['train']}", "dtype": str(worker.dtype)}
+
+
+def check(line: dict):
+    """Repeat the first steps of a recorded model. Raises UserError if an edit of the code has changed them."""
+    step, loss = line["early"]
+    command = ["--ablation", *shlex.split(line["name"]), "--seed", str(line["seed"]), "--stop-at", str(step)]
+    with TemporaryDirectory() as folder, redirect_stdout(StringIO()):
+        train.main([*command, "--out", folder])
+        found = read_lines(Path(folder) / "log.jsonl")[-1]["val_loss"]
+    if abs(found - loss) > 1e-3 * loss:
+        raise UserError(f"{line['name']}: its validation loss at step {step} is {found:.4f}, but recorded is {loss:.4f}; "
+                        "an edit of the code has changed it: let new fields change nothing by default")
 
 
 def make(models: list[Model], jobs: int):
@@ -198,9 +214,10 @@ def main(argv=None):
         if flags.row is None:
             print(table(recorded))
             return
+        wrong = {"--seed", "--ablation", "--init"} & {word.partition("=")[0] for word in words}
+        if wrong:
+            raise UserError(f"{', '.join(wrong)}: not here; use --seeds, and a row")
         given = vars(train.parse(["--ablation", flags.row, *words])[-1])
-        if "seed" in given:
-            raise UserError(f"--seed {given['seed']}: use --seeds")
         name = shlex.join([flags.row, *words])
         followed = [f"--{each.replace('_', '-')} {given[each]}" for each in FOLLOWED if each in given]
         against = flags.against or " ".join(["mae-lm", *followed])
@@ -209,6 +226,9 @@ def main(argv=None):
         made = {(line["name"], line["seed"]) for line in known}
         models = [Model(each, seed, flags.out / re.sub(r"[^\w.+]+", "-", f"{each}-{seed}"))
                   for seed in flags.seeds for each in origins if (each, seed) not in made]
+        for line in [line for line in known if line["name"] == against and line["seed"] in flags.seeds][:1]:
+            print(f"{against}: repeating the first steps of the record")
+            check(line)
         missing = [model for model in models if model.done() < 1]
         print(f"{name}, against {against}: {len(missing)} models to train; logs are in {flags.out}")
         make(missing, flags.jobs or torch.cuda.device_count() or torch.get_num_threads())

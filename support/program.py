@@ -31,6 +31,7 @@ def clear_errors(program: str) -> Iterator[None]:
         if hasattr(stream, "reconfigure"):  # a notebook's streams lack it
             # Print "?" for characters that an encoding such as cp1252 lacks, and each line at once.
             stream.reconfigure(errors="replace", line_buffering=True)
+    code_hashes()  # now, because files may be edited while the program runs
     try:
         yield
     except (UserError, OSError) as error:

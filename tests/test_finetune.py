@@ -248,6 +248,21 @@ def test_an_interrupted_sweep_continues(finished, tmp_path, monkeypatch):
     assert again == whole
 
 
+def test_each_point_of_a_sweep_has_its_own_dropout_and_inputs(finished, tmp_path, monkeypatch):
+    seen = []
+
+    def value(setup, tune, seed):
+        rates = {part.p for part in setup.pretrained.new_encoder(0).modules() if isinstance(part, torch.nn.Dropout)}
+        seen.append((rates, max(map(len, setup.train.ids)), setup.kind.head()[0].p))
+        return tune.seq_len + tune.dropout
+
+    monkeypatch.setitem(tasks.SWEEPS, "small", dict(seq_len=(8, 12), dropout=(0.2, 0.5)))
+    fake_runs(monkeypatch, value)
+    result = tune(finished, "cola", tmp_path, "--sweep", "--learning-rate", "1e-3")
+    assert seen == [({p}, n, p) for n, p in ((8, 0.2), (8, 0.5), (12, 0.2), (12, 0.5), (12, 0.5), (12, 0.5))]
+    assert result["median"] == 12.5
+
+
 def test_glue_is_the_average_of_eight_tasks(finished, tmp_path, monkeypatch):
     seeds = fake_runs(monkeypatch, lambda setup, tune, seed: tasks.GLUE.index(setup.task) + 90.0 * (seed == 3))
     finetune.main(f"--init {finished} --out {tmp_path}/out --task glue --data {write_glue(tmp_path / 'glue')}".split())

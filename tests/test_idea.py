@@ -1,11 +1,13 @@
 """Claims about bench.idea: a line follows from the files of its programs, and a verdict from the lines."""
 import json
 
+import pytest
 import scipy.stats
 
+import train
 from bench import idea
-from support.program import json_lines, read_json, write_json, write_text
-from tests.common import fails, read_log
+from support.program import UserError, json_lines, read_json, write_json, write_text
+from tests.common import arguments, fails, losses, read_log
 
 HERE = {"text": "t", "dtype": "d"}
 
@@ -22,6 +24,7 @@ def printed(record, command, tmp_path, monkeypatch, capsys):
     write_text(tmp_path / "record.jsonl", json_lines(record))
     monkeypatch.setattr(idea, "RECORD", tmp_path / "record.jsonl")
     monkeypatch.setattr(idea, "origin", lambda name: HERE)
+    monkeypatch.setattr(idea, "check", lambda line: None)
     idea.main([*command.split(), "--out", str(tmp_path / "out")])
     return capsys.readouterr().out
 
@@ -88,5 +91,16 @@ def test_a_line_follows_from_the_files_of_the_programs(finished, tmp_path, monke
     assert [found[score] for score in right] == [50, 51, 52] and found["ranks"] == ranks
     assert [found[f"{score}_right"] for score in right] == ["83", "0f", "5a"]
     assert (found["tokens"], found["val_loss"]) == (6 * 8 * 24, log[-1]["val_loss"])
+    assert found["early"] == [3, losses(finished, "val_loss")[1][1]]
     assert found["flops"] == log[0]["start"]["flops_per_token"] * found["tokens"]
     assert json.loads(json.dumps(found)) == found and read_json(folder / "config.json")["max_steps"] == 6
+
+
+def test_a_recorded_baseline_is_not_used_with_code_that_changes_it(text, finished, monkeypatch, capsys):
+    run = train.main
+    monkeypatch.setattr(train, "main", lambda argv: run([*arguments(text, argv[-1]), *argv[:-2]]))
+    recorded = line("mae-lm", 0, 60.0, early=list(losses(finished, "val_loss")[1]))
+    idea.check(recorded)
+    monkeypatch.setattr(train, "learning_rate_factor", lambda *settings: 0.1)
+    with pytest.raises(UserError, match="validation loss at step 3"):
+        idea.check(recorded)

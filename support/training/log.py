@@ -129,7 +129,8 @@ class Log:
         speed = count * self.settings["batch_size"] * self.settings["seq_len"] / lap
         line = means | {"seconds": self.seconds, "tokens_per_second": speed,
                         "tokens": sequences * self.settings["seq_len"], "epoch": round(sequences / self.available, 4)}
-        for name, optimizer in zip(("lr", "muon_lr"), optimizers):
+        for optimizer in optimizers:  # "lr" is that of the first one, and muon_lr that of Muon
+            name = "lr" if optimizer is optimizers[0] else f"{type(optimizer).__name__.lower()}_lr"
             line[name] = optimizer.param_groups[0]["lr"]
         if self.worker.device.type == "cuda":
             line["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
