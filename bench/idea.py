@@ -117,7 +117,7 @@ def check(line: dict):
         train.main([*command, "--out", folder])
         found = read_lines(Path(folder) / "log.jsonl")[-1]["val_loss"]
     if abs(found - loss) > 1e-3 * loss:
-        raise UserError(f"{line['name']}: its validation loss at step {step} is {found:.4f}, but recorded is {loss:.4f}; "
+        raise UserError(f"{line['name']}: validation loss at step {step} is {found:.4f}, but recorded is {loss:.4f}; "
                         "an edit of the code has changed it: let new fields change nothing by default")
 
 
