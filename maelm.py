@@ -212,6 +212,7 @@ class Stack(nn.Module):
         bias = self.relative_bias(positions) if self.relative_bias is not None else None
         if padding is not None:
             key_bias = torch.where(padding, -torch.inf, 0.0)[:, None, None, :]  # (B, 1, 1, t)
+            key_bias = key_bias.to(self.blocks[0].attention_norm.weight.dtype)  # bf16 if the model is
             bias = key_bias if bias is None else bias + key_bias
         return align_for_cuda(bias)
 

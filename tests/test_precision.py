@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from conftest import generator, model_and_batch, random_tokens
+from conftest import close, generator, model_and_batch, random_tokens
 from maelm import ABLATIONS, attention, corrupt
 from support.model.build import make_model
 from support.worker import Worker, make_worker
@@ -65,6 +65,16 @@ def test_fused_attention_and_its_gradients_are_the_formulas():
         out = attention(*leaves)
         found.append([x.cpu() for x in (out, *torch.autograd.grad(out.sin().sum(), leaves))])
     torch.testing.assert_close(*found, atol=5e-3, rtol=5e-3)  # TF32
+
+
+def test_the_bias_of_a_model_in_bf16_is_in_bf16():
+    model, _, _ = model_and_batch()
+    tokens, positions = torch.arange(4, 10).expand(2, -1), torch.arange(6)[None]
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    expected = model.encoder(tokens, positions, padding)
+    stack = model.bfloat16().encoder.stack
+    assert stack.attention_bias(positions, padding).dtype == torch.bfloat16
+    close(model.encoder(tokens, positions, padding).float()[1, :4], expected[1, :4], atol=0.1, rtol=0.1)
 
 
 @pytest.mark.cuda
