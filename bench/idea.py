@@ -243,7 +243,7 @@ def main(argv=None):
         lines = known + new
         tokens = {line["tokens"] for line in lines if line["name"] == against}
         lines = [line for line in lines if line["name"] == name or line["tokens"] in tokens]
-        print(table([line for line in lines if line["seed"] in flags.seeds]))
+        print(table([line for line in lines if line["name"] in origins and line["seed"] in flags.seeds]))
         if name != against:
             print(compare(lines, name, against, flags.seeds))
 
