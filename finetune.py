@@ -23,7 +23,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -31,6 +30,7 @@ from tqdm import tqdm
 from rank import CENTERINGS, VECTORS_PER_DIM, Moments, tau_rank
 from support.model.build import seed_of
 from support.model.optim import set_rates
+from support.model.subjects import Pretrained, hidden_states, pretrained_of
 from support.program import Parser, UserError, add_flags, clear_errors, code_hashes, compare, fields_of, json_lines
 from support.program import lock_folder, path_of, read_json, read_lines, short_hash, short_name, write_json, write_text
 from support.tasks import probe
@@ -38,7 +38,7 @@ from support.tasks.classification import Classification, Encoded, batches, by_le
 from support.tasks.squad import Spans
 from support.tasks.tasks import DEFAULTS, GLUE, PROBED, SWEPT, TASKS, Labels, TuneConfig, grid, hash_of, labels_of
 from support.tasks.tasks import read_task, tune_of
-from support.tasks.tuned import Pretrained, Tuned, last_layer, write_tuned
+from support.tasks.tuned import Tuned, write_tuned
 from support.worker import Worker, make_worker
 from train import learning_rate_factor
 
@@ -57,6 +57,8 @@ class Setup(NamedTuple):
     labels: Labels
     metric: str  # selects checkpoints, and is the value of a run
     frozen: str  # "" to fine-tune; the pooling of a linear probe
+    layers: list[int]  # to probe
+    vectors: dict  # of the seed that is probed: split -> (N, layers, d)
     worker: Worker
     out: Path
     # From the settings of a job, by with_settings:
@@ -71,7 +73,11 @@ def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out
     """Encode the examples of a task, and claim the folder `out` for its runs."""
     tune = tune_of(task, fields_of(TuneConfig, vars(flags)), pretrained.config.encoder_dim)
     labels = labels_of(task, examples["train"])
-    setup = Setup(task, pretrained, examples, labels, labels.metrics[0], flags.frozen, worker, out)
+    last = pretrained.config.encoder_layers
+    layers = {"last": [last], "all": [*range(last + 1)]}.get(tune.layer) or [int(tune.layer)]
+    if layers[0] > last:
+        raise UserError(f"layer={tune.layer}: use a number from 0 to {last}, or all")
+    setup = Setup(task, pretrained, examples, labels, labels.metrics[0], flags.frozen, layers, {}, worker, out)
     setup = with_settings(setup, tune)
     claim(out, recorded(tune, flags.frozen) | {
         "init": flags.init, "task": task, "weights": pretrained.weights_hash(), "examples": hash_of(examples),
@@ -101,7 +107,7 @@ def claim(out: Path, record: dict):
     Raises UserError if there are other settings or data; the encoder may have moved."""
     path = out / "config.json"
     if path.is_file():
-        before = read_json(path)
+        before = recorded(TuneConfig(), record["frozen"]) | read_json(path)  # a missing field has its default
         changed = compare(out, before, record, record.keys() - {"init", "code"})
         if "code" in changed and (out / "runs.jsonl").is_file():
             print(f"{out}: its runs were made by other code, and are done again")
@@ -171,7 +177,7 @@ def ranks(encoder: nn.Module, setup: Setup) -> dict[str, int] | None:
     encoder.eval()
     moments = Moments()
     for _, tokens, padding, _ in by_length(setup.splits["dev"], setup.tune.batch_size, setup.worker.device):
-        moments.add(last_layer(encoder, tokens, padding)[~padding])
+        moments.add(hidden_states(encoder, tokens, padding)[-1][~padding])
     if moments.count < VECTORS_PER_DIM * setup.pretrained.config.encoder_dim:
         return None
     return {name: tau_rank(moments.spectrum(centered), 0.9) for name, centered in CENTERINGS.items()}
@@ -180,20 +186,18 @@ def ranks(encoder: nn.Module, setup: Setup) -> dict[str, int] | None:
 def probe_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     """Fit a linear model to the vectors of the frozen encoder. Returns its value, metrics, prediction
     files and strength of regularization, but no `ranks`, because they do not change."""
-    encoder = setup.pretrained.new_encoder(seed).to(setup.worker.device).eval()
-    vectors = {split: probe.vectors_of(encoder, encoded, setup.frozen, tune.batch_size, setup.worker.device)
-               for split, encoded in {"train": setup.train, **setup.splits}.items()}
-    train = vectors.pop("train")
-    if not np.isfinite(train).all():
+    if seed not in setup.vectors:  # one pass over the text for all layers
+        encoder = setup.pretrained.new_encoder(seed).to(setup.worker.device).eval()
+        setup.vectors.clear()
+        setup.vectors[seed] = {
+            split: probe.vectors_of(encoder, encoded, setup.frozen, setup.layers, tune.batch_size)
+            for split, encoded in {"train": setup.train, **setup.splits}.items()}
+    place = setup.layers.index(int(tune.layer))
+    vectors = {split: each[:, place] for split, each in setup.vectors[seed].items()}
+    metrics, files, l2 = probe.probe(vectors, setup.train, setup.splits, setup.kind, tune.l2)
+    if metrics is None:
         return DIVERGED
-    strengths = np.array([tune.l2]) if tune.l2 else probe.STRENGTHS
-    model = probe.fit(train, setup.train.targets.numpy(), strengths)
-    classes = len(setup.kind.labels.names)
-    outputs = {split: probe.logits_of(model, x, classes) for split, x in vectors.items()}
-    metrics, files = scores(outputs, setup.kind, setup.splits)
-    linear = model[-1]
-    l2 = linear.alpha_ if classes == 0 else 1 / linear.C_
-    return {"value": metrics[setup.metric], "metrics": metrics, "files": files, "l2": float(l2), "ranks": None}
+    return {"value": metrics[setup.metric], "metrics": metrics, "files": files, "l2": l2, "ranks": None}
 
 
 # ---- 3. All runs of a task -----------------------------------------------------------------------
@@ -223,7 +227,7 @@ def finish(setup: Setup, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
         settings = recorded(tune, setup.frozen)
         done = [line for line in lines if (line["tune"], line["seed"]) == (settings, seed)]
         if not done:
-            if tune != setup.tune:  # a point of a sweep
+            if replace(tune, layer=setup.tune.layer) != setup.tune:  # a point of a sweep
                 setup = with_settings(setup, tune)
             began = time.perf_counter()
             run = do(setup, tune, seed) | {"tune": settings, "seed": seed}
@@ -235,8 +239,8 @@ def finish(setup: Setup, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
             write_text(path, json_lines(lines))
             done = [run]
         runs += done
-        shown = SWEPT if "l2" not in runs[-1] else ["l2"]  # of fine-tuning, or of a probe
-        setting = "  ".join(f"{name} {(settings | runs[-1])[name]:g}" for name in shown)
+        shown = ("layer", "l2") if setup.frozen else SWEPT
+        setting = "  ".join(f"{name} {float((settings | runs[-1])[name]):g}" for name in shown)
         seconds = runs[-1]["seconds"]
         left = timedelta(seconds=round((len(jobs) - number) * seconds))
         value = format_number(runs[-1]["value"])
@@ -258,19 +262,29 @@ def run_task(setup: Setup, flags: argparse.Namespace) -> dict:
         tune = TuneConfig(**sweep[0]["tune"])
     is_random = not setup.frozen or flags.init.startswith("random:")
     seeds = flags.seeds or (5 if is_random else 1)
-    runs = finish(setup, [(tune, FIRST_SEED + i) for i in range(seeds)])
+    tunes = [tune]
+    if setup.frozen:
+        tunes = [replace(tune, layer=str(layer)) for layer in setup.layers]
+    every = finish(setup, [(each, FIRST_SEED + i) for i in range(seeds) for each in tunes])
+    layers = {}  # layer -> result
+    for each in tunes:
+        runs = [run for run in every if run["tune"]["layer"] == each.layer]
+        names = max([run["metrics"] for run in runs], key=len)  # a diverged run has no metrics
+        metrics = {name: median(run["metrics"].get(name) for run in runs) for name in names}
+        values = [run["value"] for run in runs]
+        layers[each.layer] = {"median": median(values), "values": values, "metrics": metrics}
     before = ranks(setup.pretrained.new_encoder(FIRST_SEED).to(setup.worker.device), setup)
-    names = max([run["metrics"] for run in runs], key=len)  # a diverged run has no metrics
-    metrics = {name: median(run["metrics"].get(name) for run in runs) for name in names}
-    values = [run["value"] for run in runs]
     after = [run["ranks"] for run in runs]
     summary = {"task": setup.task, "init": flags.init, "frozen": setup.frozen, "metric": setup.metric,
-               "median": median(values), "values": values, "seeds": [run["seed"] for run in runs],
-               "steps": [run.get("step") for run in runs], "metrics": metrics, "tune": runs[0]["tune"], "sweep": sweep,
+               **layers[each.layer], "seeds": [run["seed"] for run in runs], "layer": setup.layers[-1],
+               "layers": layers, "pretraining_step": setup.pretrained.step,
+               "steps": [run.get("step") for run in runs], "tune": runs[0]["tune"], "sweep": sweep,
                "effective_rank": {"tau": 0.9, "d": dim, "before": before, "after": after}}
     write_json(setup.out / "result.json", summary)
-    print(f"{setup.task}  {'  '.join(f'{name} {format_number(value)}' for name, value in metrics.items())}  "
-          f"(medians; seeds: {', '.join(map(format_number, values))})")
+    for layer, result in layers.items():
+        where = f"  layer {layer}" if setup.frozen else ""
+        print(f"{setup.task}{where}  {'  '.join(f'{name} {format_number(x)}' for name, x in result['metrics'].items())}"
+              f"  (medians; seeds: {', '.join(map(format_number, result['values']))})")
     for name, rank in (before or {}).items():  # None if the dev split has too few tokens
         tuned = [each[name] for each in after if each]  # none of a frozen encoder or a diverged run
         change = f" -> {statistics.median(tuned):.0f}" if tuned else ""
@@ -292,7 +306,7 @@ def parse(argv) -> argparse.Namespace:
     """Read and check the command line. The result has only those fields of TuneConfig that were given."""
     parser = Parser("finetune.py", __doc__)
     add = parser.add_argument
-    add("--init", default="out/toy", help="run folder, checkpoint, or random:FOLDER [%(default)s]")
+    add("--init", default="out/toy", help="run folder, checkpoint, random:FOLDER or, to probe, hf:MODEL [%(default)s]")
     add("--out", type=path_of, help="folder for all results [out/TASK-INIT, and -mean or -cls with --frozen]")
     add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
     add("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight tasks [%(default)s]")
@@ -312,6 +326,8 @@ def parse(argv) -> argparse.Namespace:
         raise UserError("--task custom: needs --data, a folder with a file train")
     if flags.seeds is not None and flags.seeds < 1:
         raise UserError(f"seeds={flags.seeds}: use 1 or more")
+    if flags.init.startswith("hf:") and not flags.frozen:
+        raise UserError(f"--init {flags.init}: an encoder of the Hub can only be probed; add --frozen")
     if flags.frozen and (flags.sweep or not given.keys() <= {*PROBED} or flags.task == "squad2"):
         raise UserError(f"--frozen {flags.frozen}: no --sweep, no squad2, and no settings but {', '.join(PROBED)}")
     return flags
@@ -324,7 +340,7 @@ def main(argv=None):
         parts = filter(None, [flags.task, short_name(flags.init), flags.frozen])
         folder = flags.out or Path("out", "-".join(parts))
         tasks = GLUE if flags.task == "glue" else [flags.task]
-        pretrained = Pretrained(flags.init)
+        pretrained = pretrained_of(flags.init)
         examples = {task: read_task(task, flags.data, pretrained.settings) for task in tasks}  # finds errors early
         summaries = []
         for task in tasks:

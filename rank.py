@@ -2,6 +2,7 @@
 
     python rank.py out/toy out/toy-mlm                     # run folders of train.py or finetune.py, or checkpoints
     python rank.py hf:roberta-base --data PATH --tokens 5000000
+    python rank.py out/toy out/toy-mlm --probe docs        # and what can be read from each layer
 
 The effective rank of H (N, d) is the smallest number of singular values whose squares make up a fraction tau of the
 total. It is measured at layers 0 (embeddings) to L, in three ways (Figure 1; Table 3 uses the second way at L), and
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import pandas
 import torch
 from tqdm import tqdm
 
@@ -28,11 +30,13 @@ from maelm import Config, draw_masks
 from support.model.subjects import Subject, subject_of_hub, subject_of_run
 from support.program import Parser, UserError, add_flags, clear_errors, fields_of, figure, path_of, require, short_name
 from support.program import write_json
+from support.tasks.tasks import TASKS
 from support.text.corpus import Text, evenly_spaced
 from support.worker import make_worker
 
 CENTERINGS = {"uncentered": False, "centered": True}
 MASK_RATE = Config.mask_rate  # of the masked text, whatever the rate in training: 15% (section 2.2)
+PROBE_TASKS = [name for name, task in TASKS.items() if task.kind == "classification" and name != "custom"]
 VECTORS_PER_DIM = 10  # at least, by a rule of thumb: too few would cap the rank
 
 
@@ -103,6 +107,7 @@ class RankOptions:
     seed: int = 0  # seed of the masks
     device: str = "auto"  # auto | cpu | cuda | mps
     controls: bool = False  # also measure the text with random tokens, or one token, in place of [MASK]
+    probe: str = ""  # also probe each layer for the labels of a task of finetune.py, such as docs
     out: str = ""  # folder for rank.json and rank.png; default: out/rank-MODEL-MODEL...
 
     def __post_init__(self):
@@ -110,6 +115,7 @@ class RankOptions:
             self,
             *[(name, getattr(self, name) >= 1, "1 or more") for name in ("tokens", "seq_len", "batch_size")],
             ("val_share", self.val_share <= 1, "0 to 1"),
+            ("probe", self.probe in ("", *PROBE_TASKS), f"one of {', '.join(PROBE_TASKS)}"),
             ("tau", 0 < self.tau < 1, "a number between 0 and 1"))
 
 
@@ -179,7 +185,8 @@ def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float)
 
     {"text": "docs", "trained_on_mask": true, "d": 128, "n": {"with_mask": 64000, ...},
      "uncentered": {"with_mask": [61, 73, 78, 72], "without_mask": [...], "mask_only": [...]}, "centered": {...}}"""
-    entry = {"text": subject.text, "trained_on_mask": subject.reads_mask, "d": len(moments["with_mask"][-1].total),
+    entry = {"step": subject.step, "text": subject.text, "trained_on_mask": subject.reads_mask,
+             "d": len(moments["with_mask"][-1].total),
              "n": {curve: layers[-1].count for curve, layers in moments.items()}}
     for centering, centered in CENTERINGS.items():
         entry[centering] = {}
@@ -191,14 +198,15 @@ def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float)
 # ---- 3. A table, and Figure 1 ---------------------------------------------------------------------------------
 def table(name: str, entry: dict, tau: float) -> str:
     """An entry of rank.json as text: the ranks by layer, centering and curve."""
-    import pandas  # here, because it is slow
     n = entry["n"]
     ranks = entry["uncentered"]
     columns = {(title, CURVES[curve].column): values for centering, title in
                (("uncentered", "uncentered (formula)"), ("centered", "centered (variance)"))
                for curve, values in entry[centering].items()}
+    for pooling, values in entry.get("probe", {}).items():
+        columns["probe, %", pooling] = values
     lines = [f"{name}: rank_{tau} of {n['without_mask']:,} tokens ({n['mask_only']:,} [MASK]), d = {entry['d']}, text "
-             f"{entry['text']}", pandas.DataFrame(columns).rename_axis("layer").to_string()]
+             f"{entry['text']}", pandas.DataFrame(columns).rename_axis("layer").round(1).to_string()]
     if "with_random" in ranks:
         last = {curve: values[-1] for curve, values in ranks.items()}
         added, control = [last[curve] - last["without_mask"] for curve in ("with_mask", "with_random")]
@@ -210,18 +218,25 @@ def table(name: str, entry: dict, tau: float) -> str:
     return "\n".join(lines)
 
 
-def draw(entries: dict[str, dict], tau: float, path: Path):
-    """Draw the uncentered ranks by layer: (a) of all tokens of a text, (b) of the vectors at [MASK] or at a control."""
-    with figure(path, panels=2) as (left, right):
+def draw(entries: dict[str, dict], tau: float, task: str, path: Path):
+    """Draw the uncentered ranks by layer: (a) of all tokens of a text, (b) of vectors at [MASK] or at a control. More
+    panels have the scores of probes."""
+    probes = entries[next(iter(entries))].get("probe", {})
+    with figure(path, panels=2 + len(probes)) as (left, right, *others):
         for number, (name, entry) in enumerate(entries.items()):
             for curve, ranks in entry["uncentered"].items():
                 look = CURVES[curve]
                 label = f"{look.label}: {name}"
                 axis = right if look.masked_only else left
                 axis.plot(ranks, look.style, color=f"C{number}", label=label)
+            for pooling, axis in zip(probes, others):
+                axis.plot(entry["probe"][pooling], "o-", color=f"C{number}", label=name)
+                axis.set(title=f"probe of {pooling}", ylabel=f"score on {task}, %")
         for axis, title in ((left, "(a) all tokens"), (right, "(b) [MASK] tokens")):
-            axis.set(xlabel="layer (0 = embeddings)", ylabel=f"effective rank, tau = {tau}", title=title)
+            axis.set(ylabel=f"effective rank, tau = {tau}", title=title)
             axis.set_ylim(bottom=0)
+        for axis in (left, right, *others):
+            axis.set(xlabel="layer (0 = embeddings)")
             axis.xaxis.get_major_locator().set_params(integer=True)
             axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2))  # below all curves
 
@@ -230,27 +245,33 @@ def draw(entries: dict[str, dict], tau: float, path: Path):
 def main(argv=None):
     with clear_errors("rank.py"):
         parser = Parser("rank.py", __doc__)
-        parser.add_argument("models", nargs="+", metavar="MODEL", help="a run folder, a checkpoint, or hf:MODEL")
+        parser.add_argument("models", nargs="+", metavar="MODEL", help="run folder, checkpoint, random:RUN or hf:MODEL")
         add_flags(parser, RankOptions, {})
         flags = parser.parse_args(argv)
         options = RankOptions(**fields_of(RankOptions, vars(flags)))
-        for name in flags.models:
-            if not name.startswith("hf:") and not path_of(name).exists():  # checked before the first measurement
+        for name in flags.models:  # checked before the first measurement
+            if not name.startswith("hf:") and not path_of(name.removeprefix("random:")).exists():
                 raise UserError(f"{name}: no such run folder or checkpoint; make one with train.py, or name hf:MODEL")
         out = path_of(options.out or f"out/{'-'.join(['rank', *map(short_name, flags.models)])}")
         device = make_worker("fp32", options.device).device
         selected = {name: value for name, value in fields_of(Text, asdict(options)).items() if value}
         entries = {}
+        own = [name for name in flags.models if not name.startswith("hf:")]
+        if options.probe and own and not any(name.startswith("random:") for name in own):
+            flags.models.append(f"random:{own[0]}")  # how much of a score does training explain?
         for name in flags.models:
             if name.startswith("hf:"):
                 subject = subject_of_hub(name, selected, options.tokens, options.seq_len, device)
             else:
                 subject = subject_of_run(name, selected, options.tokens, device)
             entries[name] = model_ranks(subject, measure(subject, options), options.tau)
+            if options.probe:
+                from support.tasks.probe import scores_by_layer  # here, because its code is also homework
+                entries[name]["probe"] = scores_by_layer(name, options.probe, device)
             print(table(name, entries[name], options.tau))
             # Now, because another model may fail.
             write_json(out / "rank.json", {"tau": options.tau, "settings": asdict(options), "models": entries})
-        draw(entries, options.tau, out / "rank.png")
+        draw(entries, options.tau, options.probe, out / "rank.png")
         print(f"{out}: rank.json, rank.png")
 
 

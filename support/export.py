@@ -12,9 +12,8 @@ import torch
 from maelm import MASK, NUM_SPECIAL, PAD, Config
 from support.model.build import make_model
 from support.model.checkpoints import load_checkpoint
+from support.model.subjects import hidden_states, transformers_library
 from support.program import ROOT, Parser, UserError, clear_errors, path_of, write_json
-from support.model.subjects import transformers_library
-from support.tasks.tuned import last_layer
 from support.text.tokenizer import Tokenizer
 from support.training.evaluation import logits_at
 
@@ -116,7 +115,7 @@ def check_export(out: Path, head: str, state: dict):
             expected = logits_at(model, tokens, at)
             found = theirs(tokens.scatter(1, at, MASK)).logits[:, at[0]]
         else:
-            expected = last_layer(model.encoder, tokens, tokens < 0)
+            expected = hidden_states(model.encoder, tokens)[-1]
             found = theirs(tokens).last_hidden_state
     if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
         gap = (found - expected).abs().max()

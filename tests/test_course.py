@@ -164,14 +164,14 @@ def test_every_entry_of_a_class_has_a_line_and_a_row(tmp_path, capsys, monkeypat
     write_zip(room / "ben.zip", {"homework/maelm.py": one, "__MACOSX/maelm.py": "no Python", "homework/pytest.ini": ""})
     write_zip(room / "cleo.ZIP", {"maelm.py": "\ufeff" + one, "venv/lib/site-packages/x/maelm.py": both["maelm.py"]})
     (room / "dan.zip").write_bytes((room / "ben.zip").read_bytes()[:90])
-    write_zip(room / "eve.zip", {"inner.zip": "", "maelm (1).py": ""})
+    write_zip(room / "eve.zip", {"inner.zip": "", "maelm (1).py": both["maelm.py"]})
     (room / "fay.tar.gz").touch()
     write(room / "gil", {"a/maelm.py": one, "b/maelm.py": one})
     (room / "hal").mkdir()
     (room / "hal/maelm.py").symlink_to(ROOT / "maelm.py")
     (room / "ian").symlink_to(ROOT)
     expected = ["anna: 8/8", "ben.zip: 4/8", "cleo.ZIP: 4/8", "dan.zip: 0/8; cannot be read: ",
-                "eve.zip: 0/8; cannot be read: found inner.zip, maelm (1).py; a folder",
+                "eve.zip: 8/8",
                 "fay.tar.gz: 0/8; cannot be read: found fay.tar.gz; a folder",
                 "gil: 0/8; cannot be read: two files are named maelm.py", "hal: 0/8; cannot be read: found nothing",
                 "ian: 0/8; cannot be read: found nothing"]
@@ -191,7 +191,7 @@ def test_every_entry_of_a_class_has_a_line_and_a_row(tmp_path, capsys, monkeypat
 def test_the_last_definition_of_a_function_counts():
     ours = solved()["maelm.py"]
     blank, code = BLANKS["attention"], "def attention(q):\n    return q\n"
-    for more in (code, f"if True:\n    {code[:17]} return q\n", "attention = max\n"):
+    for more in (code, "def attention (\n q): return q", f"if True:\n    {code[:17]} return q\n", "attention = max\n"):
         assert is_attempted("attention", {"maelm.py": f"{ours}\n{more}"}), more
     assert is_attempted("MAELM.forward", {"maelm.py": ours + "\nMAELM.forward = max\n"})
     for text in (ours, ours.replace(blank, ""), ours.replace(blank, code + blank)):

@@ -7,14 +7,20 @@ import re
 import numpy as np
 import pandas
 import pytest
+import scipy.stats
+import sklearn.linear_model
+import sklearn.metrics
+import sklearn.model_selection
 import tokenizers
 import torch
 
 import finetune
+import rank
 import tests.test_tasks
 from conftest import tiny
 from maelm import CLS, SEP
 from support import export
+from support.model import subjects
 from support.model.heads import ClassifierHead
 from support.program import UserError
 from support.program import json_lines, read_json, read_lines, write_text
@@ -24,6 +30,7 @@ from support.tasks.squad import Spans
 from support.tasks.tasks import Example, Labels, Question
 from support.text.tokenizer import Tokenizer
 from tests.common import fails, little_documents, sentence
+from tests.test_hub import write_hub_model
 from tests.test_tasks import write_glue
 
 CONTEXT = f"{sentence(0)} İstanbul'da  ÇOK \"naïve\" café—数学🙂 ΣΑΣα [MASK]\tend.\u00a0x {sentence(18)}"
@@ -112,25 +119,37 @@ def test_each_epoch_is_a_permutation():
     assert np.ptp(np.sign(np.diff([batch[0] for batch in drawn[:16]]))) == 2  # but rise and fall from batch to batch
 
 
-def test_the_strength_of_a_probe_is_chosen_on_held_out_folds():
+def test_the_strength_of_a_probe_is_the_best_by_the_metric_on_held_out_folds():
     random = np.random.default_rng(0)
-    x, noise = random.normal(size=(100, 40)), random.normal(size=100).astype(np.float32)
-    for targets in (noise, (noise > 0).astype(np.int64)):  # there is nothing to learn
-        model = probe.fit(x, targets, np.array([0.1, 1e5]))[-1]
-        assert getattr(model, "alpha_", None) == 1e5 or model.C_ == pytest.approx(1e-5)
-    assert probe.fit(x, (x[:, 0] > 0).astype(np.int64), probe.STRENGTHS)[-1].C_ > 1 / 100
+    x = sklearn.preprocessing.scale(random.normal(size=(150, 40)))
+    y = (x[:, 0] + 2 * random.normal(size=150)).astype(np.float32)
+    chosen = []
+    for metric, targets, model, folds in (
+            ("spearman", y, sklearn.linear_model.Ridge, sklearn.model_selection.KFold),
+            ("accuracy", (y > 2).astype(np.int64), sklearn.linear_model.LogisticRegression, None),
+            ("matthews", (y > 2).astype(np.int64), sklearn.linear_model.LogisticRegression, None)):
+        cut = (folds or sklearn.model_selection.StratifiedKFold)(5, shuffle=True, random_state=0)
+        scorer = sklearn.metrics.make_scorer({
+            "spearman": lambda true, found: scipy.stats.spearmanr(true, found).statistic,
+            "accuracy": sklearn.metrics.accuracy_score, "matthews": sklearn.metrics.matthews_corrcoef}[metric])
+        scores = [sklearn.model_selection.cross_val_score(model(alpha=l2) if folds else model(C=1 / l2), x, targets,
+                                                          cv=cut, scoring=scorer).mean() for l2 in probe.STRENGTHS]
+        found = probe.fit(x, targets, probe.STRENGTHS, metric)[-1]
+        chosen.append(found.alpha_ if folds else 1 / found.C_)
+        assert chosen[-1] == pytest.approx(probe.STRENGTHS[np.argmax(scores)])
+    assert len({*chosen}) > 1
 
 
 def test_a_probe_gives_the_probabilities_of_its_model():
     random = np.random.default_rng(0)
     x = random.normal(size=(60, 4)) * (0.001, 1, 1, 1)  # which standardization undoes
     labels = 1 + np.digitize(x[:, 0], [-0.0005, 0.0005])  # 1 to 3, of 4 classes
-    outputs = probe.logits_of(probe.fit(x, labels, np.array([1.0])), x, 4).softmax(1).numpy()
+    outputs = probe.logits_of(probe.fit(x, labels, np.array([1.0]), "accuracy"), x, 4).softmax(1).numpy()
     assert (outputs[:, 0] == 0).all() and (outputs.argmax(1) == labels).mean() > 0.9
-    numbers = probe.fit(x, x[:, 0].astype(np.float32), np.array([1e-3]))
+    numbers = probe.fit(x, x[:, 0].astype(np.float32), np.array([1e-3]), "spearman")
     np.testing.assert_allclose(probe.logits_of(numbers, x, 0), x[:, :1], atol=1e-5)
     with pytest.raises(UserError, match="the rarest of 2 has 1"):
-        probe.fit(x, np.eye(60, dtype=np.int64)[0], probe.STRENGTHS)
+        probe.fit(x, np.eye(60, dtype=np.int64)[0], probe.STRENGTHS, "accuracy")
 
 
 def test_a_result_can_be_continued_but_not_with_other_texts(finished, tmp_path, capsys, monkeypatch):
@@ -268,3 +287,57 @@ def test_glue_is_the_average_of_eight_tasks(finished, tmp_path, monkeypatch):
     finetune.main(f"--init {finished} --out {tmp_path}/out --task glue --data {write_glue(tmp_path / 'glue')}".split())
     assert read_json(tmp_path / "out/result.json")["average"] == 3.5  # of medians over seeds
     assert seeds == 8 * [1, 2, 3, 4, 5]
+
+
+# ---- Layers ---------------------------------------------------------------------------------------------------------
+def write_task(folder, name="sst2"):
+    """Write the Hub's files of a task with two labels, which follow from the subjects of sentences."""
+    for split, start, stop in (("train", 0, 60), ("validation", 100, 140)):
+        rows = [{"sentence": sentence(i)[:9 + i % 9], "label": i % 4 % 2} for i in range(start, stop)]
+        (folder / name).mkdir(exist_ok=True)
+        pandas.DataFrame(rows).to_parquet(folder / name / f"{split}.parquet")
+
+
+@pytest.mark.parametrize("kind", ["own", "hub"])
+def test_all_layers_are_those_of_single_runs_and_of_rank(kind, finished, text, tmp_path, monkeypatch):
+    write_task(tmp_path)
+    init = str(finished)
+    if kind == "hub":
+        model, tokenizer = write_hub_model(tmp_path / "hub")
+        init = f"hf:{tmp_path}/hub"
+    command = f"--task sst2 --data {tmp_path} --init {init} --frozen cls".split()
+    finetune.main([*command, "--layer", "all", "--out", str(tmp_path / "all")])
+    finetune.main([*command, "--layer", "1", "--out", str(tmp_path / "one")])
+    every, one = [read_json(tmp_path / folder / "result.json") for folder in ("all", "one")]
+    assert [*every["layers"]] == ["0", "1", "2"] and one["layers"] == {"1": every["layers"]["1"]}
+    assert (every["layer"], one["layer"]) == (2, 1) and every["median"] == every["layers"]["2"]["median"]
+    assert every["layers"]["0"]["median"] == 50 < one["median"]  # H^0 at [CLS] is the same for all texts
+    monkeypatch.setattr(tasks, "hub_records", lambda name, split: tasks.records_of(tmp_path / f"sst2/{split}.parquet"))
+    rank.main([init, "--data", str(text), "--val-share", "1", "--probe", "sst2", "--out", str(tmp_path / "rank")])
+    models = read_json(tmp_path / "rank/rank.json")["models"]
+    assert models[init]["probe"]["cls"] == [result["median"] for result in every["layers"].values()]
+    assert [*models] == ([init, f"random:{init}"] if kind == "own" else [init])
+    if kind == "hub":
+        batch = tokenizer(["my friend has", "a"], padding=True, return_tensors="pt")
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        found = subjects.hidden_states(subjects.pretrained_of(init).new_encoder(0), ids, mask == 0)
+        theirs = model.base_model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+        torch.testing.assert_close(found, [*theirs])
+
+
+def test_layers_that_do_not_exist_and_tuned_hub_encoders_are_refused(finished, tmp_path, capsys):
+    write_task(tmp_path)
+    for flags, word in (("--frozen --layer 3", "layer=3"), ("--frozen --layer -1", "layer='-1'")):
+        command = f"--init {finished} --task sst2 --data {tmp_path} --out {tmp_path}/out {flags}".split()
+        assert word in fails(lambda: finetune.main(command), capsys)
+    assert "--frozen" in fails(lambda: finetune.main(["--init", "hf:any"]), capsys)
+
+
+def test_texts_that_differ_only_in_case_are_counted_if_their_labels_differ():
+    pairs = ("CO", "x"), ("Co", "y"), ("cO", "x"), ("N", "x"), ("n", "x")
+    rows = [Example(text, None, label) for text, label in pairs]
+    labels = Labels(("accuracy",), ("x", "y"))
+    for uncased in (True, False):
+        tokenizer = Tokenizer.train(little_documents(5), 300, uncased)
+        remark = Classification(tokenizer, tiny(), tasks.TuneConfig(), labels).encode(rows).remark
+        assert ("1 differ from others only in case, but have another label" in remark) == uncased

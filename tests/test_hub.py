@@ -21,7 +21,8 @@ from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
 from support import export
 from support.model.checkpoints import load_model, write_checkpoint
 from support.model.heads import ClassifierHead, SpanHead
-from support.tasks.tuned import Pretrained, write_tuned
+from support.model.subjects import Pretrained
+from support.tasks.tuned import write_tuned
 from support.text.corpus import Text, documents
 from support.text.tokenizer import SPECIALS, Tokenizer
 from support.program import json_lines

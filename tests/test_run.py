@@ -110,10 +110,14 @@ def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path, monkeypatch, cap
 def test_a_run_keeps_its_corpus_and_reads_no_text(tmp_path, finished, monkeypatch, capsys):
     text = write_corpus(tmp_path / "text.txt")
     out = short_run(text, tmp_path / "run", "--stop-at", 3)
+    capsys.readouterr()
+    for path, line in ((out, "step_0000003.pt: step 3 of 6; the run is unfinished\n"), (finished, "")):
+        checkpoints.load_model(path)
+        assert capsys.readouterr().out.endswith(line)
     write_corpus(text, 399)
     with monkeypatch.context() as patch:
-        patch.setattr(corpus, "files_of", None)
-        assert same(short_run(text, out), finished)
+        patch.setattr(corpus, "documents", None)
+        assert same(short_run(text, out), finished) and "changed since this run began" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "cache")
     for _ in range(2):  # first its tokens are gone, and then others have their name
         assert "text.txt-300, are gone" in fails(lambda: short_run(text, out, "--max-steps", 9), capsys)

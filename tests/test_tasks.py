@@ -147,11 +147,11 @@ def test_all_formats_keep_cells_as_they_are(tmp_path):
 
 
 def test_without_a_dev_file_a_tenth_of_train_is_dev_whatever_its_order(tmp_path, capsys):
-    lines = [f"{i} and more,{i}" for i in range(95)]
+    lines = [f"{i} and more,{i if i < 40 else i % 4}" for i in range(95)]
     (tmp_path / "train.csv").write_text("\n".join(["text,label", *lines]))
     splits = tasks.read_task("custom", str(tmp_path), {})
     train, dev = splits.values()
-    assert len(dev) == 10 and len({row.label for row in train + dev}) == 95
+    assert len(dev) == 10 and {row.label for row in train} == {*map(str, range(40))} and len(train) == 85
     (tmp_path / "train.csv").write_text("\n".join(["text,label", *lines[::-1]]))
     assert tasks.hash_of(tasks.read_task("custom", str(tmp_path), {})) == tasks.hash_of(splits)
     assert "has no file dev; 10 examples of train" in capsys.readouterr().out
@@ -193,3 +193,20 @@ def test_bad_files_are_refused(file, content, message, tmp_path):
         tasks.labels_of("custom", tasks.read_task("custom", str(tmp_path), {})["train"])
 
 
+
+
+def test_questions_are_trained_only_where_their_answer_stands(tmp_path, capsys):
+    def found(*starts):
+        rows = [{"id": str(i), "question": "who?", "context": "the cat sat", "answers": {
+            "text": [] if start is None else ["cat"], "answer_start": [] if start is None else [start]}}
+            for i, start in enumerate(starts)]
+        for split in ("train", "validation"):
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{split}.parquet")
+        splits = tasks.read_task("squad2", str(tmp_path), {})
+        assert len(splits["dev"]) == len(starts)  # scores compare texts
+        return [question.id for question in splits["train"]]
+
+    assert found(4, 4, None) == ["0", "1", "2"] and capsys.readouterr().out == ""
+    assert found(4, 13, None, 3) == ["0", "2"] and "2 training questions are left out" in capsys.readouterr().out
+    with pytest.raises(UserError, match="3 of 4 training answers are not in their context at answer_start"):
+        found(3, 5, None, 0)

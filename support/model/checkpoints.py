@@ -63,6 +63,10 @@ def load_checkpoint(path: Path | str, *wanted: str) -> dict:
     if not files:
         raise UserError(f"{path}: no run folder with checkpoints; make one with train.py (a linear probe saves none)")
     state = read_checkpoint(files[-1], *wanted)
+    last = state["settings"].get("max_steps")
+    step = state.get("step", last)  # finetune.py's encoder.pt has none
+    if last and step != last:
+        print(f"{files[-1]}: step {step:,} of {last:,}; the run is unfinished")
     changed = changed_code(state)
     if changed:
         print(f"{files[-1]} was made by other code: since then, {', '.join(changed)} changed")

@@ -1,52 +1,112 @@
-"""The encoders that rank.py and course/ measure, from runs or from the Hub, and their texts as token ids."""
+"""Encoders from runs or from the Hub, for fine-tuning, probes and ranks, and the texts whose ranks are measured."""
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import tokenizers
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from maelm import CLS, MASK, NUM_SPECIAL, SEP
+from maelm import CLS, MASK, NUM_SPECIAL, SEP, Config
+from support.model.build import make_model
 from support.model.checkpoints import load_encoder
-from support.program import UserError, fields_of
+from support.program import UserError, fields_of, short_hash
 from support.text.corpus import Rows, Text, corpus_of_run, documents, in_validation, sample
 
 
-class Subject(NamedTuple):
-    """An encoder and its text, in sequences of n tokens."""
-    name: str
-    encode: Callable[[Tensor], list[Tensor]]  # (B, n) int64 on the CPU -> H^0 ... H^L, (B, n, d) float32
-    rows: np.ndarray | Rows  # sequences: rows[indices] is (B, n) int64
-    text: str  # the source of the text, such as docs
-    mask_id: int  # of [MASK]
-    specials: list[int]  # ids of the tokens that are never masked
-    reads_mask: bool  # whether the encoder read [MASK] in training
+# ---- 1. An encoder of a run, or of the Hub ---------------------------------------------------------------------
+class Pretrained:
+    """The encoder of a run; `random:` keeps only its shape and tokenizer. Raises UserError if it is missing."""
+    def __init__(self, name: str):
+        encoder, self.state = load_encoder(name.removeprefix("random:"))
+        self.tokenizer = self.state["tokenizer"]
+        self.settings = self.state["settings"]
+        self.config = self.state["config"]
+        self.step = self.state.get("step")  # None for finetune.py's encoder.pt
+        self.weights = None if name.startswith("random:") else encoder.state_dict()
+
+    def weights_hash(self) -> str:
+        """A hash of the weights or, if they are random, of the weights that seed 0 draws."""
+        weights = [tensor.numpy().tobytes() for tensor in self.new_encoder(seed=0).state_dict().values()]
+        return short_hash(b"".join(weights))
+
+    def new_encoder(self, seed: int) -> nn.Module:
+        """A copy of the encoder. If its weights are random, the seed determines them."""
+        torch.manual_seed(seed)
+        encoder = make_model(self.config, self.settings.get("position_init", "normal")).encoder
+        if self.weights is not None:
+            encoder.load_state_dict(self.weights)
+        return encoder
 
 
-# ---- 1. A run -----------------------------------------------------------------------------------------------
-def subject_of_run(name: str, selected: dict, tokens: int, device: torch.device) -> Subject:
-    """The encoder in a run folder or checkpoint, and its validation text or, if fields of a Text are `selected`, about
-    this many tokens of that text."""
-    encoder, state = load_encoder(name)
-    encoder = encoder.to(device)
-    config = state["config"]
-    text = Text(**fields_of(Text, asdict(config) | state["settings"] | selected))
-    if "corpus" in state and not selected:
-        rows = Rows(corpus_of_run(text, state), "val", config.seq_len)
-    else:
-        rows = text_rows(text, state["tokenizer"].encode, ([CLS], [SEP], []), config.seq_len, tokens)
-    positions = torch.arange(config.seq_len, device=device)[None]  # (1, n)
+class HubPretrained(Pretrained):
+    """An encoder that transformers' AutoModel loads, in fp32; its own code never runs. It can be probed, not tuned."""
+    def __init__(self, name: str):
+        library, source = transformers_library(), name.removeprefix("hf:")
+        how = dict(trust_remote_code=False)
+        try:
+            model, loading = library.AutoModel.from_pretrained(source, output_loading_info=True, **how)
+            tokenizer = library.AutoTokenizer.from_pretrained(source, **how)
+        except Exception as error:  # a damaged file can make it raise anything
+            raise UserError(f"{name}: transformers cannot load it without its own code ({str(error):.99})") from error
+        missing = [key for key in loading["missing_keys"] if not key.startswith("pooler.")]
+        if missing:
+            raise UserError(f"{name}: it lacks weights of the encoder, such as {min(missing)}")
+        self.frame = tokenizer.cls_token_id, tokenizer.sep_token_id
+        self.mask_id = tokenizer.mask_token_id
+        if None in (*self.frame, self.mask_id) or model.config.is_encoder_decoder or not tokenizer.is_fast:
+            raise UserError(f"{name}: use an encoder trained with MLM, whose tokenizer has [CLS], [SEP] and [MASK]")
+        self.encoder = HubEncoder(model.float().eval())
+        self.hub_tokenizer = tokenizer
+        self.tokenizer = self  # for `framed`
+        self.uncased = False  # nothing is known
+        self.settings = {}
+        self.step = None
+        # RoBERTa counts positions from its padding id plus 1, so it reads 512 tokens with 514 positions. XLNet has -1.
+        positions = getattr(model.config, "max_position_embeddings", 514) - 2
+        n = min(tokenizer.model_max_length, positions if positions > 0 else 512)
+        layers, d = model.config.num_hidden_layers, model.config.hidden_size
+        self.config = Config(encoder_layers=layers, encoder_dim=d, seq_len=n)  # what probes read
 
-    def encode(tokens):
-        return encoder.hidden_states(tokens.to(device), positions)
+    def new_encoder(self, seed: int) -> nn.Module:
+        return self.encoder
 
-    reads_mask = config.mask_in_encoder > 0 and config.encoder_fill != "random"
-    return Subject(name, encode, rows, text.data, MASK, list(range(NUM_SPECIAL)), reads_mask)
+    def framed(self) -> tokenizers.Tokenizer:
+        """A copy of the tokenizer that adds [CLS] and [SEP] to one or two texts."""
+        model = tokenizers.Tokenizer.from_str(self.hub_tokenizer.backend_tokenizer.to_str())
+        model.no_padding()
+        model.encode_special_tokens = True  # special tokens in a text are read as plain text
+        return model
 
 
-# ---- 2. An encoder of the Hub -------------------------------------------------------------------------------
+class HubEncoder(nn.Module):
+    """A model of transformers with the interface of maelm.Encoder. It counts positions by itself."""
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def hidden_states(self, tokens, positions, padding=None):
+        mask = torch.ones_like(tokens) if padding is None else (~padding).long()
+        out = self.model(input_ids=tokens, attention_mask=mask, output_hidden_states=True)
+        # In some model families, the last entry of hidden_states lacks the final LayerNorm.
+        return [*out.hidden_states[:-1], out.last_hidden_state]
+
+
+def pretrained_of(name: str) -> Pretrained:
+    """The encoder that a name such as out/toy, random:out/toy or hf:roberta-base means."""
+    return HubPretrained(name) if name.startswith("hf:") else Pretrained(name)
+
+
+def hidden_states(encoder: nn.Module, tokens, padding=None) -> list[Tensor]:
+    """H^0 ... H^L (B, t, d) for tokens (B, t) int64 at the positions 0 to t - 1. padding (B, t) bool hides keys."""
+    device = next(encoder.parameters()).device
+    positions = torch.arange(tokens.shape[1], device=device)[None]
+    return encoder.hidden_states(tokens.to(device), positions, padding)
+
+
 def transformers_library():
     """The library `transformers`, with its messages silenced. Raises UserError if it is missing or too old."""
     try:
@@ -59,41 +119,52 @@ def transformers_library():
     return transformers
 
 
+# ---- 2. An encoder and its text, for ranks ---------------------------------------------------------------------
+class Subject(NamedTuple):
+    """An encoder and its text, in sequences of n tokens."""
+    name: str
+    encode: Callable[[Tensor], list[Tensor]]  # (B, n) int64 on the CPU -> H^0 ... H^L, (B, n, d) float32
+    rows: np.ndarray | Rows  # sequences: rows[indices] is (B, n) int64
+    text: str  # the source of the text, such as docs
+    mask_id: int  # of [MASK]
+    specials: list[int]  # ids of the tokens that are never masked
+    reads_mask: bool  # whether the encoder read [MASK] in training
+    step: int | None = None  # of its pre-training, if known
+
+
+def subject_of_run(name: str, selected: dict, tokens: int, device: torch.device) -> Subject:
+    """The encoder in a run folder or checkpoint, and its validation text or, if fields of a Text are `selected`, about
+    this many tokens of that text."""
+    pretrained = Pretrained(name)
+    state, config = pretrained.state, pretrained.config
+    encoder = pretrained.new_encoder(seed=1).eval().to(device)
+    text = Text(**fields_of(Text, asdict(config) | state["settings"] | selected))
+    if "corpus" in state and not selected:
+        rows = Rows(corpus_of_run(text, state), "val", config.seq_len)
+    else:
+        rows = text_rows(text, state["tokenizer"].encode, ([CLS], [SEP], []), config.seq_len, tokens)
+    reads_mask = config.mask_in_encoder > 0 and config.encoder_fill != "random"
+    specials = list(range(NUM_SPECIAL))
+    encode = partial(hidden_states, encoder)
+    return Subject(name, encode, rows, text.data, MASK, specials, reads_mask, pretrained.step)
+
+
 def subject_of_hub(name: str, selected: dict, tokens: int, seq_len: int, device: torch.device) -> Subject:
-    """An encoder that transformers' AutoModel loads, in fp32; its own code never runs. It reads validation documents of
-    docs, unless fields of a Text are `selected`: about this many tokens, in sequences of seq_len, unless its own limit
-    is lower."""
-    library, source = transformers_library(), name.removeprefix("hf:")
-    try:
-        model, loading = library.AutoModel.from_pretrained(source, trust_remote_code=False, output_loading_info=True)
-        tokenizer = library.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # a damaged file can make it raise anything
-        raise UserError(f"{name}: transformers cannot load it without its own code ({str(error):.99})") from error
-    missing = [key for key in loading["missing_keys"] if not key.startswith("pooler.")]
-    if missing:
-        raise UserError(f"{name}: it lacks weights of the encoder, such as {min(missing)}")
-    model = model.float().eval().to(device)
-    cls, sep, mask = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
-    if None in (cls, sep, mask) or model.config.is_encoder_decoder:
-        raise UserError(f"{name}: use an encoder trained with MLM, whose tokenizer has [CLS], [SEP] and [MASK]")
+    """An encoder of the Hub. It reads validation documents of docs, unless fields of a Text are `selected`: about this
+    many tokens, in sequences of seq_len, unless its own limit is lower."""
+    pretrained = HubPretrained(name)
+    tokenizer = pretrained.hub_tokenizer
 
     def encode_text(text):
         text = text.replace(tokenizer.mask_token, "")
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def encode(tokens):
-        tokens = tokens.to(device)
-        out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True)
-        # In some model families, the last entry of hidden_states lacks the final LayerNorm.
-        return [*out.hidden_states[:-1], out.last_hidden_state]
-
-    # RoBERTa counts positions from its padding id plus 1, so it reads 512 tokens with 514 positions. XLNet has -1.
-    positions = getattr(model.config, "max_position_embeddings", 514) - 2
-    n = min(seq_len, tokenizer.model_max_length, positions if positions > 0 else 512)
+    cls, sep = pretrained.frame
     text = Text(**selected)
-    rows = text_rows(text, encode_text, ([cls], [sep], [sep]), n, tokens)
+    rows = text_rows(text, encode_text, ([cls], [sep], [sep]), min(seq_len, pretrained.config.seq_len), tokens)
     specials = sorted(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
-    return Subject(name, encode, rows, text.data, mask, specials, reads_mask=True)
+    encode = partial(hidden_states, pretrained.encoder.to(device))
+    return Subject(name, encode, rows, text.data, pretrained.mask_id, specials, reads_mask=True)
 
 
 # ---- 3. Its text --------------------------------------------------------------------------------------------

@@ -64,7 +64,9 @@ def collate(encoded: Encoded, chosen, device: torch.device):
     """Chosen inputs (B,) of a split -> tokens (B, t) int64, padding (B, t) bool, targets. The longest has t tokens."""
     ids = [torch.from_numpy(encoded.ids[i]) for i in chosen]
     tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD).to(device)
-    return tokens, tokens == PAD, encoded.targets[chosen].to(device)
+    lengths = torch.tensor([len(each) for each in ids], device=device)
+    padding = torch.arange(tokens.shape[1], device=device) >= lengths[:, None]  # PAD is a word of other vocabularies
+    return tokens, padding, encoded.targets[chosen].to(device)
 
 
 def by_length(encoded: Encoded, batch_size: int, device: torch.device) -> Iterator[tuple]:
@@ -109,6 +111,7 @@ class Classification:
     def __init__(self, tokenizer: Tokenizer, config: Config, tune: TuneConfig, labels: Labels):
         self.config, self.labels = config, labels
         self.n = min(tune.seq_len, config.seq_len)
+        self.uncased = tokenizer.uncased
         self.model = tokenizer.framed()
         self.model.enable_truncation(self.n)  # cut the longer text first
 
@@ -123,8 +126,13 @@ class Classification:
         labels = ", ".join(self.labels.names) or "numbers as labels"
         [(label, count)] = Counter(example.label for example in examples).most_common(1)
         label = label or "without a label"
+        first, doubtful = {}, 0
+        for example in examples:
+            twin = first.setdefault(repr(example[:2]).lower(), example)
+            doubtful += self.uncased and twin[:2] != example[:2] and twin.label != example.label
+        doubts = f"; {doubtful:,} differ from others only in case, but have another label" if doubtful else ""
         remark = (f"{len(ids):,} examples ({labels:.200}), of which {count / len(ids):.1%} are {label:.40}; "
-                  f"{truncated:,} are cut off at the limit of {self.n} tokens")
+                  f"{truncated:,} are cut off at the limit of {self.n} tokens{doubts}")
         return Encoded(ids, torch.tensor(targets), examples, [], remark)
 
     def head(self) -> nn.Module:

@@ -5,9 +5,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from support.model.subjects import hidden_states, pretrained_of
 from support.program import UserError
-from support.tasks.classification import Encoded, outputs_of
-from support.tasks.tuned import last_layer
+from support.tasks.classification import METRICS, Classification, Encoded, outputs_of, scores
+from support.tasks.tasks import labels_of, read_task, tune_of
 
 STRENGTHS = np.logspace(-1, 3, 9)  # of L2 regularization, to choose from
 FOLDS = 5  # of the training split, on which the strength is chosen
@@ -21,20 +22,25 @@ def mean(h, real):
 POOLINGS = {"mean": mean, "cls": lambda h, real: h[:, 0]}  # the values of --frozen
 
 
-def vectors_of(encoder: nn.Module, encoded: Encoded, pooling: str, batch_size: int, device: torch.device) -> np.ndarray:
-    """A vector for each input of a split, (N, d) float64."""
+def vectors_of(encoder: nn.Module, encoded: Encoded, pooling: str, layers: list[int], batch_size: int) -> np.ndarray:
+    """A vector for each input of a split and each of these layers, (N, layers, d) float32."""
     def pool(tokens, padding):
-        return POOLINGS[pooling](last_layer(encoder, tokens, padding).float(), (~padding)[:, :, None])
-    return outputs_of(pool, encoded, batch_size, device).double().numpy()
+        states = hidden_states(encoder, tokens, padding)
+        vectors = [POOLINGS[pooling](states[layer].float(), (~padding)[:, :, None]) for layer in layers]
+        return torch.stack(vectors, dim=1)
+    return outputs_of(pool, encoded, batch_size, next(encoder.parameters()).device).numpy()
 
 
-def fit(x: np.ndarray, targets: np.ndarray, strengths: np.ndarray):
+def fit(x: np.ndarray, targets: np.ndarray, strengths: np.ndarray, metric: str):
     """The linear model (a Pipeline) of vectors x (N, d) for labels (N,) int64 or numbers (N,) float32, with the L2
-    regularization that is best on held-out folds. Raises UserError if a label has too few examples for folds."""
+    regularization that is best on held-out folds by a metric of METRICS. Raises UserError if a label has too few
+    examples for folds."""
     from sklearn.linear_model import LogisticRegressionCV, RidgeCV  # here, because scikit-learn is slow to import
+    from sklearn.metrics import make_scorer
     from sklearn.model_selection import KFold, StratifiedKFold
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
+    scoring = make_scorer(lambda true, predicted: METRICS[metric](predicted, true))
     if targets.dtype == np.int64:
         count = Counter(targets.tolist())
         fewest = min(count.values())
@@ -42,11 +48,11 @@ def fit(x: np.ndarray, targets: np.ndarray, strengths: np.ndarray):
             raise UserError("--frozen: needs two labels or more, each with two training examples or more; here, the "
                             f"rarest of {len(count)} has {fewest}")
         folds = StratifiedKFold(min(FOLDS, fewest), shuffle=True, random_state=0)
-        model = LogisticRegressionCV(Cs=1 / strengths, cv=folds, l1_ratios=(0,), scoring="accuracy", max_iter=1000,
+        model = LogisticRegressionCV(Cs=1 / strengths, cv=folds, l1_ratios=(0,), scoring=scoring, max_iter=1000,
                                      use_legacy_attributes=False)
     else:
         folds = KFold(min(FOLDS, len(targets)), shuffle=True, random_state=0)
-        model = RidgeCV(alphas=strengths, cv=folds, scoring="neg_mean_squared_error")
+        model = RidgeCV(alphas=strengths, cv=folds, scoring=scoring)
     return make_pipeline(StandardScaler(), model).fit(x, targets)
 
 
@@ -57,3 +63,41 @@ def logits_of(probe, x: np.ndarray, classes: int) -> torch.Tensor:
     outputs = np.full((len(x), classes), -np.inf)
     outputs[:, probe.classes_] = probe.predict_log_proba(x)
     return torch.from_numpy(outputs)
+
+
+def probe(vectors: dict[str, np.ndarray], train: Encoded, splits: dict[str, Encoded], kind, l2: float) -> tuple:
+    """Fit a linear model to the vectors (N, d) of the training split, and score it on the others. Returns the metrics,
+    the prediction files, and the strength of regularization, which is chosen if `l2` is 0. Without finite vectors, the
+    metrics are None."""
+    x = {split: each.astype(np.float64) for split, each in vectors.items()}
+    if not np.isfinite(x["train"]).all():
+        return None, {}, l2
+    model = fit(x["train"], train.targets.numpy(), np.array([l2]) if l2 else STRENGTHS, kind.labels.metrics[0])
+    classes = len(kind.labels.names)
+    outputs = {split: logits_of(model, x[split], classes) for split in splits}
+    metrics, files = scores(outputs, kind, splits)
+    linear = model[-1]
+    return metrics, files, float(linear.alpha_ if classes == 0 else 1 / linear.C_)
+
+
+def scores_by_layer(name: str, task: str, device: torch.device) -> dict[str, list[float]]:
+    """The main score of a task on dev, in percent, for each pooling: probes of layers 0 to L of an encoder that
+    pretrained_of knows. These are the results of finetune.py --frozen POOLING --layer all."""
+    pretrained = pretrained_of(name)
+    encoder = pretrained.new_encoder(seed=1).to(device).eval()
+    examples = read_task(task, None, pretrained.settings)
+    labels = labels_of(task, examples["train"])
+    tune = tune_of(task, {}, pretrained.config.encoder_dim)
+    kind = Classification(pretrained.tokenizer, pretrained.config, tune, labels)
+    encoded = {split: kind.encode(examples[split]) for split in ("train", "dev")}
+    dev = {"dev": encoded["dev"]}
+    layers = [*range(pretrained.config.encoder_layers + 1)]
+    found = {pooling: [] for pooling in POOLINGS}
+    for pooling, values in found.items():
+        vectors = {split: vectors_of(encoder, each, pooling, layers, tune.batch_size)
+                   for split, each in encoded.items()}
+        for layer in layers:
+            x = {split: each[:, layer] for split, each in vectors.items()}
+            metrics, _, _ = probe(x, encoded["train"], dev, kind, tune.l2)
+            values.append(metrics[labels.metrics[0]])
+    return found

@@ -67,6 +67,7 @@ class TuneConfig:
     doc_stride: int = 128  # SQuAD: tokens between the starts of windows, at most half a window
     max_answer: int = 30  # SQuAD: longest answer in tokens
     l2: float = 0.0  # --frozen: strength of L2 regularization; 0 chooses it on the training split
+    layer: str = "last"  # --frozen: the layer to probe: a number from 0 (embeddings), last, or all
 
     def __post_init__(self):
         require(
@@ -77,6 +78,7 @@ class TuneConfig:
             ("seq_len", self.seq_len >= 8, "8 or more"),
             *[(name, getattr(self, name) >= 1, "1 or more") for name in ("max_query", "doc_stride", "max_answer")],
             ("dropout", self.dropout < 1, "0 or more, below 1"),
+            ("layer", self.layer in ("last", "all") or self.layer.isdecimal(), "a number from 0, last or all"),
             ("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16"))
 
 
@@ -86,7 +88,7 @@ DEFAULTS = {  # by group
     "squad": dict(batch_size=16),
     "docs": dict(epochs=5.0, batch_size=16),
 }
-PROBED = ("seq_len", "batch_size", "l2")  # the settings that a linear probe uses
+PROBED = ("seq_len", "batch_size", "l2", "layer")  # the settings that a linear probe uses
 SWEEPS = {  # group -> values to try; Tables 5 and 6
     "small": dict(epochs=(2.0, 3.0, 5.0, 10.0), batch_size=(16, 32), warmup_share=(0.06, 0.10)),
     "large": dict(epochs=(2.0, 3.0, 5.0), batch_size=(32,), warmup_share=(0.06,)),
@@ -195,6 +197,8 @@ def read_task(name: str, data: str | None, settings: dict) -> dict[str, list]:
         splits = {split: read(name, records_of_hub(name, data, part)) for split, part in parts.items()}
         if not splits.get("dev_mm", True):
             del splits["dev_mm"]  # one may do without it
+        if TASKS[name].kind == "spans":
+            splits["train"] = with_answers(name, splits["train"])
     for split, examples in splits.items():
         if not examples:
             raise UserError(f"--task {name}: its {split} split has no examples")
@@ -282,6 +286,18 @@ def questions_of(name: str, records: Iterable[Record]) -> list[Question]:
     return questions
 
 
+def with_answers(name: str, questions: list[Question]) -> list[Question]:
+    """The training questions whose answer stands where the file says. Raises UserError if fewer than half do."""
+    kept = [q for q in questions if all(q.context[start:start + len(text)] == text for start, text in q.answers[:1])]
+    wrong = len(questions) - len(kept)
+    if wrong > len(kept):
+        raise UserError(f"--task {name}: {wrong:,} of {len(questions):,} training answers are not in their context at "
+                        "answer_start, which counts characters from 0; correct it")
+    if wrong:
+        print(f"--task {name}: {wrong:,} training questions are left out: their answer is not at answer_start")
+    return kept
+
+
 def table_rows(path: Path) -> list[dict]:
     """The rows of a .csv or .tsv file, with all cells as text. Raises ValueError if a row is unlike the header."""
     # A .tsv has no quotes, as in GLUE's own files.
@@ -333,7 +349,14 @@ def custom_splits(data: str) -> dict[str, list[Example]]:
             splits[split] = custom_examples(files[0], labeled=split != "test")
         elif split == "dev":
             examples = sorted(splits["train"], key=lambda example: short_hash(repr(example[:2])))
-            tenth = (len(examples) + 9) // 10
-            splits = {"train": examples[tenth:], "dev": examples[:tenth]}
-            print(f"--data {data}: has no file dev; {tenth:,} examples of train, chosen by a hash, are dev")
+            left = Counter(example.label for example in examples)
+            names = labels_of("custom", examples).names
+            splits = {"train": [], "dev": []}
+            for example in examples:
+                left[example.label] -= 1
+                is_last = left[example.label] == 0 and example.label in names  # train needs each of the names
+                full = len(splits["dev"]) >= len(examples) / 10
+                splits["train" if full or is_last else "dev"].append(example)
+            count = len(splits["dev"])
+            print(f"--data {data}: has no file dev; {count:,} examples of train, chosen by a hash, are dev")
     return splits

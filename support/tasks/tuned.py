@@ -1,4 +1,4 @@
-"""Encoders that are fine-tuned, and their checkpoints."""
+"""Fine-tuned models, and their checkpoints."""
 from dataclasses import asdict
 from pathlib import Path
 
@@ -6,38 +6,8 @@ import torch
 from torch import nn
 
 from maelm import NUM_SPECIAL, Encoder
-from support.model.build import make_model
-from support.model.checkpoints import load_encoder, write_checkpoint
-from support.program import short_hash
-
-
-class Pretrained:
-    """The encoder of a run; `random:` keeps only its shape and tokenizer. Raises UserError if it is missing."""
-    def __init__(self, name: str):
-        encoder, state = load_encoder(name.removeprefix("random:"))
-        self.tokenizer = state["tokenizer"]
-        self.settings = state["settings"]
-        self.config = state["config"]
-        self.weights = None if name.startswith("random:") else encoder.state_dict()
-
-    def weights_hash(self) -> str:
-        """A hash of the weights or, if they are random, of the weights that seed 0 draws."""
-        weights = [tensor.numpy().tobytes() for tensor in self.new_encoder(seed=0).state_dict().values()]
-        return short_hash(b"".join(weights))
-
-    def new_encoder(self, seed: int) -> Encoder:
-        """A copy of the encoder. If its weights are random, the seed determines them."""
-        torch.manual_seed(seed)
-        encoder = make_model(self.config, self.settings.get("position_init", "normal")).encoder
-        if self.weights is not None:
-            encoder.load_state_dict(self.weights)
-        return encoder
-
-
-def last_layer(encoder: Encoder, tokens, padding):
-    """tokens (B, t) int64, padding (B, t) bool -> H^L (B, t, d)."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    return encoder(tokens, positions, padding)
+from support.model.checkpoints import write_checkpoint
+from support.model.subjects import Pretrained, hidden_states
 
 
 class Tuned(nn.Module):
@@ -48,7 +18,7 @@ class Tuned(nn.Module):
 
     def forward(self, tokens, padding):
         """tokens (B, t) int64, padding (B, t) bool -> the head's float32 logits."""
-        return self.head(last_layer(self.encoder, tokens, padding), padding).float()
+        return self.head(hidden_states(self.encoder, tokens, padding)[-1], padding).float()
 
 
 def write_tuned(path: Path, model: Tuned, pretrained: Pretrained, **entries):

@@ -9,6 +9,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -276,6 +277,9 @@ def corpus_of_run(text: Text, saved: dict) -> Path:
     if not (folder / "meta.json").is_file():
         prepared_corpus(text, saved["tokenizer"] if saved["settings"]["init"] else None)
     if (folder / "meta.json").is_file() and saved.get("corpus_identity") in (None, identity_of(folder)):
+        with suppress(UserError):  # the text is gone
+            if origin(text, None)["sources"] != read_json(folder / "meta.json")["made_from"]["sources"]:
+                print(f"--data {text.data}: changed since this run began; the run keeps its tokens, {folder}")
         return folder
     raise UserError(f"--data {text.data}: the tokens of this run, {folder}, are gone or have changed, and so has the "
                     "text; restore one of them, or begin another run")

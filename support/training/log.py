@@ -85,10 +85,12 @@ class Log:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         epochs = values["batch_size"] * self.last_step / self.available
         micro_batch = min(values["batch_size"] // worker.world_size, values["micro_batch_size"])
+        case = " in lower case (--no-uncased keeps its case)" if values["uncased"] else ""
         lines = [
             f"{self.out}: {parameters:,} parameters, encoder {config.encoder_layers} x {config.encoder_dim}, decoder "
             f"{config.decoder_layers} x {config.decoder_width}",
-            f"{epochs:.2f} epochs of {values['data']}, which has {self.available * config.seq_len / 1e6:,.1f} M tokens",
+            f"{epochs:.2f} epochs of {values['data']}{case}, which has {self.available * config.seq_len / 1e6:,.1f} M "
+            "tokens",
             f"{worker.world_size} x {worker.device.type} in {str(worker.dtype).removeprefix('torch.')}, {micro_batch} "
             f"sequences at a time, {'continuing at' if self.step else 'from'} step {self.step}",
             *[f"changed: {name}={now!r}, before {before!r}" for name, (before, now) in changed.items()],
