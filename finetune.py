@@ -240,7 +240,8 @@ def finish(setup: Setup, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
             done = [run]
         runs += done
         shown = ("layer", "l2") if setup.frozen else SWEPT
-        setting = "  ".join(f"{name} {float((settings | runs[-1])[name]):g}" for name in shown)
+        values = {name: (settings | runs[-1])[name] for name in shown}
+        setting = "  ".join(f"{name} {x if isinstance(x, str) else f'{x:g}'}" for name, x in values.items())
         seconds = runs[-1]["seconds"]
         left = timedelta(seconds=round((len(jobs) - number) * seconds))
         value = format_number(runs[-1]["value"])
