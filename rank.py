@@ -231,7 +231,7 @@ def draw(entries: dict[str, dict], tau: float, task: str, path: Path):
                 axis.plot(ranks, look.style, color=f"C{number}", label=label)
             for pooling, axis in zip(probes, others):
                 axis.plot(entry["probe"][pooling], "o-", color=f"C{number}", label=name)
-                axis.set(title=f"probe of {pooling}", ylabel=f"score on {task}, %")
+                axis.set(title=f"probe of {pooling}".replace("cls", "[CLS]"), ylabel=f"score on {task}, %")
         for axis, title in ((left, "(a) all tokens"), (right, "(b) [MASK] tokens")):
             axis.set(ylabel=f"effective rank, tau = {tau}", title=title)
             axis.set_ylim(bottom=0)
