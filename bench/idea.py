@@ -11,6 +11,7 @@ record has for this machine's text and precision are not made again. Repeat a co
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -128,6 +129,7 @@ def make(models: list[Model], jobs: int):
     running = {}  # place -> (stages of a model, the process of the present one)
     start = sum(model.done() for model in models)
     began = shown = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's end is like Ctrl-C
     try:
         while waiting or running:
             for place in range(jobs):
