@@ -147,7 +147,8 @@ def batch_of_step(seed: int, rows: Rows, config: Config, recipe: Recipe, worker:
     tokens = torch.from_numpy(rows[indices])  # (B, n)
     generator = torch.Generator().manual_seed(seed_of(seed, step, 0, 0))  # last: 0 for masks, 1 for dropout
     corruption = corrupt(tokens, config, generator)
-    m, expected = corruption.masked.shape[1], config.num_masked(tokens.shape[1])
+    m = corruption.masked.shape[1]
+    expected = config.num_masked(tokens.shape[1])
     if m != expected:
         raise UserError(f"corrupt masks {m} tokens; FLOPs and shapes need the {expected} of mask_rate="
                         f"{config.mask_rate}")
@@ -327,7 +328,8 @@ def parse(argv) -> tuple[Config, Recipe, dict | None, Namespace]:
         row = row or "mae-lm"
         flags.out = flags.out or Path("out", preset if row == "mae-lm" else f"{preset}-{row}")
         values = PRESETS[preset] | ABLATIONS[row]
-    flags.preset, flags.ablation = preset, row
+    flags.preset = preset
+    flags.ablation = row
     if "max_steps" in flags:  # warm up for the same share of the steps
         recipe = Recipe(**fields_of(Recipe, values))
         values["warmup_steps"] = round(recipe.warmup_steps / recipe.max_steps * flags.max_steps)

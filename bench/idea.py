@@ -228,9 +228,10 @@ def main(argv=None):
         made = {(line["name"], line["seed"]) for line in known}
         models = [Model(each, seed, flags.out / re.sub(r"[^\w.+]+", "-", f"{each}-{seed}"))
                   for seed in flags.seeds for each in origins if (each, seed) not in made]
-        for line in [line for line in known if line["name"] == against and line["seed"] in flags.seeds][:1]:
+        baseline = [line for line in known if line["name"] == against and line["seed"] in flags.seeds]
+        if baseline:
             print(f"{against}: repeating the first steps of the record")
-            check(line)
+            check(baseline[0])
         missing = [model for model in models if model.done() < 1]
         print(f"{name}, against {against}: {len(missing)} models to train; logs are in {flags.out}")
         make(missing, flags.jobs or torch.cuda.device_count() or torch.get_num_threads())

@@ -70,11 +70,11 @@ def is_attempted(task: str, texts: dict[str, str]) -> bool:
         tree = ast.parse(texts.get(HOMEWORK[task], ""))
     except (SyntaxError, ValueError):
         return True
+    assigned = [target for node in ast.walk(tree) for target in getattr(node, "targets", [])]
     for part in PARTS[task]:
         owner, _, name = part.rpartition(".")
         scopes = [node for node in ast.walk(tree) if getattr(node, "name", "") == owner] if owner else [tree]
         found = [node for scope in scopes for node in ast.walk(scope) if getattr(node, "name", "") == name]
-        assigned = [target for node in ast.walk(tree) for target in getattr(node, "targets", [])]
         found += [target for target in assigned if ast.unparse(target) == part]
         last = max(found, key=lambda node: node.lineno, default=None)
         code = [ast.unparse(each) for each in getattr(last, "body", [])[1:]]  # without the docstring

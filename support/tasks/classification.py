@@ -126,11 +126,13 @@ class Classification:
         labels = ", ".join(self.labels.names) or "numbers as labels"
         [(label, count)] = Counter(example.label for example in examples).most_common(1)
         label = label or "without a label"
-        first, doubtful = {}, 0
-        for example in examples:
-            twin = first.setdefault(repr(example[:2]).lower(), example)
-            doubtful += self.uncased and twin[:2] != example[:2] and twin.label != example.label
-        doubts = f"; {doubtful:,} differ from others only in case, but have another label" if doubtful else ""
+        doubts = ""
+        if self.uncased:
+            first = {}  # texts in lower case -> their first example
+            twins = [(example, first.setdefault(repr(example[:2]).lower(), example)) for example in examples]
+            doubtful = [a for a, b in twins if a[:2] != b[:2] and a.label != b.label]
+            if doubtful:
+                doubts = f"; {len(doubtful):,} differ from others only in case, but have another label"
         remark = (f"{len(ids):,} examples ({labels:.200}), of which {count / len(ids):.1%} are {label:.40}; "
                   f"{truncated:,} are cut off at the limit of {self.n} tokens{doubts}")
         return Encoded(ids, torch.tensor(targets), examples, [], remark)
