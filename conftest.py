@@ -34,10 +34,13 @@ def close(found, expected, hint="", rtol=1e-6, atol=1e-5, any_dtype=False):
         return
     assert found.shape == expected.shape, f"{hint}\nshape {tuple(found.shape)}, not {tuple(expected.shape)}"
     assert any_dtype or found.dtype == expected.dtype, f"{hint}\n{found.dtype}, not {expected.dtype}"
+    if expected.is_floating_point() and expected.isfinite().all():
+        assert found.isfinite().all(), f"{hint}\nthe result has NaN or infinity: does exp overflow, or a sum vanish?"
     wide = torch.promote_types(found.dtype, torch.float64)  # complex128 for complex numbers
     gap = (found.to(wide) - expected.to(wide)).abs()
-    near = (found == expected) | (gap <= atol + rtol * expected.to(wide).abs())  # also infinities
-    assert near.all(), f"{hint}\nthe largest difference is {gap.max()}"
+    far = (found != expected) & ~(gap <= atol + rtol * expected.to(wide).abs())  # not for equal infinities
+    at = tuple(far.nonzero()[0].tolist()) if far.any() else ()
+    assert not far.any(), f"{hint}\n{found[at]}, not {expected[at]}, at index {at}; wrong: {far.sum()} of {far.numel()}"
 
 
 # ---- A small model and a batch --------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import zlib
 from argparse import Namespace
 from pathlib import Path
 
-from course.grade import INI, TESTS, TOGETHER, Result, grade, write_all
-from course.homework import HANDED_OUT, HOMEWORK, PROJECT, TASKS, read, submissions, without
+from course.grade import INI, TESTS, TOGETHER, grade, write_all
+from course.homework import HANDED_OUT, HOMEWORK, PROJECT, TASKS, alike, read, submissions, without
 from support.program import ROOT, Parser, UserError, clear_errors, write_json, write_text
 
 ALARMS = ("ran out", "killed", "no report", "cannot be imported")  # a class's line has them
@@ -28,27 +28,15 @@ def hand_out(folder: Path):
     print(f"{folder}: read its README.md")
 
 
-def make_autograder(path: Path):
-    """Make the zip that Gradescope needs: two scripts, and this project in the folder maelm."""
+def make_autograder(path: Path, tasks: list[str]):
+    """Make the zip that Gradescope needs: two scripts, the names of the tasks, and this project in the folder maelm."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("tasks", " ".join(tasks))
         for script in ("setup.sh", "run_autograder"):
             archive.write(ROOT / "course/gradescope" / script, script)
         for name in PROJECT:
             archive.write(ROOT / name, f"maelm/{name}")
     print(f"{path}: upload it as the autograder")
-
-
-def report(results: list[Result], problem: str, verbose: bool) -> str:
-    """A submission's grade: a line for each task, with the messages of failed claims if it is verbose, and the sum."""
-    lines = [f"{row.name} {row.score}/{row.max_score} {row.output}" for row in results]
-    if not verbose:
-        lines = [line.partition("\n")[0] for line in lines]
-    return "\n".join([*lines, f"total {sum_of(results)} {problem}".strip()])
-
-
-def sum_of(results: list[Result]) -> str:
-    """The points of all tasks, and the maximum."""
-    return f"{sum(row.score for row in results)}/{sum(row.max_score for row in results)}"
 
 
 def grade_students(flags: Namespace) -> bool:
@@ -58,6 +46,7 @@ def grade_students(flags: Namespace) -> bool:
         print("graded without --user: students' code can read and change this user's files", file=sys.stderr)
     paths = [path] if flags.json else submissions(path)
     table = [["student", "total", *flags.only]]
+    handed_in = {}
     perfect = True
     for path in paths:
         texts, problem = {}, ""
@@ -65,22 +54,28 @@ def grade_students(flags: Namespace) -> bool:
             texts = read(path)
         except (UserError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
             problem = f"cannot be read: {error}"
+        handed_in[path.name] = texts
         results = grade(texts, flags.only, flags.time_limit, flags.total_limit, flags.user)
         scores = [row.score for row in results]
+        total = f"{sum(scores)}/{sum(row.max_score for row in results)}"
+        lines = [f"{row.name} {row.score}/{row.max_score} {row.output}" for row in results]
+        report = "\n".join([*lines, f"total {total} {problem}".strip()])
         perfect = perfect and scores == [row.max_score for row in results]
         if len(paths) > 1:
             alarms = {row.output.partition("\n")[0] for row in results if row.output.startswith(ALARMS)}
             points = ", ".join(f"{row.name} {row.score}" for row in results)
-            print("; ".join(filter(None, [f"{path.name}: {sum_of(results)}", problem, *sorted(alarms), points])))
+            print("; ".join(filter(None, [f"{path.name}: {total}", problem, *sorted(alarms), points])))
         else:
-            print(report(results, problem, flags.verbose))
+            print(report)
         if flags.json:
             write_json(flags.json, {"output": problem, "tests": [row._asdict() for row in results]})
         if flags.out:
-            write_text(flags.out / f"{path.name}.txt", report(results, problem, verbose=True) + "\n")
+            write_text(flags.out / f"{path.name}.txt", report + "\n")
             table.append([path.name, sum(scores), *scores])
             with open(flags.out / "grades.csv", "w", newline="", encoding="utf-8") as file:
                 csv.writer(file, lineterminator="\n").writerows(table)
+    if len(paths) > 1:
+        print("".join(f"nearly equal, for you to read: {pair}\n" for pair in alike(handed_in)), end="")
     return perfect
 
 
@@ -95,8 +90,7 @@ def main(argv=None) -> int:
         command("--grade", type=Path, metavar="PATH", help="grade a folder, a zip, a maelm.py, or a class")
         add = parser.add_argument
         tasks = [*HOMEWORK, TOGETHER]
-        add("--only", nargs="+", metavar="TASK", choices=tasks, default=tasks, help="grade only these")
-        add("--verbose", action="store_true", help="show the message of each claim that failed")
+        add("--only", nargs="+", metavar="TASK", choices=tasks, default=tasks, help="only these tasks")
         add("--json", type=Path, metavar="FILE", help="also write a submission's grade for Gradescope")
         add("--out", type=Path, metavar="DIR", help="also write grades.csv, and a text per student")
         add("--user", default="", metavar="NAME", help="run students' code as this user")
@@ -106,7 +100,7 @@ def main(argv=None) -> int:
         if flags.handout:
             hand_out(flags.handout)
         elif flags.gradescope:
-            make_autograder(flags.gradescope)
+            make_autograder(flags.gradescope, flags.only)
         elif flags.blank:
             print(without(TASKS["maelm.py"] if "all" in flags.blank else flags.blank), end="")
         else:

@@ -24,6 +24,7 @@ TOGETHER = "together"  # claims about all of a student's functions at once
 TESTS = ("test_maelm.py", "tests/test_homework.py")  # the claims that students also get
 HIDDEN = "test_random_inputs"  # only the grader checks it; a process of ours compares the effects that it writes
 COMPARING = 300  # seconds for this comparison
+OURS = [line for text in SOLUTIONS.values() for line in text.split("\n") if len(line.strip()) > 30]
 INI = "[pytest]\naddopts = --import-mode=importlib --tb=short\npythonpath = .\nfilterwarnings = ignore:Unknown pytest\n"
 
 
@@ -142,6 +143,8 @@ def run_limited(command: list[str], folder: Path, seconds: float, user: str, tas
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        if user:  # also processes in other sessions: all of this user
+            subprocess.run(["sh", "-c", "kill -KILL -1"], **rights)
     return "killed by the system: it probably ran out of memory" if code == -signal.SIGKILL else ""
 
 
@@ -153,5 +156,7 @@ def read_report(path: Path) -> dict[str, str]:
             text = "".join(case.itertext())
             errors = re.findall(r"^E   (?:AssertionError: )?(\S.*)", text, re.MULTILINE) or [f"failed {text[-99:]}"]
             places = re.findall(rf"^(?:{'|'.join(TASKS)}):\d+: in .*", text, re.MULTILINE)
-            messages[case.get("name")] = "\n        ".join([*errors[:1], *places]) if len(case) > 0 else ""
+            message = "\n        ".join([errors[0][:300], *places[:9]]) if len(case) > 0 else ""
+            is_ours = any(line.strip() in message for line in OURS)
+            messages[case.get("name")] = "withheld, because it quotes our code" if is_ours else message
     return messages

@@ -1,9 +1,12 @@
 """The homework: its tasks, our functions as blanks and as solutions, and the files that students hand in."""
 import ast
+import itertools
 import re
 import shutil
 import tempfile
 import textwrap
+from contextlib import suppress
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from support.program import ROOT, UserError
@@ -63,24 +66,48 @@ HANDED_OUT = {file: "\n\n\n".join([HEADER, *[BLANKS[task] for task in tasks]]) +
 HANDED_OUT["maelm.py"] = without(TASKS["maelm.py"])
 
 
-def is_attempted(task: str, texts: dict[str, str]) -> bool:
-    """Whether a submission has a function of a task: the last definition counts, unless it is the blank. The report has
-    the error of a file that cannot be read as Python."""
-    try:
-        tree = ast.parse(texts.get(HOMEWORK[task], ""))
-    except (SyntaxError, ValueError):
-        return True
-    assigned = [target for node in ast.walk(tree) for target in getattr(node, "targets", [])]
+def definitions(task: str, texts: dict[str, str]) -> dict[str, ast.AST]:
+    """The last definition of each function of a task in a submission, or assignment to it, unless it is the blank.
+    Raises SyntaxError or ValueError if the file is not Python."""
+    tree = ast.parse(texts.get(HOMEWORK[task], ""))
+    last = {}
     for part in PARTS[task]:
         owner, _, name = part.rpartition(".")
         scopes = [node for node in ast.walk(tree) if getattr(node, "name", "") == owner] if owner else [tree]
         found = [node for scope in scopes for node in ast.walk(scope) if getattr(node, "name", "") == name]
-        found += [target for target in assigned if ast.unparse(target) == part]
-        last = max(found, key=lambda node: node.lineno, default=None)
-        code = [ast.unparse(each) for each in getattr(last, "body", [])[1:]]  # without the docstring
-        if last is not None and code != ["raise NotImplementedError"]:
-            return True
-    return False
+        found += [node for node in ast.walk(tree) if part in map(ast.unparse, getattr(node, "targets", []))]
+        for node in sorted(found, key=lambda node: node.lineno)[-1:]:
+            code = [ast.unparse(each) for each in getattr(node, "body", [])[1:]]  # without the docstring
+            if code != ["raise NotImplementedError"]:
+                last[part] = node
+    return last
+
+
+def is_attempted(task: str, texts: dict[str, str]) -> bool:
+    """Whether a submission has a function of a task; the report has the error of a file that is not Python."""
+    try:
+        return bool(definitions(task, texts))
+    except (SyntaxError, ValueError):
+        return True
+
+
+def alike(students: dict[str, dict[str, str]]) -> list[str]:
+    """Pairs of submissions, or of a submission and our solution, with functions of nearly the same syntax tree. Names,
+    constants and comments do not matter. Short functions are left out, because they agree by chance."""
+    trees = {part: {} for part in SOLUTIONS}
+    for (student, texts), task in itertools.product(({"our solution": PROJECT} | students).items(), HOMEWORK):
+        with suppress(SyntaxError, ValueError):
+            for part, node in definitions(task, texts).items():
+                tree = [type(inner).__name__ for inner in ast.walk(node)]
+                if len(tree) > 80:  # about five lines
+                    trees[part][student] = tree
+    pairs = {}
+    for part, of_part in trees.items():
+        for two in itertools.combinations(of_part, 2):
+            match = SequenceMatcher(None, *[of_part[student] for student in two], autojunk=False)
+            if min(match.quick_ratio(), match.ratio()) > 0.95:
+                pairs.setdefault(two, []).append(part)
+    return [f"{', '.join(two)}: {', '.join(parts)}" for two, parts in sorted(pairs.items(), key=lambda x: -len(x[1]))]
 
 
 def submissions(path: Path) -> list[Path]:

@@ -13,7 +13,7 @@ import pytest
 from course import assign
 from course.assign import main
 from course.grade import TESTS, TOGETHER, Result, claims_of, run_limited
-from course.homework import BLANKS, HOMEWORK, PARTS, PROJECT, SOLUTIONS, TASKS, is_attempted, source
+from course.homework import BLANKS, HOMEWORK, PARTS, PROJECT, SOLUTIONS, TASKS, alike, is_attempted, source
 from support.program import read_json
 from tests.common import ROOT, fails
 
@@ -108,7 +108,7 @@ def test_an_error_in_a_task_costs_points_of_that_task_only(tmp_path, capsys):
     ]
     only = [line.partition(" ")[0] for line in expected]
     results = tmp_path / "results.json"
-    found = grades(capsys, write(tmp_path / "x", texts), "--only", *only, "--verbose", "--json", results)
+    found = grades(capsys, write(tmp_path / "x", texts), "--only", *only, "--json", results)
     assert all(any(line.startswith(start) for line in found) for start in expected), found
     assert any(re.match(r" +maelm.py:\d+: in attention", line) for line in found)
     assert found[-1] == "total 4/20"
@@ -124,26 +124,36 @@ def test_an_error_in_a_task_costs_points_of_that_task_only(tmp_path, capsys):
     ("raise SystemExit", "cannot be imported: failed"),
     ("input()", "cannot be imported: EOFError"),
     ("tau_rank = lambda values, tau: 1", "no points without test_rank_is_the_smallest_k_that_reaches_tau"),
+    (f"def tau_rank(*given):\n    raise AssertionError({SOLUTIONS['matthews']!r})", "no points"),
     ("while True: pass", "ran out of time: more than 8 s"), ("", "ran out of time: more than 0 s")])
 def test_wrong_or_dishonest_code_gives_no_points(code, status, tmp_path, capsys):
     (tmp_path / "rank.py").write_text(f"{PROJECT['rank.py']}\n\n{code}\n")
     limit = 8 if "while True" in code else 120
     total = 999 if code else 1e-9
-    line, _ = grades(capsys, tmp_path, "--only", "tau_rank", "--time-limit", limit, "--total-limit", total)
+    line, *more = grades(capsys, tmp_path, "--only", "tau_rank", "--time-limit", limit, "--total-limit", total)
     assert line.startswith(f"tau_rank 0/4 {status}")
+    assert not lines_of(SOLUTIONS["matthews"]) & lines_of("\n".join(more))
 
 
-def test_processes_that_the_code_has_started_end_with_it(tmp_path):
-    os.mkfifo(tmp_path / "late")
-    late = os.open(tmp_path / "late", os.O_RDONLY | os.O_NONBLOCK)
-    script = "(echo hi; touch ready; sleep 600) > late & while [ ! -e ready ]; do sleep 0.1; done"
-    assert run_limited(["sh", "-c", script], tmp_path, 60, "") == ""
-    os.set_blocking(late, True)
-    assert os.read(late, 99) == b"hi\n" and os.read(late, 99) == b""  # the end of the file: nobody can write any more
-    os.close(late)
+ROOT_ONLY = pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0,
+                               reason="only root may run code as another user")
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root may run code as another user")
+@pytest.mark.parametrize("user", ["", pytest.param("nobody", marks=ROOT_ONLY)])
+def test_processes_that_the_code_has_started_end_with_it(user):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.mkfifo(folder / "late")
+        late = os.open(folder / "late", os.O_RDONLY | os.O_NONBLOCK)
+        child = f"{'setsid' if user else ''} sh -c 'echo hi; touch ready; sleep 600'"  # also in a session of its own
+        script = f"{child} > late & while [ ! -e ready ]; do sleep 0.1; done"
+        assert run_limited(["sh", "-c", script], folder, 60, user) == ""
+        os.set_blocking(late, True)
+        assert os.read(late, 99) == b"hi\n" and os.read(late, 99) == b""  # the end: nobody can write any more
+        os.close(late)
+
+
+@ROOT_ONLY
 def test_another_user_cannot_read_our_files(tmp_path, capsys):
     with tempfile.TemporaryDirectory() as folder:
         run_limited(["sh", "-c", "id -un > user; cat /etc/shadow > copy"], Path(folder), 60, "nobody")
@@ -176,7 +186,8 @@ def test_every_entry_of_a_class_has_a_line_and_a_row(tmp_path, capsys, monkeypat
                 "gil: 0/8; cannot be read: two files are named maelm.py", "hal: 0/8; cannot be read: found nothing",
                 "ian: 0/8; cannot be read: found nothing"]
     found = grades(capsys, room, "--only", "attention", "corrupt", "--out", tmp_path / "out")
-    assert len(found) == len(expected) and all(map(str.startswith, found, expected)), found
+    expected.append("nearly equal, for you to read: our solution, anna: ")
+    assert len(found) >= len(expected) and all(map(str.startswith, found, expected)), found
     table = (tmp_path / "out/grades.csv").read_text().splitlines()
     assert table[:3] == ["student,total,attention,corrupt", "anna,8,4,4", "ben.zip,4,0,4"] and len(table) == 10
     assert (tmp_path / "out/ben.zip.txt").read_text().startswith("attention 0/4 ")
@@ -186,6 +197,16 @@ def test_every_entry_of_a_class_has_a_line_and_a_row(tmp_path, capsys, monkeypat
     results = tmp_path / "results.json"
     main(["--grade", str(room), "--only", "attention", "--json", str(results)])  # Gradescope's submission is no class
     assert read_json(results)["output"].startswith("cannot be read: two files")
+
+
+def test_functions_of_nearly_the_same_syntax_tree_are_listed():
+    ours = SOLUTIONS["apply_masks"]
+    copied = re.sub(r"\bm\b", "count", ours).replace("is_masked", "hidden").replace("    B, ", "    # all\n    B, ")
+    other = "def apply_masks(tokens, masked):\n" + "    tokens = tokens + masked[0, :4].sum() * 2\n" * 9
+    texts = {name: {"maelm.py": text} for name, text in dict(anna=copied, ben=other, cleo="def broken(:").items()}
+    assert alike(texts) == ["our solution, anna: apply_masks"]
+    assert alike({"dan": texts["ben"], "eve": {"maelm.py": other.replace("tokens +", "tokens -")}}) == [
+        "dan, eve: apply_masks"]
 
 
 def test_the_last_definition_of_a_function_counts():
@@ -199,10 +220,11 @@ def test_the_last_definition_of_a_function_counts():
 
 
 def test_the_autograder_has_its_scripts_and_grades_alone(tmp_path):
-    main(["--gradescope", str(tmp_path / "autograder.zip")])
+    main(["--gradescope", str(tmp_path / "autograder.zip"), "--only", "attention", "corrupt"])
     with zipfile.ZipFile(tmp_path / "autograder.zip") as archive:
         archive.extractall(tmp_path)
-    assert (tmp_path / "run_autograder").is_file() and (tmp_path / "setup.sh").is_file()
+    assert (tmp_path / "tasks").read_text() == "attention corrupt" and (tmp_path / "setup.sh").is_file()
+    assert "--only $(cat ../tasks)" in (tmp_path / "run_autograder").read_text()
     end = subprocess.run([sys.executable, "-m", "course.assign", "--blank", "all"], cwd=tmp_path / "maelm",
                          capture_output=True, text=True)
     assert end.stdout == solved()["maelm.py"], end.stderr

@@ -22,6 +22,7 @@ def test_warm_up_ends_at_the_peak():
     for n, expected in ((4, [0.25, 0.5, 0.75, 1]), (2, [0.5, 1])):
         found = [train.learning_rate_factor(step, n, 12) for step in range(n)]
         assert found == pytest.approx(expected), f"{n} steps of warm-up: 1/{n} at step 0, the peak at step {n - 1}"
+    assert train.learning_rate_factor(2, 3, 3) == pytest.approx(1), "warmup_steps may equal max_steps"
 
 
 @task("learning_rate_factor")
@@ -49,7 +50,7 @@ def test_matthews_of_two_labels_is_the_formula():
     assert np.array_equal([guess, true], before), "an argument has changed: the caller still needs it"
 
 
-@task("matthews")
+@task("matthews", gate=True)
 def test_matthews_of_several_labels_is_gorodkins():
     true, guess = np.random.default_rng(1).integers(5, size=(2, 60))
     true[:30] = guess[:30]
@@ -86,7 +87,7 @@ def test_rank_is_the_smallest_k_that_reaches_tau():
 def test_zeros_have_rank_0_and_a_bad_tau_is_refused():
     values = torch.tensor([16.0, 9, 4, 1], dtype=torch.float64)
     assert rank.tau_rank(0 * values, 0.9) == 0, "a matrix of zeros must have rank 0"
-    for tau in (-0.1, 0, 1, 1.5):
+    for tau in (-0.1, 0, 1, 1.5, math.nan):
         with pytest.raises(ValueError):
             rank.tau_rank(values, tau)
 
