@@ -2,6 +2,7 @@
 import functools
 import itertools
 import json
+import math
 import re
 
 import numpy as np
@@ -121,13 +122,15 @@ def test_each_epoch_is_a_permutation():
 
 def test_the_strength_of_a_probe_is_the_best_by_the_metric_on_held_out_folds():
     random = np.random.default_rng(0)
-    x = sklearn.preprocessing.scale(random.normal(size=(150, 40)))
-    y = (x[:, 0] + 2 * random.normal(size=150)).astype(np.float32)
+    y = np.sort(random.normal(size=150)).astype(np.float32)  # folds in this order would mislead
+    x = random.normal(size=(150, 40))
+    x[:, 0] += y / 2
+    x = sklearn.preprocessing.scale(x)
     chosen = []
     for metric, targets, model, folds in (
             ("spearman", y, sklearn.linear_model.Ridge, sklearn.model_selection.KFold),
-            ("accuracy", (y > 2).astype(np.int64), sklearn.linear_model.LogisticRegression, None),
-            ("matthews", (y > 2).astype(np.int64), sklearn.linear_model.LogisticRegression, None)):
+            ("accuracy", (y > 1).astype(np.int64), sklearn.linear_model.LogisticRegression, None),
+            ("matthews", (y > 1).astype(np.int64), sklearn.linear_model.LogisticRegression, None)):
         cut = (folds or sklearn.model_selection.StratifiedKFold)(5, shuffle=True, random_state=0)
         scorer = sklearn.metrics.make_scorer({
             "spearman": lambda true, found: scipy.stats.spearmanr(true, found).statistic,
@@ -170,7 +173,13 @@ def test_a_result_can_be_continued_but_not_with_other_texts(finished, tmp_path, 
 
 
 def test_squad_answers_are_predicted_in_the_official_files(finished, tmp_path):
-    assert tune(finished, "squad2", tmp_path)["metric"] == "f1"
+    result = tune(finished, "squad2", tmp_path, *"--seq-len 12 --max-query 3 --doc-stride 2 --batch-size 4".split())
+    pretrained = finetune.Pretrained(str(finished))
+    kind = Spans(pretrained.tokenizer, pretrained.config, finetune.TuneConfig(**result["tune"]), None)
+    windows = kind.encode(tasks.read_task("squad2", str(tmp_path / "glue"), {})["train"]).ids
+    steps = math.ceil(0.5 * math.ceil(len(windows) / 4))  # an epoch is one of windows, not of 24 questions
+    assert len(windows) > 48 and result["steps"] == [steps, steps]
+    assert result["metric"] == "f1"
     answers, odds = [read_json(tmp_path / f"out/{name}.json") for name in ("predictions", "null_odds")]
     assert len(answers) == 24 and all((odd > 0) == (answers[name] == "") for name, odd in odds.items())
 
