@@ -94,7 +94,7 @@ class Recipe:
         return min(self.stop_at or self.max_steps, self.max_steps)
 
 
-# Differs from the paper: small models learn faster with these; see bench/results/presets.md.
+# Differs from the paper: small models learn faster with these; see docs/differences.md.
 SMALL_MODELS = dict(norm="pre", decoder_relative=True, position_init="sinusoid", optimizer="muon")
 PRESETS = {  # differences from the defaults of Config and Recipe; Table 4
     "toy": SMALL_MODELS | dict(

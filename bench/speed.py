@@ -2,10 +2,12 @@
 
     python -m bench.speed                                       # toy on the CPU
     python -m bench.speed --device cuda --preset base --compile  # base on a GPU
+    python -m bench.speed --models mae-lm "mae-lm --mask-rate 0.5"
 
 The models take turns, so that noise affects all of them alike. All n tokens of a sequence are counted.
 """
 import platform
+import shlex
 import statistics
 from functools import partial
 from pathlib import Path
@@ -13,12 +15,12 @@ from pathlib import Path
 import torch
 from torch.utils.benchmark import Timer
 
-from maelm import ABLATIONS, NUM_SPECIAL, corrupt
+from maelm import NUM_SPECIAL, corrupt
 from support.model.build import make_model
 from support.program import Parser, clear_errors, path_of, write_json
 from support.training.log import commit, flops
 from support.worker import compile_model, make_worker
-from train import PRESETS, make_optimizers, make_settings, train_step
+from train import PRESETS, make_optimizers, parse, train_step
 
 
 def main(argv=None):
@@ -27,7 +29,7 @@ def main(argv=None):
         add = parser.add_argument
         add("--device", default="cpu", help="cpu | cuda | mps [%(default)s]")
         add("--preset", default="toy", choices=PRESETS, help="[%(default)s]")
-        add("--models", nargs="+", default=["mae-lm", "mlm"], choices=ABLATIONS, help="rows of Table 2 [mae-lm mlm]")
+        add("--models", nargs="+", default=["mae-lm", "mlm"], help="rows and flags of train.py [mae-lm mlm]")
         add("--rows", type=int, help="sequences per step, in micro-batches of the preset [its batch size]")
         add("--compile", action="store_true", help="compile the models")
         add("--turns", type=int, default=7, help="[%(default)s]")
@@ -36,7 +38,7 @@ def main(argv=None):
         worker = make_worker("auto", flags.device)
         timers, speeds, size, cost = {}, {name: [] for name in flags.models}, {}, {}
         for name in flags.models:
-            config, recipe = make_settings(PRESETS[flags.preset] | ABLATIONS[name])
+            config, recipe, *_ = parse(["--preset", flags.preset, "--ablation", *shlex.split(name)])
             rows = flags.rows or recipe.batch_size
             torch.manual_seed(0)
             model = make_model(config, recipe.position_init).to(worker.device)
@@ -58,7 +60,7 @@ def main(argv=None):
                                  "commit": commit(), "preset": flags.preset, "tokens_per_second": speeds})
         for name, values in speeds.items():
             speed = statistics.median(values)
-            print(f"{flags.preset} {name:20}{speed:12,.0f} tokens/s  {speed * cost[name] / 1e12:8.2f} TFLOP/s  "
+            print(f"{flags.preset} {name:24}{speed:12,.0f} tokens/s  {speed * cost[name] / 1e12:8.2f} TFLOP/s  "
                 f"({min(values):,.0f} to {max(values):,.0f})")
 
 

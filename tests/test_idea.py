@@ -1,11 +1,13 @@
-"""Claims about bench.idea: a line follows from the files of its programs, and a verdict from the lines."""
+"""Claims about bench/: a line follows from the files of its programs, and verdicts and tables from the lines."""
+import itertools
 import json
 
+import numpy as np
 import pytest
 import scipy.stats
 
 import train
-from bench import idea
+from bench import claims, idea
 from support.program import UserError, json_lines, read_json, write_json, write_text
 from tests.common import arguments, fails, losses, read_log
 
@@ -104,3 +106,33 @@ def test_a_recorded_baseline_is_not_used_with_code_that_changes_it(text, finishe
     monkeypatch.setattr(train, "learning_rate_factor", lambda *settings: 0.1)
     with pytest.raises(UserError, match="validation loss at step 3"):
         idea.check(recorded)
+
+
+def test_corrections_and_intervals_of_the_claims_follow_their_definitions():
+    assert claims.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert claims.holm([0.5, 0.9]) == pytest.approx([1, 1])
+    right = np.zeros((4, 400))
+    right[:, :100] = 1  # only texts vary: the standard error of a share of 25%
+    scores = np.full(4, 30.0)
+    half = 196 * (0.25 * 0.75 / 400) ** 0.5
+    assert claims.bootstrap(scores, right) == pytest.approx([30 - half, 30 + half], abs=0.3)
+    scores = np.array([20.0, 30, 50, 60])  # only seeds vary
+    low, high = claims.bootstrap(scores, np.zeros((4, 10)))
+    drawn = np.sort([np.mean(each) for each in itertools.product(scores, repeat=4)])
+    assert (low, high) == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=1.3)
+    values = np.array([1.0, 2.0, 4.0])
+    test = scipy.stats.ttest_1samp(values, 0)
+    found = claims.verdicts({"a": values, "b": -10 - values})
+    interval = "{:.1f} to {:.1f}".format(*test.confidence_interval())
+    p = f"{test.pvalue:.3f}"
+    assert found.values[0].tolist() == ["a", "1.0, 2.0, 4.0", "2.3", interval, p, "cannot be decided"]
+    assert found["verdict"][1] == "is reversed"
+    p = 2 * scipy.stats.t.sf(values.mean() * 3 ** 0.5 / 100, 2)
+    assert claims.verdicts({"a": values}, least=100)["p"][0] == f"{p:.3f}"
+
+
+def test_the_tables_of_results_md_are_those_of_the_records(tmp_path, capsys):
+    claims.main(["--figure", str(tmp_path / "any.png")])
+    page = (idea.ROOT / "docs/results.md").read_text(encoding="utf-8")
+    tables = capsys.readouterr().out.split("\n\n")[1::2]
+    assert len(tables) == 6 and all(table in page for table in tables)

@@ -29,7 +29,7 @@ def test_lecture_draws_what_rank_measures(tmp_path):
     notebook.cells.append(nbformat.v4.new_code_cell("import json\nprint(json.dumps(found))"))
     NotebookClient(notebook, timeout=None, resources={"metadata": {"path": NOTEBOOK.parent}}).execute()
     found = json.loads(notebook.cells[-1].outputs[0].text)
-    assert pictures(notebook) == committed == 18
+    assert pictures(notebook) == committed == 19
 
     models = [str(ROOT / "models" / name) for name in ("mae-lm", "mlm")]
     rank.main([*models, "--data", str(text), "--val-share=1", "--out", str(tmp_path / "rank")])
