@@ -2,6 +2,7 @@
 
     python -m bench.claims      # prints the tables behind docs/results.md, and draws docs/masks.png
 """
+import functools
 import itertools
 import shlex
 from pathlib import Path
@@ -41,13 +42,19 @@ def holm(p) -> np.ndarray:
     return corrected[np.argsort(order)]
 
 
+@functools.cache
+def resampled(seeds: int, texts: int) -> tuple[np.ndarray, np.ndarray]:
+    """The weights of seeds and of texts in each draw, (DRAWS, seeds) and (DRAWS, texts); the same for all models."""
+    generator = np.random.default_rng(0)
+    seed_weights = generator.multinomial(seeds, np.full(seeds, 1 / seeds), DRAWS) / seeds
+    text_weights = generator.multinomial(texts, np.full(texts, 1 / texts), DRAWS) / texts
+    return seed_weights, text_weights
+
+
 def bootstrap(scores, right) -> tuple[float, float]:
     """The 95% interval of the mean of scores (S,) of S seeds, drawn again over seeds and texts. `right` (S, T) says
     which of T texts are right; for a difference, minus the same of the other model."""
-    generator = np.random.default_rng(0)
-    seeds, texts = right.shape
-    seed_weights = generator.multinomial(seeds, np.full(seeds, 1 / seeds), DRAWS) / seeds
-    text_weights = generator.multinomial(texts, np.full(texts, 1 / texts), DRAWS) / texts
+    seed_weights, text_weights = resampled(*right.shape)
     # A fine-tuned score is a median of three runs, and `right` is from one of them: it only says how texts vary.
     shift = seed_weights @ (scores - 100 * right.mean(1))
     means = 100 * (seed_weights @ right * text_weights).sum(1) + shift
