@@ -1,4 +1,4 @@
-"""The planned tests, from the records: bench/results/claims.md (toys) and plan.md (laptop). Scores are in percent.
+"""The planned tests, from the records: bench/results/claims.md (toys) and evidence.md (laptop). Scores are in percent.
 
     python -m bench.claims      # prints the tables behind docs/results.md, and draws docs/masks.png
 """
