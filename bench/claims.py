@@ -29,7 +29,7 @@ CURVES = {"MAE-LM": ["mae-lm", f"mae-lm {HALF}", "mae-lm --mask-rate 0.7"],
           "MLM": ["mlm", f"mlm {HALF}", "mlm --mask-rate 0.7"],
           "MLM, fewer steps": EQUAL_FLOPS,
           "reads [MASK]": ["enc-mask", f"enc-mask {HALF}"]}
-OTHERS = [RANDOM, f"enc-mask-dec-resets {HALF}", f"random-replace {HALF}"]
+OTHERS = [RANDOM, f"enc-mask-dec-resets {HALF}", f"random-replace {HALF}", f"mae-lm {HALF} --mask-in-encoder 0.5"]
 TITLES = {"tuned": "fine-tuned", "cls": "linear probe of [CLS], encoder frozen"}
 DRAWS = 2_000  # of a bootstrap
 
