@@ -183,7 +183,8 @@ def draw(record: Record, path: Path):
             random = record.values(RANDOM, score, record.seeds(RANDOM)).mean()
             axis.axhline(random, color="gray", linestyle=":", label="randomly initialized encoder")
             axis.legend(fontsize="small", loc="lower right")
-            axis.set(title=title, xlabel="trillions of FLOPs (labels: masks; bars: 95% over seeds)", ylabel="accuracy on docs, %")
+            axis.set(title=title, xlabel="trillions of FLOPs (labels: masks; bars: 95% over seeds)",
+                     ylabel="accuracy on docs, %")
             axis.set_xlim(6, 60)
 
 

@@ -136,7 +136,8 @@ def test_docs_are_read_without_importing_and_kept_by_version(tmp_path, monkeypat
 def test_docs_leave_out_the_texts_that_are_scored_and_near_duplicates(tmp_path, monkeypatch):
     """The tenth that follows the validation split by hash is the dev split of the task `docs`."""
     texts = [" ".join(20 * [f"word{i}"]) for i in range(400)]
-    copies = [f"Copied: {text.upper()} and more" for text in texts if corpus.in_validation(text, 0.2)]
+    held_out = [" ".join(text.upper().split()[:13]) for text in texts if corpus.in_validation(text, 0.2)]
+    copies = [f"{7 * 'Copied '}{text}{more}" for text in held_out for more in ("", " and more")]
     short = [f"short {i}" for i in range(200)]  # of fewer than 13 words, which may repeat each other
     short += [text.upper() for text in short if corpus.in_validation(text, 0.2)]
     monkeypatch.setattr(corpus, "read_docs", lambda cache: [("python", text) for text in texts + copies + short])
@@ -209,10 +210,11 @@ def test_the_tokenizers_sample_is_spread_evenly(tmp_path, monkeypatch):
     assert set(np.diff(found)) == {found[1]} and found[-1] > 980
     seen = []
     monkeypatch.setattr(corpus.Tokenizer, "train", lambda texts, *_: seen.append(len([*texts])))
-    for words in (1, 20):  # without spaces between words, learning takes more memory
-        (tmp_path / f"{words}.txt").write_text("\n\n".join(f"{i} {'w' * (600 // words)} " * words for i in range(160)))
-        corpus.new_tokenizer(Text(data=f"{tmp_path}/{words}.txt", val_share=0.0))
-    assert seen == [10, 160]
+    for words, share in ((1, 0.0), (20, 0.0), (20, 0.3)):  # without spaces between words, learning takes more memory
+        texts = [f"{i} {'w' * (600 // words)} " * words for i in range(160)]
+        (tmp_path / f"{words}.txt").write_text("\n\n".join(texts))
+        corpus.new_tokenizer(Text(data=f"{tmp_path}/{words}.txt", val_share=share))
+    assert seen == [10, 160, sum(not corpus.in_validation(text.strip(), 0.3) for text in texts)]
 
 
 def test_prepare_reports_what_it_made(tmp_path, capsys):

@@ -208,6 +208,7 @@ def test_random_weights_are_drawn_by_the_seed(finished):
     fresh = finetune.Pretrained(f"random:{finished}")
     first, second, again = [fresh.new_encoder(seed).token_embedding.weight for seed in (1, 2, 1)]
     assert torch.equal(first, again) and not torch.equal(first, second)
+    assert torch.equal(*[fresh.new_encoder(seed).position_embedding.weight for seed in (1, 2)])  # sinusoids
     assert not torch.equal(first, trained.new_encoder(1).token_embedding.weight)
     assert trained.weights_hash() != fresh.weights_hash()
 
@@ -282,13 +283,13 @@ def test_each_point_of_a_sweep_has_its_own_dropout_and_inputs(finished, tmp_path
     def value(setup, tune, seed):
         rates = {part.p for part in setup.pretrained.new_encoder(0).modules() if isinstance(part, torch.nn.Dropout)}
         seen.append((rates, max(map(len, setup.train.ids)), setup.kind.head()[0].p))
-        return tune.seq_len + tune.dropout
+        return tune.seq_len + tune.dropout + seed / 8
 
     monkeypatch.setitem(tasks.SWEEPS, "small", dict(seq_len=(8, 12), dropout=(0.2, 0.5)))
     fake_runs(monkeypatch, value)
     result = tune(finished, "cola", tmp_path, "--sweep", "--learning-rate", "1e-3")
     assert seen == [({p}, n, p) for n, p in ((8, 0.2), (8, 0.5), (12, 0.2), (12, 0.5), (12, 0.5), (12, 0.5))]
-    assert result["median"] == 12.5
+    assert result["median"] == 12.5 + 3 / 16  # between seeds 1 and 2
 
 
 def test_glue_is_the_average_of_eight_tasks(finished, tmp_path, monkeypatch):

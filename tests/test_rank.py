@@ -15,7 +15,7 @@ from support.model.checkpoints import checkpoints, load_encoder
 from support.program import read_json
 from tests.common import little_documents, sentence
 from tests.test_homework import TAUS
-from tests.test_hub import write_hub_model
+from tests.test_hub import write_hub_model, write_run
 
 CPU = torch.device("cpu")
 TABLES = torch.randn(3, 300, 8, generator=generator(0)) + 1
@@ -157,6 +157,15 @@ def test_a_text_is_sampled_evenly_and_as_the_run_held_it_out(finished, tmp_path)
     assert len(numbers) < 200 and min(numbers) < 400 and max(numbers) > 3600
     own = subjects.subject_of_run(str(finished), dict(val_share=1.0), 10 ** 6, CPU)  # also without data
     assert len(own.rows) > 5 * len(subjects.subject_of_run(str(finished), {}, 10 ** 6, CPU).rows)
+
+
+def test_an_encoder_has_read_mask_if_some_stayed_and_none_was_replaced(text, tmp_path):
+    found = []
+    for share, fill in ((0.0, "mask"), (0.5, "mask"), (1.0, "random")):
+        write_run(tmp_path / fill, mask_in_encoder=share, encoder_fill=fill)
+        how = str(tmp_path / fill), dict(data=str(text), val_share=1.0), 2000, CPU
+        found.append(subjects.subject_of_run(*how).reads_mask)
+    assert found == [False, True, False]
 
 
 def test_a_hub_encoder_reads_its_own_special_tokens(text, tmp_path):

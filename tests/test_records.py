@@ -130,9 +130,9 @@ def labeled(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tuned(labeled, finished, tmp_path_factory):
-    """The folder of a fine-tuning run with two seeds, and the accuracy at each checkpoint."""
+    """The folder of a fine-tuning run with two seeds, the accuracy at each checkpoint, and the seeds of batches."""
     out = tmp_path_factory.mktemp("tuned") / "out"
-    accuracies, evaluate = [], finetune.evaluate
+    accuracies, seeds, evaluate = [], [], finetune.evaluate
 
     def noting(*arguments):
         metrics, files = evaluate(*arguments)
@@ -141,14 +141,15 @@ def tuned(labeled, finished, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(finetune, "evaluate", noting)
+        patch.setattr(finetune, "batches", lambda split, seed, size: seeds.append(seed) or batches(split, seed, size))
         finetune.main(f"""--init {finished} --task custom --data {labeled[0]} --out {out} --seeds 2 --epochs 11
-            --seq-len 12 --batch-size 20 --learning-rate 1e-2 --dropout 0.3 --precision fp32""".split())
-    return out, accuracies
+            --seq-len 12 --batch-size 25 --learning-rate 1e-2 --dropout 0.3 --precision fp32""".split())
+    return out, accuracies, seeds
 
 
 def test_a_result_follows_from_the_saved_model(labeled, tuned, finished):
     _, texts, labels = labeled
-    out, accuracies = tuned
+    out, accuracies, seeds = tuned
     result = read_json(out / "result.json")
     state = torch.load(out / "encoder.pt")
     pretrained, tokenizer = load_model(finished)
@@ -166,7 +167,7 @@ def test_a_result_follows_from_the_saved_model(labeled, tuned, finished):
         assert line["scores"] == pytest.approx(dict(zip("xyz", score.tolist())), abs=1e-5)
         assert line["prediction"] == "xyz"[score.argmax()]
     value = 100 * sklearn.metrics.accuracy_score(labels, [line["prediction"] for line in lines])
-    # 33 steps, two checkpoints per epoch, but at most 20
+    # 33 steps (60 texts are three batches of at most 25), two checkpoints per epoch, but at most 20
     steps = sorted({math.ceil(33 * i / 20) for i in range(1, 21)})
     halves = accuracies[:20], accuracies[21:41]  # after the last checkpoint, the best one is evaluated again
     assert result["values"] == [max(half) for half in halves] == [pytest.approx(value), result["values"][1]]
@@ -174,7 +175,7 @@ def test_a_result_follows_from_the_saved_model(labeled, tuned, finished):
     assert 80 < result["median"] == result["metrics"]["accuracy"] == statistics.median(result["values"])
     runs = read_lines(out / "runs.jsonl")
     ranks = result["effective_rank"]
-    assert [run["seed"] for run in runs] == [1, 2] and [run["ranks"] for run in runs] == ranks["after"]
+    assert [run["seed"] for run in runs] == seeds == [1, 2] and [run["ranks"] for run in runs] == ranks["after"]
     for found, h in ((ranks["before"], before), (ranks["after"][0], after)):
         assert found == dict(uncentered=rank.effective_rank(h), centered=rank.effective_rank(h - h.mean(0)))
 
@@ -190,7 +191,7 @@ def test_fine_tuning_is_this_loop(labeled, tuned, finished):
     torch.manual_seed(seed_of(1))
     model = finetune.Tuned(encoder, ClassifierHead(32, 3, 0.3))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01)
-    for step, chosen in zip(range(read_json(tuned[0] / "result.json")["steps"][0]), batches(split, 1, 20)):
+    for step, chosen in zip(range(read_json(tuned[0] / "result.json")["steps"][0]), batches(split, 1, 25)):
         tokens, padding, targets = collate(split, chosen, "cpu")
         torch.manual_seed(seed_of(1, step, 1))
         torch.nn.functional.cross_entropy(model(tokens, padding), targets).backward()
@@ -227,12 +228,13 @@ def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, strength, laye
 # ---- Ranks and exports ----------------------------------------------------------------------------------------------
 def test_ranks_follow_from_the_validation_text(text, finished, tmp_path, monkeypatch):
     monkeypatch.setattr(rank, "VECTORS_PER_DIM", 5)  # the text is short
-    rank.main(f"{finished} --tau 0.8 --out {tmp_path}".split())
+    rank.main(f"{finished} --tau 0.8 --tokens 1000 --out {tmp_path}".split())
     content = read_json(tmp_path / "rank.json")
     entry, = content["models"].values()
     encoder, _ = load_encoder(finished)
     rows = rows_of(finished, "val")
-    count = len(rows)
+    assert len(rows) > 42
+    rows, count = rows[np.linspace(0, len(rows) - 1, 42).astype(int)], 42  # 1,000 tokens
     with torch.no_grad():
         layers = [h.flatten(0, 1) for h in encoder.hidden_states(rows, torch.arange(24)[None])]
     assert entry["uncentered"]["without_mask"] == [rank.effective_rank(h, 0.8) for h in layers]

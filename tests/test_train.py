@@ -136,7 +136,8 @@ def test_init_gives_shape_tokenizer_and_recipe_but_a_row_and_flags_win(text, fin
     row, recipe, *_ = train.parse(["--init", str(finished), "--ablation=enc-mask", "--max-steps=60", "--seed=4"])
     assert row == replace(config, mask_in_encoder=1.0)
     assert (recipe.max_steps, recipe.warmup_steps, recipe.seed) == (60, 20, 4)
-    assert train.parse(["--max-steps", "38", "--warmup-steps", "9"])[1].warmup_steps == 9
+    found = [train.parse(["--max-steps", *steps])[1].warmup_steps for steps in (["38", "--warmup-steps", "9"], ["300"])]
+    assert found == [9, 16]  # 300 of 1,900 steps have 15.8 of 100 steps of warm-up
 
 
 def test_a_step_follows_precision_dropout_and_the_clock(text, tmp_path, monkeypatch, capsys):
