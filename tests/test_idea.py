@@ -1,15 +1,18 @@
 """Claims about bench/: a line follows from the files of its programs, and verdicts and tables from the lines."""
 import itertools
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import scipy.stats
+import torch
 
 import train
-from bench import claims, idea
+from bench import claims, idea, speed
 from support.program import UserError, json_lines, read_json, write_json, write_text
-from tests.common import arguments, fails, losses, read_log
+from support.training.log import flops
+from tests.common import arguments, fails, losses, make_config, read_log
 
 HERE = {"text": "t", "dtype": "d"}
 
@@ -136,3 +139,15 @@ def test_the_tables_of_results_md_are_those_of_the_records(tmp_path, capsys):
     page = (idea.ROOT / "docs/results.md").read_text(encoding="utf-8")
     tables = capsys.readouterr().out.split("\n\n")[1::2]
     assert len(tables) == 6 and all(table in page for table in tables)
+
+
+def test_a_speed_counts_all_tokens_and_the_flops_of_its_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(speed, "Timer", timer := Mock())
+    timer.return_value.timeit.return_value.median = 1e-6
+    speed.main(["--rows=8", "--turns=3", "--models", "mae-lm", "mlm --mask-rate 0.5", f"--out={tmp_path}/speed.json"])
+    found = read_json(tmp_path / "speed.json")["tokens_per_second"]
+    assert found == {"mae-lm": 3 * [pytest.approx(512e6)], "mlm --mask-rate 0.5": 3 * [pytest.approx(512e6)]}
+    configs = make_config("toy", "mae-lm"), make_config("toy", "mlm", mask_rate=0.5)
+    for line, config in zip(capsys.readouterr().out.splitlines(), configs, strict=True):
+        assert f"512,000,000 tokens/s  {512e6 * flops(config) / 64 / 1e12:8.2f} TFLOP/s" in line
+    assert {call.kwargs["num_threads"] for call in timer.call_args_list} == {torch.get_num_threads()}
