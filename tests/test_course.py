@@ -171,6 +171,7 @@ def test_every_entry_of_a_class_has_a_line_and_a_row(tmp_path, capsys, monkeypat
     monkeypatch.setattr(assign, "grade", graded)
     room, both, one = tmp_path / "class", solved("attention", "corrupt"), solved("corrupt")["maelm.py"]
     write(room / "anna/hand in", both)
+    write(room / "anna/hand in/backup", {"maelm.py": one})
     write_zip(room / "ben.zip", {"homework/maelm.py": one, "__MACOSX/maelm.py": "no Python", "homework/pytest.ini": ""})
     write_zip(room / "cleo.ZIP", {"maelm.py": "\ufeff" + one, "venv/lib/site-packages/x/maelm.py": both["maelm.py"]})
     (room / "dan.zip").write_bytes((room / "ben.zip").read_bytes()[:90])
