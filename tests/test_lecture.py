@@ -5,9 +5,13 @@ import subprocess
 import sys
 
 import nbformat
+import pytest
+import torch
 from nbclient import NotebookClient
 
 import rank
+from course import lecture
+from maelm import Attention
 from support.program import read_json
 from tests.common import ROOT, write_corpus
 
@@ -35,6 +39,21 @@ def test_lecture_draws_what_rank_measures(tmp_path):
     rank.main([*models, "--data", str(text), "--val-share=1", "--out", str(tmp_path / "rank")])
     measured = read_json(tmp_path / "rank" / "rank.json")["models"]
     assert list(found.values()) == list(measured.values())
+
+
+def test_measures_of_the_lecture_are_their_formulas():
+    torch.manual_seed(0)
+    layer, x = Attention(8, 1, 0.0).double(), torch.randn(1, 20, 8, dtype=torch.float64)
+    for part in (layer.query, layer.key_value, layer.output):
+        torch.nn.init.zeros_(part.bias)
+    qk, vo = lecture.single_head(layer)
+    torch.testing.assert_close((x @ qk @ x.mT).softmax(-1) @ x @ vo, layer(x))
+    text, rows = x[0], torch.randn(30, 8, dtype=torch.float64)
+    _, _, directions = torch.linalg.svd(text)
+    outside = rows - rows @ directions[:3].T @ directions[:3]
+    share = (outside.norm() / rows.norm()) ** 2
+    assert lecture.share_outside(rows.T @ rows, text.T @ text, 3) == pytest.approx(share.item())
+    assert lecture.residual(text + 1) == pytest.approx(((text - text.mean(0)).norm() / (text + 1).norm()).item())
 
 
 def test_the_first_cell_alone_fetches_the_repository_once(tmp_path):
