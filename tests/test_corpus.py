@@ -46,6 +46,7 @@ def test_every_format_gives_the_same_documents(tmp_path):
     (tmp_path / "a[1]").mkdir()
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
+    (tmp_path / "a[1]/link.txt").symlink_to("Book [vol 2].TXT")
     pyarrow.parquet.write_table(pyarrow.table({"text": [*expected, None], "n": range(41)}), tmp_path / "a.parquet")
     for name in (*list(files)[:6], "a.parquet", "a[1]"):
         assert documents_of(tmp_path / name) == expected, name

@@ -63,7 +63,8 @@ def files_of(source: str) -> list[Path]:
     are none."""
     root = path_of(source)
     inside = [path for path in root.rglob("*") if not any(part[0] == "." for part in path.relative_to(root).parts)]
-    files = sorted(path for path in [root, *inside] if path.is_file() and split_name(path)[1] in FORMATS)
+    found = [path for path in [root, *inside] if path.is_file() and split_name(path)[1] in FORMATS]
+    files = sorted({path.resolve(): path for path in found}.values())  # a file and links to it only once
     if not source or not files:
         raise UserError(f"--data {source}: has no file ending in {', '.join(FORMATS)}, plain or compressed; other "
                         "sources are docs and hf:NAME")
