@@ -11,10 +11,11 @@ import numpy as np
 import pandas
 from scipy import stats
 
-from bench.idea import RECORD, SCORES
+from bench.idea import RECORD, SCORES, half_width
 from support.program import ROOT, Parser, clear_errors, figure, path_of, read_json, read_lines
 
 LAPTOP = RECORD.with_name("evidence.json")
+LAPTOP_SEEDS = (3, 4, 5)
 SEEDS = range(11, 16)  # of the toys' claims
 CHOICE_SEEDS = range(16, 19)  # of the choice between MLMs
 EQUAL_FLOPS = ["mlm --max-steps 1829", "mlm --mask-rate 0.5 --max-steps 1466", "mlm --mask-rate 0.7 --max-steps 1313"]
@@ -61,21 +62,17 @@ def bootstrap(scores, right) -> tuple[float, float]:
     return tuple(np.quantile(means, [0.025, 0.975]))
 
 
-def half_width(values) -> float:
-    """Half of the 95% interval of a mean, by Student's t."""
-    return stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-
-
 def verdicts(differences: dict[str, np.ndarray], least: float = 0.0) -> pandas.DataFrame:
     """A row per claim, whose difference has a value per seed: a two-sided t-test, and Holm's correction over all rows.
     The standard deviation is at least `least`."""
     rows = []
     for claim, values in differences.items():
-        mean, half = values.mean(), half_width(values)
-        t = mean * len(values) ** 0.5 / max(least, values.std(ddof=1))
+        mean, deviation, count = values.mean(), values.std(ddof=1), len(values)
+        half = half_width(deviation, count, count - 1)
+        t = mean * count ** 0.5 / max(least, deviation)
         rows.append({"difference": claim, "by seed": ", ".join(f"{value:.1f}" for value in values),
                      "mean": f"{mean:.1f}", "over seeds": f"{mean - half:.1f} to {mean + half:.1f}",
-                     "p": 2 * stats.t.sf(abs(t), len(values) - 1), "verdict": "holds" if mean > 0 else "is reversed"})
+                     "p": 2 * stats.t.sf(abs(t), count - 1), "verdict": "holds" if mean > 0 else "is reversed"})
     found = pandas.DataFrame(rows)
     found["p"] = holm(found["p"])
     found.loc[found["p"] >= 0.05, "verdict"] = "cannot be decided"
@@ -170,15 +167,14 @@ def draw(record: Record, path: Path):
                 scores = [record.values(name, score, record.seeds(name)) for name in names]
                 flops = [record.values(name, "flops", record.seeds(name)).mean() / 1e12 for name in names]
                 means = [values.mean() for values in scores]
-                axis.errorbar(flops, means, [half_width(values) for values in scores], fmt="o-", capsize=3, color=color)
+                bars = [half_width(values.std(ddof=1), len(values), len(values) - 1) for values in scores]
+                axis.errorbar(flops, means, bars, fmt="o-", capsize=3, color=color)
                 for name, x, y in zip(names, flops, means):
                     masks = shlex.split(name)[2] if "--mask-rate" in name else "0.15"
-                    text = f"{float(masks):.0%}"
-                    above = label == "MAE-LM"  # its line falls to the right
-                    if name == names[-1]:
-                        text = f"{label}, {text}"
-                        above = True
-                    axis.annotate(text, (x, y), (side, 5 if above else -12), textcoords="offset points", color=color,
+                    is_last = name == names[-1]
+                    text = f"{label}, {float(masks):.0%}" if is_last else f"{float(masks):.0%}"
+                    height = 5 if is_last or label == "MAE-LM" else -12  # MAE-LM's line falls to the right
+                    axis.annotate(text, (x, y), (side, height), textcoords="offset points", color=color,
                                   fontsize="small", ha=align)
             random = record.values(RANDOM, score, record.seeds(RANDOM)).mean()
             axis.axhline(random, color="gray", linestyle=":", label="randomly initialized encoder")
@@ -224,16 +220,16 @@ def correlations(lines: list[dict]) -> pandas.DataFrame:
 def laptop(jobs: dict[str, dict]) -> pandas.DataFrame:
     """The claims about `laptop`, from the programs' results by job."""
     def after(task: str, model: str):  # ranks after fine-tuning: the median of the runs
-        runs = [jobs[f"{task} {model} {seed}"]["found"]["effective_rank"]["after"] for seed in (3, 4, 5)]
+        runs = [jobs[f"{task} {model} {seed}"]["found"]["effective_rank"]["after"] for seed in LAPTOP_SEEDS]
         return np.array([np.median([rank["uncentered"] for rank in each if rank]) for each in runs])
 
     def score(model: str):
-        docs, sst2 = [[jobs[f"{task} {model} {seed}"]["found"]["median"] for seed in (3, 4, 5)]
+        docs, sst2 = [[jobs[f"{task} {model} {seed}"]["found"]["median"] for seed in LAPTOP_SEEDS]
                       for task in ("docs", "sst2")]
         return np.add(docs, sst2) / 2
 
     def rank(model: str, curve: str, layer: int = -1):
-        found = [jobs[f"rank {model} {seed}"]["found"] for seed in (3, 4, 5)]
+        found = [jobs[f"rank {model} {seed}"]["found"] for seed in LAPTOP_SEEDS]
         last = [each[max(each, key=int)]["layers"] for each in found]
         return np.array([layers[layer]["uncentered"][curve] for layers in last], float)
 

@@ -164,6 +164,11 @@ def table(lines: list[dict]) -> str:
     return means.to_string()
 
 
+def half_width(deviation: float, count: int, freedom: int) -> float:
+    """Half of the 95% interval of a mean of `count` values, by Student's t."""
+    return stats.t.ppf(0.975, freedom) * deviation / count ** 0.5 if freedom else float("inf")
+
+
 def verdict(values: pandas.Series, deviation: float, freedom: int) -> str:
     """The mean of differences between equal seeds, its 95% interval by Student's t, and one word. With one seed, the
     deviation between recorded seeds decides: that of a difference is larger by the root of 2."""
@@ -172,17 +177,15 @@ def verdict(values: pandas.Series, deviation: float, freedom: int) -> str:
         deviation, freedom = values.std(), count - 1
     else:
         deviation *= 2 ** 0.5
-
-    def half(number: int, freedom: int) -> float:
-        return stats.t.ppf(0.975, freedom) * deviation / number ** 0.5 if freedom else float("inf")
-
+    half = half_width(deviation, count, freedom)
     word = "better" if mean > 0 else "worse"
     if freedom == 0:
         word = "cannot be told with one seed"
-    elif abs(mean) <= half(count, freedom):
-        enough = [number for number in range(count + 1, 100) if half(number, number - 1) < abs(mean)]
+    elif abs(mean) <= half:
+        enough = [number for number in range(count + 1, 100)
+                  if half_width(deviation, number, number - 1) < abs(mean)]
         word = f"cannot be told; {enough[0] if enough else '100 or more'} seeds could tell such a difference"
-    return f"{mean:+.1f} ({mean - half(count, freedom):.1f} to {mean + half(count, freedom):.1f}): {word}"
+    return f"{mean:+.1f} ({mean - half:.1f} to {mean + half:.1f}): {word}"
 
 
 def compare(lines: list[dict], name: str, against: str, seeds: list[int]) -> str:
