@@ -1,4 +1,5 @@
 """Fixtures of the tests: a corpus and a finished run; short runs draw no figures."""
+import matplotlib.figure
 import pytest
 
 import train
@@ -29,6 +30,15 @@ def alone(home, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "draw_loss", lambda out: None)
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """A list that receives the figures that programs draw, in place of files."""
+    drawn = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path, **options: (
+        drawn.append(figure), path.touch()))
+    return drawn
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import lzma
 import os
-import pathlib
 import re
 from unittest.mock import Mock
 
@@ -48,8 +47,12 @@ def test_every_format_gives_the_same_documents(tmp_path):
         (tmp_path / name).write_bytes(content)
     (tmp_path / "a[1]/link.txt").symlink_to("Book [vol 2].TXT")
     pyarrow.parquet.write_table(pyarrow.table({"text": [*expected, None], "n": range(41)}), tmp_path / "a.parquet")
-    for name in (*list(files)[:6], "a.parquet", "a[1]"):
+    (tmp_path / "a+b").symlink_to(tmp_path / "a[1]")
+    for name in (*list(files)[:6], "a.parquet", "a[1]", "a+b"):
         assert documents_of(tmp_path / name) == expected, name
+    assert documents_of("a.txt+a.jsonl") == 2 * expected
+    with pytest.raises(corpus.UserError, match="the folder a.1. would be read instead"):  # instead of the Hub
+        documents_of("hf:a[1]")
 
 
 def test_text_without_blank_lines_is_split_by_size(tmp_path):
@@ -60,17 +63,6 @@ def test_text_without_blank_lines_is_split_by_size(tmp_path):
     assert {10_000 <= len(text) + 1 < 10_100 for text in found[:-1]} == {True}
     (tmp_path / "line.txt").write_text("word " * 1_000_000)  # of 5 million characters
     assert [len(text) for text in documents_of(tmp_path / "line.txt")] == [1 << 22, 5_000_000 - (1 << 22) - 2]
-
-
-def test_plus_joins_sources_unless_it_is_in_a_name(tmp_path):
-    for folder in ("c++", "here"):
-        pathlib.Path(folder).mkdir()
-    write_corpus(pathlib.Path("c++/a.txt"), 3)
-    assert documents_of("c++") == little_documents(3)
-    with pytest.raises(corpus.UserError, match="the folder here would be read instead"):  # instead of the Hub
-        documents_of("hf:here")
-    write_corpus(pathlib.Path("b.txt"), 2)
-    assert documents_of("b.txt+b.txt") == 2 * little_documents(2)
 
 
 @pytest.mark.parametrize("name, content, message", [
@@ -98,6 +90,7 @@ def f():
 
         Not even here."""
 add_docstr(f, r"""f(x) -> y, given by a call.""")
+add_docstr(f, text)
 def g(): "only three words"
 '''
 FOUND = ["A module that cannot be imported.", "Returns nothing of interest.\n\nNot even here.",

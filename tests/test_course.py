@@ -93,46 +93,46 @@ def test_every_assert_of_a_task_has_a_message():
 
 
 # ---- The grades -----------------------------------------------------------------------------------------------------
-def test_an_error_in_a_task_costs_points_of_that_task_only(tmp_path, capsys):
-    texts = solved("learning_rate_factor", "tau_rank", "attention", "matthews")
-    texts["support/tasks/classification.py"] += "def broken(:\n"
-    texts["train.py"] = "import missing\n" + texts["train.py"]
-    texts["maelm.py"] = texts["maelm.py"].replace("d_h ** -0.5", "d_h ** -0.5 + unknown")
-    texts["rank.py"] += "\nprint('<testcase name=\"test_x\"/>' * 100)\n"
-    expected = [
-        "learning_rate_factor 0/3 cannot be imported: ModuleNotFoundError: No module named 'missing'",
-        "tau_rank 4/4 full marks",
-        "effective_rank 0/5 not attempted",
-        "matthews 0/4 cannot be imported: SyntaxError: invalid syntax",
-        "attention 0/4 no points without test_attention_and_its_gradients_are_the_formulas; failed: test_attention",
-    ]
-    only = [line.partition(" ")[0] for line in expected]
-    results = tmp_path / "results.json"
-    found = grades(capsys, write(tmp_path / "x", texts), "--only", *only, "--json", results)
-    assert all(any(line.startswith(start) for line in found) for start in expected), found
-    assert any(re.match(r" +maelm.py:\d+: in attention", line) for line in found)
-    assert found[-1] == "total 4/20"
-    tests = json.loads(results.read_text())["tests"]
-    assert [test["score"] for test in tests] == [0, 4, 0, 0, 0] and tests[1]["max_score"] == 4
+COPIED = f"def attention(*given):\n    raise AssertionError({SOLUTIONS['MAELM.forward']!r})"
+TAMPERED = """
+import sys
+sys.modules["conftest"].close = lambda *given, **more: None
+torch.Tensor.all = lambda x: torch.tensor(True)
+tau_rank = lambda values, tau: 1
+"""
+SUBMISSIONS = [  # task -> the end of its file, and the start of its line
+    {"learning_rate_factor": ("import missing", "0/3 cannot be imported: ModuleNotFoundError: No module named 'miss"),
+     "tau_rank": ("print('<testcase name=\"test_x\"/>' * 100)", "4/4 full marks"),
+     "matthews": ("def broken(:", "0/4 cannot be imported: SyntaxError: invalid syntax"),
+     "attention": ("def attention(*given):\n    return unknown", "0/4 no points without test_attention_and_its_gradi"),
+     "relative_bucket": ("", "0/3 not attempted")},
+    {"learning_rate_factor": ("import os\nos._exit(0)", "0/3 no report: the code ends Python"),
+     "tau_rank": (TAMPERED, "0/4 no points without test_rank_is_the_smallest_k_that_reaches_tau; failed: test_rank"),
+     "attention": (COPIED, "0/4 no points without ")}]
 
 
-@pytest.mark.parametrize("code, status", [
-    ("torch.Tensor.all = lambda x: torch.tensor(True)\ntau_rank = lambda values, tau: 1",
-     "no points without"),
-    ("import pytest, sys\nsys.modules['conftest'].close = lambda *given, **more: None\ntau_rank = max", "no points"),
-    ("import os\nos._exit(0)", "no report: the code ends Python"),
-    ("raise SystemExit", "cannot be imported: failed"),
-    ("input()", "cannot be imported: EOFError"),
-    ("tau_rank = lambda values, tau: 1", "no points without test_rank_is_the_smallest_k_that_reaches_tau"),
-    (f"def tau_rank(*given):\n    raise AssertionError({SOLUTIONS['matthews']!r})", "no points"),
-    ("while True: pass", "ran out of time: more than 8 s"), ("", "ran out of time: more than 0 s")])
-def test_wrong_or_dishonest_code_gives_no_points(code, status, tmp_path, capsys):
+@pytest.mark.parametrize("submission", SUBMISSIONS)
+def test_wrong_or_dishonest_code_costs_points_of_its_task_only(submission, tmp_path, capsys):
+    texts = solved(*HOMEWORK.keys() - {"relative_bucket"})
+    for task, (code, _) in submission.items():
+        texts[HOMEWORK[task]] += f"\n\n{code}\n"
+    write(tmp_path / "x", texts)
+    found = grades(capsys, tmp_path / "x", "--only", *submission, "--json", tmp_path / "results.json")
+    lines = iter(found)
+    for task, (_, start) in submission.items():
+        assert any(line.startswith(f"{task} {start}") for line in lines), found
+    tests = json.loads((tmp_path / "results.json").read_text())["tests"]
+    scores = [int(start[0]) for _, start in submission.values()]
+    assert [test["score"] for test in tests] == scores and found[-1].startswith(f"total {sum(scores)}/")
+    assert not lines_of(SOLUTIONS["MAELM.forward"]) & lines_of("\n".join(found))
+    assert not any(scores) or any(re.match(r" +maelm.py:\d+: in attention", line) for line in found)
+
+
+@pytest.mark.parametrize("code, limits, seconds", [("while True: pass", [1, 999], 1), ("", [120, 1e-9], 0)])
+def test_a_grade_takes_no_longer_than_its_limits(code, limits, seconds, tmp_path, capsys):
     (tmp_path / "rank.py").write_text(f"{PROJECT['rank.py']}\n\n{code}\n")
-    limit = 8 if "while True" in code else 120
-    total = 999 if code else 1e-9
-    line, *more = grades(capsys, tmp_path, "--only", "tau_rank", "--time-limit", limit, "--total-limit", total)
-    assert line.startswith(f"tau_rank 0/4 {status}")
-    assert not lines_of(SOLUTIONS["matthews"]) & lines_of("\n".join(more))
+    line, *_ = grades(capsys, tmp_path, "--only", "tau_rank", "--time-limit", limits[0], "--total-limit", limits[1])
+    assert line.startswith(f"tau_rank 0/4 ran out of time: more than {seconds} s")
 
 
 ROOT_ONLY = pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0,
@@ -151,15 +151,6 @@ def test_processes_that_the_code_has_started_end_with_it(user):
         os.set_blocking(late, True)
         assert os.read(late, 99) == b"hi\n" and os.read(late, 99) == b""  # the end: nobody can write any more
         os.close(late)
-
-
-@ROOT_ONLY
-def test_another_user_cannot_read_our_files(tmp_path, capsys):
-    with tempfile.TemporaryDirectory() as folder:
-        run_limited(["sh", "-c", "id -un > user; cat /etc/shadow > copy"], Path(folder), 60, "nobody")
-        assert Path(folder, "user").read_text() == "nobody\n" and Path(folder, "copy").read_text() == ""
-    (tmp_path / "maelm.py").write_text(PROJECT["maelm.py"])
-    assert "no such user" in fails(lambda: main(["--grade", str(tmp_path), "--user", "no-such-user"]), capsys)
 
 
 def graded(texts, tasks, *limits):

@@ -341,13 +341,3 @@ def test_layers_that_do_not_exist_and_tuned_hub_encoders_are_refused(finished, t
         command = f"--init {finished} --task sst2 --data {tmp_path} --out {tmp_path}/out {flags}".split()
         assert word in fails(lambda: finetune.main(command), capsys)
     assert "--frozen" in fails(lambda: finetune.main(["--init", "hf:any"]), capsys)
-
-
-def test_texts_that_differ_only_in_case_are_counted_if_their_labels_differ():
-    pairs = ("CO", "x"), ("Co", "y"), ("cO", "x"), ("N", "x"), ("n", "x")
-    rows = [Example(text, None, label) for text, label in pairs]
-    labels = Labels(("accuracy",), ("x", "y"))
-    for uncased in (True, False):
-        tokenizer = Tokenizer.train(little_documents(5), 300, uncased)
-        remark = Classification(tokenizer, tiny(), tasks.TuneConfig(), labels).encode(rows).remark
-        assert ("1 differ from others only in case, but have another label" in remark) == uncased

@@ -1,8 +1,5 @@
 """Claims about the lecture's notebook, course/lecture.ipynb."""
 import json
-import os
-import subprocess
-import sys
 
 import nbformat
 import pytest
@@ -54,20 +51,3 @@ def test_measures_of_the_lecture_are_their_formulas():
     share = (outside.norm() / rows.norm()) ** 2
     assert lecture.share_outside(rows.T @ rows, text.T @ text, 3) == pytest.approx(share.item())
     assert lecture.residual(text + 1) == pytest.approx(((text - text.mean(0)).norm() / (text + 1).norm()).item())
-
-
-def test_the_first_cell_alone_fetches_the_repository_once(tmp_path):
-    origin, alone = tmp_path / "origin", tmp_path / "alone"
-    alone.mkdir()
-    git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-C", str(origin)]
-    for command in (["git", "init", "-q", str(origin)], [*git, "add", "."], [*git, "commit", "-qm", "first"]):
-        subprocess.run(command, check=True)
-        (origin / "course").mkdir(exist_ok=True)
-        (origin / "course" / "lecture.py").touch()
-    cells = nbformat.read(NOTEBOOK, as_version=4).cells
-    first = next(cell.source for cell in cells if cell.cell_type == "code")
-    first += "\nprint(os.getcwd() == sys.path[0], os.getcwd())"
-    for address in (str(origin), ""):  # without an address, the fetched repository is found
-        end = subprocess.run([sys.executable, "-c", first], cwd=alone, capture_output=True, text=True,
-                             env={**os.environ, "MAELM_REPOSITORY": address})
-        assert end.stdout == f"True {(alone / 'maelm').resolve()}\n", end.stderr

@@ -78,16 +78,6 @@ def test_the_bias_of_a_model_in_bf16_is_in_bf16():
 
 
 @pytest.mark.cuda
-def test_rows_of_a_bias_are_aligned():
-    model, _, _ = model_and_batch()
-    stack, positions = model.encoder.stack.cuda(), torch.arange(21, device="cuda")[None]
-    padding = positions.expand(6, -1) > 9
-    with make_worker("bf16", "cuda").autocast():
-        bias = stack.attention_bias(positions, padding)
-    assert bias.dtype == torch.bfloat16 and bias.stride(-2) % 8 == 0
-
-
-@pytest.mark.cuda
 @pytest.mark.parametrize("size, compiler", [("small", None), ("base", None), ("base", "inductor")])
 @pytest.mark.parametrize("name", PAPER_ROWS)
 def test_bf16_is_close_to_float64(size, compiler, name):

@@ -2,7 +2,6 @@
 import itertools
 import re
 
-import matplotlib.figure
 import numpy as np
 import torch
 
@@ -117,14 +116,10 @@ def test_masks_are_15_percent_of_real_tokens_for_any_batch_size():
     assert one[at].unique().tolist() == [int(rows[rows >= 4].mode().values)] and torch.equal(one[~at], rows[~at])
 
 
-def test_the_command_writes_ranks_and_draws_them(text, finished, tmp_path, capsys, monkeypatch):
+def test_the_command_writes_ranks_and_draws_them(text, finished, figures, tmp_path, capsys):
     names = [str(path) for path in (finished, *checkpoints(finished))]
     command = [*names, *f"--data {text} --val-share 1 --tau 0.5 --out {tmp_path}".split()]
-    with monkeypatch.context() as patch:
-        figures = []
-        patch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path, **options: (
-            figures.append(figure), path.write_text("a figure")))
-        rank.main(command)
+    rank.main(command)
     printed = capsys.readouterr().out
     models = read_json(tmp_path / "rank.json")["models"]
     assert list(models) == names
@@ -176,4 +171,5 @@ def test_a_hub_encoder_reads_its_own_special_tokens(text, tmp_path):
         assert row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id
     assert tokenizer.decode(tokens[:, 1:-1].flatten()).startswith(little_documents()[0] + "</s>")
     torch.testing.assert_close(subject.encode(tokens)[-1], model.base_model(tokens).last_hidden_state)
+    assert subject.reads_mask
     assert rank.measure(subject, rank.RankOptions())["mask_only"][0].count == 4 * len(subject.rows)

@@ -1,6 +1,7 @@
 """Claims about records: every number in the files that our programs write follows from other files."""
 import json
 import math
+import shutil
 import statistics
 from dataclasses import replace
 
@@ -23,8 +24,8 @@ from support.tasks import probe
 from support.tasks.classification import Encoded, batches, collate
 from support.model.subjects import Pretrained
 from support.text.corpus import indices_of_step
-from support.training.log import flops
-from tests.common import last_checkpoint, sentence, short_run, read_log
+from support.training.log import draw_loss, flops
+from tests.common import last_checkpoint, losses, read_log, sentence, short_run
 
 FACTORS = 0.5, 1, 1, 0.75, 0.5, 0.25  # of the peak rate, in the six steps of a short run
 
@@ -73,6 +74,15 @@ def test_a_log_follows_from_the_corpus_and_the_model(finished):
         assert (line["lr"], line["muon_lr"]) == (6e-3 * FACTORS[step - 1], 2e-2 * FACTORS[step - 1])
         seconds = line["seconds"]
     assert step == 6 and last_checkpoint(finished)["seconds"] == seconds
+
+
+def test_the_figure_of_a_run_shows_its_log(finished, figures, tmp_path):
+    shutil.copy(finished / "log.jsonl", tmp_path)
+    draw_loss(tmp_path)
+    found = {line.get_label(): [*map(tuple, line.get_xydata())] for line in figures[0].axes[0].get_lines()}
+    entropy = read_log(finished)[0]["unigram_entropy"]
+    assert found == {"training": losses(finished), "validation": losses(finished, "val_loss"),
+                     "unigram entropy": [(0, entropy), (1, entropy)]}
 
 
 def test_a_run_is_this_loop(text, tmp_path):

@@ -193,8 +193,6 @@ def test_bad_files_are_refused(file, content, message, tmp_path):
         tasks.labels_of("custom", tasks.read_task("custom", str(tmp_path), {})["train"])
 
 
-
-
 def test_questions_are_trained_only_where_their_answer_stands(tmp_path, capsys):
     def found(*starts):
         rows = [{"id": str(i), "question": "who?", "context": "the cat sat", "answers": {

@@ -208,12 +208,6 @@ def test_a_step_of_base_has_this_many_flops(ablation, expected):
     assert flops(make_config("base", ablation)) == expected
 
 
-def test_help_shows_the_values_of_the_preset(capsys):
-    pytest.raises(SystemExit, train.main, ["--preset=base++", "-h"])
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "[2000000]" in printed and "--mask-in-encoder FLOAT delta in Figure 4: fraction of the masked" in printed
-
-
 def test_wandb_gets_every_number_of_the_log(text, tmp_path, monkeypatch):
     wandb = Mock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)

@@ -35,7 +35,7 @@ class MAELMModel(PreTrainedModel):
 
     def __init__(self, config: MAELMConfig):
         super().__init__(config)
-        # A caller may change the dropout, or add tokens to the vocabulary.
+        # A caller may change the dropout, or add tokens to the vocabulary of the encoder.
         self.shape = Config(**config.maelm | {"dropout": config.hidden_dropout_prob, "vocab_size": config.vocab_size})
         self.encoder = Encoder(self.shape)
         self.post_init()
@@ -79,13 +79,6 @@ class MAELMForMaskedLM(MAELMModel):
         self.decoder = Decoder(self.shape) if self.shape.decoder_layers > 0 else None
         self.head = Head(self.shape)
         self.post_init()
-
-    def resize_token_embeddings(self, *arguments, **options) -> nn.Embedding:
-        """As in transformers; the biases of new tokens are 0."""
-        embeddings = super().resize_token_embeddings(*arguments, **options)
-        added = embeddings.num_embeddings - len(self.head.bias)
-        self.head.bias = nn.Parameter(nn.functional.pad(self.head.bias.data, (0, added)))
-        return embeddings
 
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, labels=None, **options) -> outputs.MaskedLMOutput:
