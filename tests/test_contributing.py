@@ -1,6 +1,5 @@
 """Claims about the examples in CONTRIBUTING.md: each works as it stands there, and in the whole program."""
 import importlib
-import json
 import re
 from unittest.mock import patch
 
@@ -12,7 +11,7 @@ import torch
 import finetune
 import train
 from support.model.checkpoints import load_model
-from support.program import read_json
+from support.program import read_json, read_lines
 from support.tasks import classification, probe, tasks
 from tests.common import ROOT, last_checkpoint, read_log, same, sentence, short_run
 
@@ -90,7 +89,7 @@ def test_a_task_has_its_own_metric_and_a_probe_its_own_vector(apply, finished, t
         pandas.DataFrame(rows).to_parquet(tmp_path / f"{split}.parquet")
     out = tmp_path / "out"
     finetune.main(f"--init {finished} --task emotion --data {tmp_path} --frozen max --out {out}".split())
-    lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+    lines = read_lines(out / "predictions.jsonl")
     true, predicted = [[line[name] for line in lines] for name in ("label", "prediction")]
     macro = 100 * sklearn.metrics.f1_score(true, predicted, average="macro")
     assert read_json(out / "result.json")["metrics"] == {"macro_f1": pytest.approx(macro)} and macro > 50

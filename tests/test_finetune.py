@@ -333,11 +333,3 @@ def test_all_layers_are_those_of_single_runs_and_of_rank(kind, finished, text, t
         found = subjects.hidden_states(subjects.pretrained_of(init).new_encoder(0), ids, mask == 0)
         theirs = model.base_model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
         torch.testing.assert_close(found, [*theirs])
-
-
-def test_layers_that_do_not_exist_and_tuned_hub_encoders_are_refused(finished, tmp_path, capsys):
-    write_task(tmp_path)
-    for flags, word in (("--frozen --layer 3", "layer=3"), ("--frozen --layer -1", "layer='-1'")):
-        command = f"--init {finished} --task sst2 --data {tmp_path} --out {tmp_path}/out {flags}".split()
-        assert word in fails(lambda: finetune.main(command), capsys)
-    assert "--frozen" in fails(lambda: finetune.main(["--init", "hf:any"]), capsys)

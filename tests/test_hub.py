@@ -25,7 +25,7 @@ from support.model.subjects import Pretrained
 from support.tasks.tuned import write_tuned
 from support.text.corpus import Text, documents
 from support.text.tokenizer import SPECIALS, Tokenizer
-from support.program import json_lines
+from support.program import json_lines, read_lines
 from tests.common import QUICK, ROOT, arguments, fails, little_documents, sentence, write_corpus
 from tests.test_tokenizer import ODD
 
@@ -268,5 +268,5 @@ def test_hf_names_work_in_every_program(data_sets, tmp_path, monkeypatch):
     train.main(arguments(tmp_path / "text", tmp_path / "run", "--data", "hf:user/texts"))
     rank.main(["hf:user/bert", "--data", "hf:user/texts", "--val-share", "1", "--out", str(tmp_path / "rank")])
     finetune.main(f"--init {tmp_path}/run --task stsb --seeds 1 --epochs 1 --out {tuned}".split())
-    labels = [json.loads(line)["label"] for line in (tuned / "predictions.jsonl").read_text().splitlines()]
+    labels = [line["label"] for line in read_lines(tuned / "predictions.jsonl")]
     assert labels == [3.2, 0.0, 5.0] * 4

@@ -1,5 +1,4 @@
 """Claims about records: every number in the files that our programs write follows from other files."""
-import json
 import math
 import shutil
 import statistics
@@ -55,7 +54,7 @@ def test_a_log_follows_from_the_corpus_and_the_model(finished):
     torch.manual_seed(0)
     new = make_model(trained.config, "sinusoid").eval()
     start = first["start"]
-    assert (start["torch"], start["micro_batch"], start["changed"]) == (torch.__version__, 4, {})
+    assert (start["torch"], start["processes"], start["micro_batch"]) == (torch.__version__, 1, 4)
     assert start["flops_per_token"] == flops(trained.config) / 24
     masked = draw_masks(rows > 3, 4, generator(0))  # 15% of 24
     true = rows.gather(1, masked)
@@ -171,7 +170,7 @@ def test_a_result_follows_from_the_saved_model(labeled, tuned, finished):
     after = torch.cat(states_of(model.encoder, tokens))
     with torch.no_grad():
         scores = torch.cat([model(each, each < 0) for each in tokens]).softmax(-1)
-    lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+    lines = read_lines(out / "predictions.jsonl")
     assert [line["label"] for line in lines] == [*labels]
     for line, score in zip(lines, scores, strict=True):
         assert line["scores"] == pytest.approx(dict(zip("xyz", score.tolist())), abs=1e-5)
@@ -230,7 +229,7 @@ def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, strength, laye
     assert result["values"] == [result["median"]] == [pytest.approx(right)] and right > 70
     run, = read_lines(tmp_path / "out/runs.jsonl")
     assert run["l2"] == pytest.approx(1 / model[-1].C_)
-    lines = [json.loads(line) for line in (tmp_path / "out/predictions.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "out/predictions.jsonl")
     found = [[line["scores"][name] for name in "xyz"] for line in lines]
     np.testing.assert_allclose(found, model.predict_proba(vectors[1]), atol=1e-4)
 
@@ -261,7 +260,7 @@ def test_an_export_gives_the_predictions_of_fine_tuning(labeled, tuned, hub, tmp
     assert batch["input_ids"].shape[1] == 12 and not model.training and not model.accepts_loss_kwargs
     with torch.no_grad():
         scores = model(**batch).logits.softmax(-1)
-    lines = [json.loads(line) for line in (tuned[0] / "predictions.jsonl").read_text().splitlines()]
+    lines = read_lines(tuned[0] / "predictions.jsonl")
     for line, score in zip(lines, scores, strict=True):
         assert line["scores"] == pytest.approx({model.config.id2label[i]: score[i].item() for i in range(3)}, abs=1e-5)
     rates = {part.p for part in model.modules() if isinstance(part, torch.nn.Dropout)}

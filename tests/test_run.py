@@ -226,6 +226,8 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
         ("seed", 1 << 63))],
     (finetune, "--init RUN --learning-rate nan", "learning_rate=nan: use a number from 0"),
     (finetune, "--init RUN --frozen --epochs 2", "no settings but seq_len, batch_size, l2"),
+    (finetune, "--init RUN --frozen --layer -1", "layer='-1'"),
+    (finetune, "--init hf:any", "--init hf:any: .*add --frozen"),
     (finetune, "--task custom", "--task custom: needs --data"),
     (finetune, "--init RUN --task rte --data no/such", r"no/such: rte needs the Hub's files train\*.parquet"),
     (rank, "RUN --val-share 5", "val_share=5.0: use 0 to 1"),

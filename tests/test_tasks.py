@@ -86,6 +86,9 @@ GRIDS = {  # task, width of the encoder -> Tables 5 and 6
 def test_tasks_and_grids_are_those_of_the_paper():
     found = [tasks.TASKS[name] for name in (*tasks.GLUE, "squad2")]
     assert [task.metrics[0] for task in found] == 4 * ["accuracy"] + "matthews accuracy accuracy spearman f1".split()
+    pair = "sentence1 sentence2"
+    assert [" ".join(task.columns) for task in GLUE.values()] == [  # as on the Hub
+        "premise hypothesis", "question1 question2", "question sentence", "sentence", "sentence", pair, pair, pair]
     assert len(tasks.grid("docs", tasks.TuneConfig(epochs=7.0), 768, {"epochs": 7.0})) == 16
     fields = "epochs", "learning_rate", "batch_size", "warmup_share"
     assert {*tasks.SWEPT} == {*fields}
