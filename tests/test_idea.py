@@ -27,10 +27,11 @@ def line(name, seed, tuned, tokens=100, **more):
 def printed(record, command, tmp_path, monkeypatch, capsys):
     """The output of bench.idea for a record."""
     write_text(tmp_path / "record.jsonl", json_lines(record))
-    monkeypatch.setattr(idea, "RECORD", tmp_path / "record.jsonl")
-    monkeypatch.setattr(idea, "origin", lambda name: HERE)
-    monkeypatch.setattr(idea, "check", lambda line: None)
-    idea.main([*command.split(), "--out", str(tmp_path / "out")])
+    with monkeypatch.context() as patch:
+        patch.setattr(idea, "RECORD", tmp_path / "record.jsonl")
+        patch.setattr(idea, "origin", lambda name: HERE)
+        patch.setattr(idea, "check", lambda line: None)
+        idea.main([*command.split(), "--out", str(tmp_path / "out")])
     return capsys.readouterr().out
 
 
