@@ -134,7 +134,7 @@ def test_all_formats_keep_cells_as_they_are(tmp_path):
             for text in ('say "x",\n\tthen y', "None", " c ") for label in labels]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     lines = [json.dumps(row | {"more": i} if i else row) for i, row in enumerate(rows)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), "utf-8-sig")
     with open(tmp_path / "a.csv", "w", encoding="utf-8-sig", newline="") as file:
         csv.writer(file).writerows([["text", "text2", "label"], *[row.values() for row in rows]])
     (tmp_path / "[a].CSV.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
