@@ -67,11 +67,13 @@ def test_fused_attention_and_its_gradients_are_the_formulas():
     torch.testing.assert_close(*found, atol=5e-3, rtol=5e-3)  # TF32
 
 
-def test_the_bias_of_a_model_in_bf16_is_in_bf16():
+def test_biases_and_states_are_in_bf16():
     model, _, _ = model_and_batch()
     tokens, positions = torch.arange(4, 10).expand(2, -1), torch.arange(6)[None]
     padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
     expected = model.encoder(tokens, positions, padding)
+    with make_worker("bf16", "cpu").autocast():
+        assert model.encoder(tokens, positions).dtype == torch.bfloat16  # also between layers
     stack = model.bfloat16().encoder.stack
     assert stack.attention_bias(positions, padding).dtype == torch.bfloat16
     close(model.encoder(tokens, positions, padding).float()[1, :4], expected[1, :4], atol=0.1, rtol=0.1)

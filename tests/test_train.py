@@ -98,17 +98,21 @@ def test_init_copies_the_weights_once(text, finished, tmp_path, capsys):
 def test_a_run_with_init_repeats_no_batches_and_follows_its_seed(text, finished, tmp_path, monkeypatch):
     seen, real = [], train.batch_of_step
 
-    def noting(seed, *given):
-        seen.append(seed)
-        return real(seed, *given)
+    def noting(*given):
+        batches = real(*given)
+        seen.append([str(x.tolist()) for tokens, corruption in batches for x in (tokens, corruption.masked)])
+        return batches
 
     monkeypatch.setattr(train, "batch_of_step", noting)
     monkeypatch.chdir(finished.parent)
-    for name, init, *flags in (("a", finished), ("b", f"../{finished.parent.name}/run"), ("c", tmp_path / "a"),
-                               ("d", finished, "--seed", 1), ("e", finished, "--stop-at", 2), ("e", finished)):
-        short_run(text, tmp_path / name, "--init", init, *flags)
-    first, again, third, other, *parts = [seen[i] for i in (0, 6, 12, 18, 24, 26)]
-    assert first == again == parts[0] == parts[1] and len({0, first, third, other}) == 4
+    init = "--init", finished
+    for name, *flags in (("own",), ("a", *init), ("b", "--init", f"../{finished.parent.name}/run"),
+                         ("c", "--init", tmp_path / "a"), ("d", *init, "--seed", 1), ("e", *init, "--stop-at", 2),
+                         ("e", *init)):
+        short_run(text, tmp_path / name, *flags)
+    own, first, again, third, other, *parts = [seen[6 * i:6 * i + 6] for i in range(6)]
+    assert first == again == parts[0]
+    assert len({*sum(own + first + third + other, [])}) == 4 * 6 * 4  # texts and masks of two micro-batches per step
 
 
 def test_a_row_with_init_undoes_the_other_row(text, tmp_path, capsys):
