@@ -242,7 +242,8 @@ def test_a_test_file_is_predicted_in_its_order_and_chooses_nothing(labels, metri
         assert [*test[column][::-1]] == [pytest.approx(cell) for cell in dev[column]]
     right = (test.prediction == test.label)[1:3].mean()
     assert found["metrics"].get("accuracy_test", 100 * right) == 100 * right
-    (tmp_path / "test.jsonl").write_text(json_lines(rows[::-1]))
+    rows[2]["label"] = labels[1]
+    (tmp_path / "test.jsonl").write_text(json_lines(rows))
     assert "examples=" in fails(run, capsys)
 
 

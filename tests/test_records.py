@@ -139,13 +139,15 @@ def labeled(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tuned(labeled, finished, tmp_path_factory):
-    """The folder of a fine-tuning run with two seeds, the accuracy at each checkpoint, and the seeds of batches."""
+    """The folder of a fine-tuning run with two seeds, the accuracy at each checkpoint, and seeds: of batches, and of
+    dropout before each checkpoint."""
     out = tmp_path_factory.mktemp("tuned") / "out"
-    accuracies, seeds, evaluate = [], [], finetune.evaluate
+    accuracies, seeds, dropout, evaluate = [], [], [], finetune.evaluate
 
     def noting(*arguments):
         metrics, files = evaluate(*arguments)
         accuracies.append(metrics["accuracy"])
+        dropout.append(torch.initial_seed())
         return metrics, files
 
     with pytest.MonkeyPatch.context() as patch:
@@ -153,12 +155,12 @@ def tuned(labeled, finished, tmp_path_factory):
         patch.setattr(finetune, "batches", lambda split, seed, size: seeds.append(seed) or batches(split, seed, size))
         finetune.main(f"""--init {finished} --task custom --data {labeled[0]} --out {out} --seeds 2 --epochs 11
             --seq-len 12 --batch-size 25 --learning-rate 1e-2 --dropout 0.3 --precision fp32""".split())
-    return out, accuracies, seeds
+    return out, accuracies, seeds, dropout
 
 
 def test_a_result_follows_from_the_saved_model(labeled, tuned, finished):
     _, texts, labels = labeled
-    out, accuracies, seeds = tuned
+    out, accuracies, seeds, dropout = tuned
     result = read_json(out / "result.json")
     state = torch.load(out / "encoder.pt")
     pretrained, tokenizer = load_model(finished)
@@ -178,6 +180,7 @@ def test_a_result_follows_from_the_saved_model(labeled, tuned, finished):
     value = 100 * sklearn.metrics.accuracy_score(labels, [line["prediction"] for line in lines])
     # 33 steps (60 texts are three batches of at most 25), two checkpoints per epoch, but at most 20
     steps = sorted({math.ceil(33 * i / 20) for i in range(1, 21)})
+    assert dropout[:20] + dropout[21:41] == [seed_of(seed, step - 1, 1) for seed in (1, 2) for step in steps]
     halves = accuracies[:20], accuracies[21:41]  # after the last checkpoint, the best one is evaluated again
     assert result["values"] == [max(half) for half in halves] == [pytest.approx(value), result["values"][1]]
     assert result["steps"] == [steps[half.index(max(half))] for half in halves] and result["steps"][0] < 33
