@@ -13,13 +13,6 @@ import maelm  # noqa: E402
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(config, items):
-    """Deselect the GPU tests if there is no GPU."""
-    if not torch.cuda.is_available():
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("cuda")])
-        items[:] = [item for item in items if not item.get_closest_marker("cuda")]
-
-
 def task(name, gate=False):
     """Marks a claim about a task, such that `pytest -m corrupt` runs it. A task that fails a gate gets no points."""
     return getattr(pytest.mark, name)

@@ -45,8 +45,7 @@ def make_config(preset="base", ablation="mae-lm", **flags):
 
 
 # ---- Short runs -----------------------------------------------------------------------------------------------------
-SHAPE = {name: value for name, value in TINY.items() if name != "decoder_layers"}  # ablations change decoder_layers
-QUICK = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]
+QUICK = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items() if name != "decoder_layers"]
 QUICK += """--dropout 0.1 --init-std 0.06 --mask-rate 0.15 --precision fp32 --device cpu --batch-size 8
             --micro-batch-size 4 --max-steps 6 --warmup-steps 2 --val-share 0.1 --log-interval 1 --eval-interval 3
             --eval-rows 16 --checkpoint-interval 3 --keep-checkpoints 0""".split()

@@ -18,16 +18,10 @@ def finished(text, tmp_path_factory):
     return short_run(text, tmp_path_factory.mktemp("finished") / "run")
 
 
-@pytest.fixture(scope="session")
-def home(tmp_path_factory):
-    """An empty home folder."""
-    return tmp_path_factory.mktemp("home")
-
-
 @pytest.fixture(autouse=True)
-def alone(home, tmp_path, monkeypatch):
+def alone(tmp_path_factory, tmp_path, monkeypatch):
     """Each test has empty folders, and draws no figures of short runs, which would take longer than the runs."""
-    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("HOME", str(tmp_path_factory.getbasetemp()))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "draw_loss", lambda out: None)
 

@@ -67,14 +67,12 @@ def test_text_without_blank_lines_is_split_by_size(tmp_path):
 
 @pytest.mark.parametrize("name, content, message", [
     ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl, record 1: needs text in .*; --column can be content, id"),
-    ("a.jsonl", b'{"text": "x"}\n{"text": ', "a.jsonl: cannot be read"),
     ("a.txt", b"good text\n\ncaf\xe9", "a.txt: cannot be read .*'utf-8' codec"),
     ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),
     ("a.txt", b"few", "its train split has . tokens, too few for a sequence of seq_len=64; .* --val-share"),
     ("a.txt", b" ", "contains no text"),
     ("b[2].txt", None, "b.2..txt: has no file ending in .txt")])
 def test_unreadable_input_gets_a_one_line_error(name, content, message, tmp_path, capsys):
-    (tmp_path / "b1.txt").write_text("The name of another file is not its pattern.")
     if content is not None:
         (tmp_path / name).write_bytes(content)
     flags = ["--data", str(tmp_path / name), "--out", str(tmp_path / "out"), "--cache", str(tmp_path)]

@@ -1,7 +1,6 @@
 """Claims about README.md and the other pages, and about the models in the repository."""
 import importlib
 import re
-import shlex
 from dataclasses import asdict
 
 import pytest
@@ -11,7 +10,7 @@ import rank
 import train
 from maelm import ABLATIONS
 from support.program import read_json
-from tests.common import ROOT, arguments
+from tests.common import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("[bcd]*/*.md")]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,13 +33,6 @@ def test_every_flag_on_the_pages_exists(capsys):
             pytest.raises(SystemExit, importlib.import_module(module).main, ["-h"])
             unknown = set(re.findall(FLAG, flags)) - set(re.findall(FLAG, capsys.readouterr().out))
             assert not unknown, f"{program} {flags}"
-
-
-def test_training_commands_of_the_readme_run(text, finished, tmp_path):
-    given = [flags for program, flags in commands(README) if program == "train.py"]
-    for number, flags in enumerate(given):
-        train.main([*shlex.split(flags.replace("out/toy", str(finished))), *arguments(text, tmp_path / str(number))])
-    assert len(list(tmp_path.glob("*/step_0000006.pt"))) == len(given) > 2
 
 
 def test_python_of_the_readme_prints_what_its_comments_say(capsys):

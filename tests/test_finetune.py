@@ -23,8 +23,7 @@ from maelm import CLS, SEP
 from support import export
 from support.model import subjects
 from support.model.heads import ClassifierHead
-from support.program import UserError
-from support.program import json_lines, read_json, read_lines, write_text
+from support.program import UserError, json_lines, read_json, read_lines, write_text
 from support.tasks import probe, tasks
 from support.tasks.classification import Classification, Encoded, batches, collate
 from support.tasks.squad import Spans
@@ -117,7 +116,6 @@ def test_each_epoch_is_a_permutation():
         orders = drawn[0], drawn[half], next(batches(encoded, 2, size))  # also of another seed
         assert half == 1 or len({str(order) for order in orders}) == 3
     drawn = list(itertools.islice(batches(encoded, 1, 10), 33))
-    assert np.mean([np.ptp(batch) for batch in drawn]) < 66  # lengths in a batch are similar
     assert np.ptp(np.sign(np.diff([batch[0] for batch in drawn[:16]]))) == 2  # but rise and fall from batch to batch
 
 
@@ -302,17 +300,12 @@ def test_glue_is_the_average_of_eight_tasks(finished, tmp_path, monkeypatch):
 
 
 # ---- Layers ---------------------------------------------------------------------------------------------------------
-def write_task(folder, name="sst2"):
-    """Write the Hub's files of a task with two labels, which follow from the subjects of sentences."""
-    for split, start, stop in (("train", 0, 60), ("validation", 100, 140)):
-        rows = [{"sentence": sentence(i)[:9 + i % 9], "label": i % 4 % 2} for i in range(start, stop)]
-        (folder / name).mkdir(exist_ok=True)
-        pandas.DataFrame(rows).to_parquet(folder / name / f"{split}.parquet")
-
-
 @pytest.mark.parametrize("kind", ["own", "hub"])
 def test_all_layers_are_those_of_single_runs_and_of_rank(kind, finished, text, tmp_path, monkeypatch):
-    write_task(tmp_path)
+    (tmp_path / "sst2").mkdir()
+    for split, start, stop in (("train", 0, 60), ("validation", 100, 140)):
+        rows = [{"sentence": sentence(i)[:9 + i % 9], "label": i % 4 % 2} for i in range(start, stop)]
+        pandas.DataFrame(rows).to_parquet(tmp_path / f"sst2/{split}.parquet")
     init = str(finished)
     if kind == "hub":
         model, tokenizer = write_hub_model(tmp_path / "hub")

@@ -170,6 +170,5 @@ def test_a_hub_encoder_reads_its_own_special_tokens(text, tmp_path):
     for row in tokens.tolist():
         assert row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id
     assert tokenizer.decode(tokens[:, 1:-1].flatten()).startswith(little_documents()[0] + "</s>")
-    torch.testing.assert_close(subject.encode(tokens)[-1], model.base_model(tokens).last_hidden_state)
     assert subject.reads_mask
     assert rank.measure(subject, rank.RankOptions())["mask_only"][0].count == 4 * len(subject.rows)

@@ -30,16 +30,12 @@ FACTORS = 0.5, 1, 1, 0.75, 0.5, 0.25  # of the peak rate, in the six steps of a 
 
 
 # ---- Pre-training ---------------------------------------------------------------------------------------------------
-def framed(tokens):
-    """The sequences (N, 24) int64 of a text."""
-    count = len(tokens) // 23
-    return torch.from_numpy(np.insert(tokens[:23 * count].astype(np.int64).reshape(count, 23), 0, CLS, axis=1))
-
-
 def rows_of(out, split):
-    """The sequences of a split of a run's corpus."""
+    """The sequences (N, 24) int64 of a split of a run's corpus."""
     values = read_json(out / "config.json")
-    return framed(np.fromfile(f"{values['cache']}/{values['corpus']}/{split}.bin", np.uint16))
+    tokens = np.fromfile(f"{values['cache']}/{values['corpus']}/{split}.bin", np.uint16).astype(np.int64)
+    tokens = tokens[:len(tokens) // 23 * 23]
+    return torch.from_numpy(np.insert(tokens.reshape(-1, 23), 0, CLS, axis=1))
 
 
 def test_a_log_follows_from_the_corpus_and_the_model(finished):

@@ -221,10 +221,9 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
     (train, "--init RUN --preset small", "--preset small: with --init, the settings are those of that run"),
     (train, "--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
     *[(train, f"--{field.replace('_', '-')}={value}", f"{field}={value}: use ") for field, value in (
-        ("encoder_dim", -12), ("encoder_dim", 0), ("dropout", 1.5), ("mask_rate", "nan"), ("seed", -1),
-        ("eval_rows", 0), ("learning_rate", "inf"), ("adam_beta1", 1.0), ("weight_decay", -0.1), ("stop_at", -1),
-        ("seed", 1 << 63))],
-    (finetune, "--init RUN --learning-rate nan", "learning_rate=nan: use a number from 0"),
+        ("encoder_dim", 0), ("dropout", 1.5), ("seed", -1), ("eval_rows", 0), ("learning_rate", "inf"),
+        ("adam_beta1", 1.0), ("seed", 1 << 63), ("rel_pos_buckets", 7), ("decoder_dim", 100), ("decoder_layers", 0),
+        ("encoder_heads", 7), ("encoder_heads", 0), ("seq_len", 1))],
     (finetune, "--init RUN --frozen --epochs 2", "no settings but seq_len, batch_size, l2"),
     (finetune, "--init RUN --frozen --layer -1", "layer='-1'"),
     (finetune, "--init hf:any", "--init hf:any: .*add --frozen"),
@@ -299,7 +298,6 @@ def test_two_processes_equal_one_that_accumulates(text, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    assert "slow, because" not in done.stdout
     assert (tmp_path / "prepared-by").read_text() in ("0", "1")  # one process prepares, the other waits
     assert sorted((tmp_path / "graphs-of").read_text()) == ["0", "1"]  # a step is one graph: no graph breaks
     assert done.stdout.count("2 x cpu in float32, 2 sequences at a time, from step 0") == 1  # only one process prints

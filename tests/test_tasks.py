@@ -179,15 +179,12 @@ def test_labels_with_fractions_are_numbers(monkeypatch):
 
 @pytest.mark.parametrize("file, content, message", [
     ("train.csv", "text,kind\na,b\n", "row 1: needs text in text and text2, and a label, but has .*'kind': 'b'"),
-    ("train.csv", 'text,label\na,x\n"b,x\nc,x\n', "train.csv: .*EOF inside string starting at row 2"),
     ("train.jsonl", '{"text": "a", "label": NaN}', "train.jsonl, row 1: its label is missing"),
-    ("train.csv", "text,label\na,x\nb\n", "train.csv, row 2: its label is missing"),
     ("train.csv", "text,label\na,x,y\nb,x,y\n", "train.csv: .*its rows have more cells than the header"),
     ("train.csv", "text,label\na,x\nb,x,y\n", "train.csv: .*Expected 2 fields in line 3, saw 3"),
     ("train.tsv", "text\tlabel\n\ty\nb\t\n", "train.tsv, row 2: its label is missing"),
     ("train.csv", "text,Text,label\na,b,x\n", "train.csv, row 1: two of its columns mean the same .text, Text, label"),
     ("train.jsonl", '[["text", "a"], ["label", "b"]]', "train.jsonl: cannot be read"),
-    ("train.csv.gz", "text,label\na,x\n", "train.csv.gz: cannot be read"),
     ("train.x", "", "must have one file train .* has none")])
 def test_bad_files_are_refused(file, content, message, tmp_path):
     for path in (file, file.replace("train", "dev")):
