@@ -27,7 +27,7 @@ from support.text.corpus import Text, documents
 from support.text.tokenizer import SPECIALS, Tokenizer
 from support.program import json_lines, read_lines
 from tests.common import QUICK, ROOT, arguments, fails, little_documents, sentence, write_corpus
-from tests.test_tokenizer import ODD
+from tests.test_corpus import ODD
 
 N, V = 160, 320  # N is larger than rel_pos_max_distance
 MLM = dict(mask_in_encoder=1.0, decoder_layers=0)
