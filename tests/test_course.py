@@ -17,7 +17,7 @@ import rank
 from course import assign, grade, lecture
 from course.assign import main
 from course.grade import TESTS, TOGETHER, Result, claims_of, run_limited
-from course.homework import BLANKS, HOMEWORK, PARTS, PROJECT, SOLUTIONS, TASKS, alike, is_attempted, source
+from course.homework import BLANKS, HANDED_OUT, HOMEWORK, PARTS, PROJECT, SOLUTIONS, alike, is_attempted, source
 from maelm import Attention
 from support.program import read_json
 from tests.common import ROOT, fails, write_corpus
@@ -25,9 +25,9 @@ from tests.common import ROOT, fails, write_corpus
 
 def solved(*tasks):
     """{file: its text} of a student who hands in our solutions to these tasks, and to no others."""
-    texts = {file: PROJECT[file] for file in TASKS}
-    for part in [part for task in HOMEWORK.keys() - tasks for part in PARTS[task]]:
-        texts = {file: text.replace(SOLUTIONS[part], BLANKS[part]) for file, text in texts.items()}
+    texts = dict(HANDED_OUT)
+    for part in [part for task in tasks for part in PARTS[task]]:
+        texts = {file: text.replace(BLANKS[part], SOLUTIONS[part]) for file, text in texts.items()}
     return texts
 
 
@@ -236,7 +236,7 @@ def pictures(notebook):
 def test_lecture_draws_what_rank_measures(tmp_path):
     notebook = nbformat.read(ROOT / "course/lecture.ipynb", as_version=4)
     committed = pictures(notebook)
-    text = write_corpus(tmp_path / "text.txt", 1000)
+    text = write_corpus(tmp_path / "text.txt", 500)
     cells = {cell.id: cell for cell in notebook.cells}
     cells["settings"].source += f"\nTEXT, SHARE, STEPS = {str(text)!r}, 1.0, 20"
     cells["flops"].source = cells["flops"].source.replace("0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9", "0.5")  # faster
