@@ -63,7 +63,7 @@ def test_windows_cover_the_context_and_hold_the_answers(uncased):
         assert last < len(row) - 1 < 24 and row[0] == CLS and row[start - 1] == row[-1] == SEP
         assert np.array_equal(window, context[offset:offset + len(window)])
         covered.update((number, offset + i) for i in range(len(window)))
-    assert len(covered) == len(encoded.examples) * len(context)
+    assert len(covered) == len(encoded.examples) * len(context) and max(map(len, encoded.ids)) == 24
     # A model that is certain of the targets finds every answer, and predicts [CLS] if there is none.
     tokens, padding, targets = collate(encoded, range(len(encoded.ids)), "cpu")
     logits = 10.0 * torch.nn.functional.one_hot(targets, tokens.shape[1]).mT
@@ -301,7 +301,7 @@ def test_glue_is_the_average_of_eight_tasks(finished, tmp_path, monkeypatch):
 
 # ---- Layers ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["own", "hub"])
-def test_all_layers_are_those_of_single_runs_and_of_rank(kind, finished, text, tmp_path, monkeypatch):
+def test_all_layers_are_those_of_single_runs_and_of_rank(kind, finished, text, figures, tmp_path, monkeypatch):
     (tmp_path / "sst2").mkdir()
     for split, start, stop in (("train", 0, 60), ("validation", 100, 140)):
         rows = [{"sentence": sentence(i)[:9 + i % 9], "label": i % 4 % 2} for i in range(start, stop)]
@@ -322,6 +322,9 @@ def test_all_layers_are_those_of_single_runs_and_of_rank(kind, finished, text, t
     models = read_json(tmp_path / "rank/rank.json")["models"]
     assert models[init]["probe"]["cls"] == [result["median"] for result in every["layers"].values()]
     assert [*models] == ([init, f"random:{init}"] if kind == "own" else [init])
+    for pooling, panel in zip(models[init]["probe"], figures[0].axes[2:]):
+        drawn = {line.get_label(): [*line.get_ydata()] for line in panel.get_lines()}
+        assert drawn == {name: entry["probe"][pooling] for name, entry in models.items()}
     if kind == "hub":
         batch = tokenizer(["my friend has", "a"], padding=True, return_tensors="pt")
         ids, mask = batch["input_ids"], batch["attention_mask"]

@@ -241,7 +241,7 @@ def test_hf_names_work_in_every_program(tmp_path, monkeypatch):
     parts = [{"split": split, "path": f"{split}.parquet"} for split in ("train", "validation", "test")]
     for part in parts:
         table.to_parquet(glue / part["path"])
-    configs = json.dumps([{"config_name": "stsb", "data_files": parts}])
+    configs = json.dumps([{"config_name": name, "data_files": parts} for name in ("other", "stsb")])
     (glue / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
 
     assert len(list(documents(Text(data="hf:user/texts")))) == 400

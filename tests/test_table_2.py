@@ -99,7 +99,7 @@ def test_sinusoids_have_the_size_that_the_start_needs():
         model = make_model(tiny(init_std=0.1, decoder=decoder), "sinusoid")
         waves = model.encoder.position_embedding.weight / 0.1 / 2 ** 0.5
         close(waves[:, 0] + 1j * waves[:, 16], torch.arange(24).sin() + 1j * torch.arange(24).cos())
-        close(waves[:, 31], (torch.arange(24) / 10000).cos())
+        close(waves[:, 15], (torch.arange(24) / 10000).sin())
         assert model.decoder.position_embedding.weight.square().mean().sqrt().item() == pytest.approx(size)
 
 
