@@ -110,8 +110,8 @@ def test_a_run_with_init_repeats_no_batches_and_follows_its_seed(text, finished,
                          ("c", "--init", tmp_path / "a"), ("d", *init, "--seed", 1), ("e", *init, "--stop-at", 2),
                          ("e", *init)):
         short_run(text, tmp_path / name, *flags)
-    own, first, again, third, other, *parts = [seen[6 * i:6 * i + 6] for i in range(6)]
-    assert first == again == parts[0]
+    own, first, again, third, other, continued = [seen[6 * i:6 * i + 6] for i in range(6)]
+    assert first == again == continued
     assert len({*sum(own + first + third + other, [])}) == 4 * 6 * 4  # texts and masks of two micro-batches per step
 
 
