@@ -5,12 +5,10 @@
     python finetune.py --init out/base --task rte --sweep       # Table 5's grid, then five seeds
     python finetune.py --init out/base --task glue --data DIR   # all eight tasks, and their average
 
---task custom reads the files train, dev and test (.csv, .tsv, .jsonl or .parquet, or compressed) in
---data, with the columns text[,text2],label, or sentence1,sentence2,label as in GLUE. Labels are used
-as written (01 is not 1), and decimals mean regression. F1 treats the second of two labels as
-positive. Without dev, a tenth of train is dev. The best of at most 20 checkpoints is chosen on dev,
-so its scores are slightly optimistic. predictions_test.jsonl is for test, which may lack labels.
-Repeat a command to complete missing runs.
+--task custom reads train, dev and, if there is one, test (.jsonl or .parquet) in --data, with the fields text,
+text2 (optional) and label. Labels with decimals mean regression. F1 treats the second of two labels as positive.
+The best of at most 20 checkpoints is chosen on dev, so its scores are slightly optimistic. predictions_test.jsonl
+is for test, which may lack labels. Repeat a command to complete missing runs.
 """
 import argparse
 import copy
@@ -311,7 +309,7 @@ def parse(argv) -> argparse.Namespace:
     add("--out", type=path_of, help="folder for all results [out/TASK-INIT, and -mean or -cls with --frozen]")
     add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
     add("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight tasks [%(default)s]")
-    add("--data", help="folder with the Hub's own files or, for custom, with train [GLUE and SQuAD: the Hub]")
+    add("--data", help="folder with the Hub's own files or, for custom, with train and dev [GLUE and SQuAD: the Hub]")
     add("--seeds", type=int, help="number of runs; the result is their median [5; 1 if nothing is random]")
     add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
     add("--frozen", choices=probe.POOLINGS, nargs="?", const="mean", default="", help="freeze the encoder, and fit a "

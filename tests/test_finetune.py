@@ -186,11 +186,11 @@ def test_squad_answers_are_predicted_in_the_official_files(finished, tmp_path):
 def test_scores_are_those_of_the_written_numbers():
     kind = Classification(Tokenizer.train(little_documents(50), 300, True), tiny(), finetune.TuneConfig(),
                           Labels(("spearman",), (), 5.0))
-    encoded = Encoded([], torch.zeros(3), [Example("a", None, label) for label in ("0", "2.5", "5")], [], "")
+    encoded = Encoded([], torch.zeros(3), [Example("a", None, label) for label in (0.0, 2.5, 5.0)], [], "")
     metrics, files = kind.score(0.5 + 1e-7 * np.arange(3.0)[:, None], encoded)
     assert metrics == {"spearman": 0} and files["predictions.jsonl"].count('"prediction": 2.5}') == 3
     assert kind.score(np.array([[0.1], [0.3], [0.2]]), encoded)[0]["spearman"] == pytest.approx(50)
-    targets = torch.tensor([kind.labels.target(example) for example in encoded.examples])  # 0, 0.5 and 1
+    targets = torch.tensor([kind.labels.target(example.label) for example in encoded.examples])  # 0, 0.5 and 1
     assert kind.loss(torch.zeros(3, 1), targets, None).item() == pytest.approx(1.25 / 3)
 
 
@@ -224,11 +224,11 @@ def test_a_diverged_run_has_no_value(finished, tmp_path):
 def test_a_test_file_is_predicted_in_its_order_and_chooses_nothing(labels, metrics, flag, finished, tmp_path, capsys):
     texts = ["the cat sees some bread", "c", f"{sentence(5)} {sentence(6)}", "a dog"]
     rows = [{"text": text, "text2": "b", "label": label} for text, label in zip(texts, labels)]
-    for name in ("train.json", "validation.JSONL"):
+    for name in ("train.jsonl", "dev.jsonl"):
         (tmp_path / name).write_text(json_lines(rows))
     run = functools.partial(tune, finished, "custom", tmp_path, f"--data={tmp_path}", flag, "--seeds=1")
     alone = run(out="alone")
-    rows = [rows[3] | {"label": ""}, rows[2], rows[1] | {"label": labels[0]}, {"text": texts[0], "text2": "b"}]
+    rows = [rows[3] | {"label": None}, rows[2], rows[1] | {"label": labels[0]}, {"text": texts[0], "text2": "b"}]
     (tmp_path / "test.jsonl").write_text(json_lines(rows))
     found = run()
     assert [found[name] for name in ("values", "steps")] == [alone[name] for name in ("values", "steps")]

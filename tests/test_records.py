@@ -18,7 +18,7 @@ from support import export
 from support.model.build import make_model, seed_of
 from support.model.checkpoints import load_encoder, load_model
 from support.model.heads import ClassifierHead
-from support.program import read_json, read_lines
+from support.program import json_lines, read_json, read_lines
 from support.tasks import probe
 from support.tasks.classification import Encoded, batches, collate
 from support.model.subjects import Pretrained
@@ -107,9 +107,9 @@ def test_a_run_is_this_loop(text, tmp_path):
 
 
 # ---- Fine-tuning ----------------------------------------------------------------------------------------------------
-def rows_of_tsv(path):
+def rows_of_file(path):
     """The texts and the labels in a file of `labeled`."""
-    return zip(*[line.split("\t") for line in path.read_text().splitlines()[1:]])
+    return zip(*[line.values() for line in read_lines(path)])
 
 
 def encoded(texts, tokenizer, n):
@@ -125,12 +125,12 @@ def states_of(encoder, tokens, layer=-1):
 
 @pytest.fixture(scope="module")
 def labeled(tmp_path_factory):
-    """A folder with train.tsv and dev.tsv, in which subjects decide labels, and the texts and labels of dev."""
+    """A folder with train.jsonl and dev.jsonl, in which subjects decide labels, and the texts and labels of dev."""
     folder = tmp_path_factory.mktemp("labeled")
     for split, start, stop in (("train", 0, 60), ("dev", 100, 180)):
-        rows = [f"{sentence(i)[:20 + i % 20]}\t{'zxy'[i % 4 % 3]}" for i in range(start, stop)]
-        (folder / f"{split}.tsv").write_text("\n".join(["text\tlabel", *rows]))
-    return folder, *rows_of_tsv(folder / "dev.tsv")
+        rows = [{"text": sentence(i)[:20 + i % 20], "label": "zxy"[i % 4 % 3]} for i in range(start, stop)]
+        (folder / f"{split}.jsonl").write_text(json_lines(rows))
+    return folder, *rows_of_file(folder / "dev.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_a_result_follows_from_the_saved_model(labeled, tuned, finished):
 
 def test_fine_tuning_is_this_loop(labeled, tuned, finished):
     """The first seed, up to its best checkpoint; Tables 5 and 6."""
-    texts, labels = rows_of_tsv(labeled[0] / "train.tsv")
+    texts, labels = rows_of_file(labeled[0] / "train.jsonl")
     pretrained = Pretrained(str(finished))
     pretrained.config = replace(pretrained.config, dropout=0.3)
     ids = [tokens[0].numpy() for tokens in encoded(texts, pretrained.tokenizer, 12)]
@@ -216,7 +216,7 @@ def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, strength, laye
                       --seq-len 12 --l2 {strength} --layer {layer}""".split())
     result = read_json(tmp_path / "out/result.json")
     encoder, state = load_encoder(finished)
-    training, targets = rows_of_tsv(folder / "train.tsv")
+    training, targets = rows_of_file(folder / "train.jsonl")
     vectors = []
     for split in (training, texts):
         states = states_of(encoder, encoded(split, state["tokenizer"], 12), int(layer.replace("last", "-1")))

@@ -228,7 +228,7 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
     (finetune, "--init RUN --frozen --layer -1", "layer='-1'"),
     (finetune, "--init hf:any", "--init hf:any: .*add --frozen"),
     (finetune, "--task custom", "--task custom: needs --data"),
-    (finetune, "--init RUN --task rte --data no/such", r"no/such: rte needs the Hub's files train\*.parquet"),
+    (finetune, "--init RUN --task rte --data no/such", "--task rte: its train split has no examples; see --data"),
     (rank, "RUN --val-share 5", "val_share=5.0: use 0 to 1"),
     (rank, "RUN --tokens 1000", "fewer than 10 d = 320")])
 def test_a_bad_command_gets_a_one_line_error(program, flags, message, text, finished, tmp_path, monkeypatch, capsys):

@@ -1,8 +1,6 @@
 """Claims about tasks: their files, their grids and their metrics."""
-import csv
-import gzip
 import hashlib
-import json
+import math
 
 import numpy as np
 import pyarrow
@@ -11,7 +9,7 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 
-from support.program import UserError
+from support.program import UserError, json_lines
 from support.tasks import classification as metrics, squad, tasks
 from support.text import corpus
 from support.text.corpus import in_validation
@@ -105,7 +103,7 @@ def test_the_hubs_files_are_read_as_they_are(name, tmp_path):
     for split, rows in splits.items():
         assert len(rows) == (7 if split == "dev_mm" else 16)
         for found, record in zip(rows, rows_of(name)):
-            label = labels[record["label"]] if labels else str(round(record["label"], 1))
+            label = labels[record["label"]] if labels else round(record["label"], 1)
             texts = [record[column] for column in columns]
             assert found[:3] == (*texts, *[None] * (2 - len(texts)), label)
     assert tasks.read_task(name, str(tmp_path / name), {}) == splits
@@ -128,69 +126,32 @@ def test_docs_repeat_no_text_of_dev_or_of_the_validation_split(monkeypatch):
     assert len(train) == 200 and len(dev) == 300 and originals[0].isdisjoint(originals[1])
 
 
-def test_all_formats_keep_cells_as_they_are(tmp_path):
-    labels = ["01", "1", "1.0", "NA", "None", "1180591620717411303425"]
-    rows = [{"text": text, "text2": "b", "label": label}
-            for text in ('say "x",\n\tthen y', "None", " c ") for label in labels]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    lines = [json.dumps(row | {"more": i} if i else row) for i, row in enumerate(rows)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines), "utf-8-sig")
-    with open(tmp_path / "a.csv", "w", encoding="utf-8-sig", newline="") as file:
-        csv.writer(file).writerows([["text", "text2", "label"], *[row.values() for row in rows]])
-    (tmp_path / "[a].CSV.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
-    for path in tmp_path.iterdir():
-        assert [row[:3] for row in tasks.custom_examples(path)] == [tuple(row.values()) for row in rows], path
-    (tmp_path / "a.tsv").write_text('text\tlabel\n"a\tx\nb\ty\n"c" d"\tnull\n')  # without quotes, as GLUE's own files
-    found = [row[:3:2] for row in tasks.custom_examples(tmp_path / "a.tsv")]
-    assert found == [('"a', "x"), ("b", "y"), ('"c" d"', "null")]
-    (tmp_path / "Train.csv").write_text("sentence1,Sentence2 ,Label\na,b,1.0\n")
-    (tmp_path / "valid.jsonl").write_text('{"text": "a", "text2": "b", "label": 1.0}\n')  # as written, not 1
-    for row in tasks.read_task("custom", str(tmp_path), {}).values():
-        assert row[0][:3] == ("a", "b", "1.0")
+def test_custom_files_have_names_or_numbers_as_labels(tmp_path):
+    def read(labels, **more):
+        rows = [{"text": f"a {i}", "label": label} | more for i, label in enumerate(labels)]
+        (tmp_path / "train.jsonl").write_text(json_lines(rows))
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "dev.parquet")
+        splits = tasks.read_task("custom", str(tmp_path), {})
+        assert splits["train"] == splits["dev"]
+        return splits["train"], tasks.labels_of("custom", splits["train"])
 
-
-def test_without_a_dev_file_a_tenth_of_train_is_dev_whatever_its_order(tmp_path, capsys):
-    lines = [f"{i} and more,{i if i < 40 else i % 4}" for i in range(95)]
-    (tmp_path / "train.csv").write_text("\n".join(["text,label", *lines]))
-    splits = tasks.read_task("custom", str(tmp_path), {})
-    train, dev = splits.values()
-    assert len(dev) == 10 and {row.label for row in train} == {*map(str, range(40))} and len(train) == 85
-    (tmp_path / "train.csv").write_text("\n".join(["text,label", *lines[::-1]]))
-    assert tasks.hash_of(tasks.read_task("custom", str(tmp_path), {})) == tasks.hash_of(splits)
-    assert "has no file dev; 10 examples of train" in capsys.readouterr().out
-
-
-def test_labels_with_fractions_are_numbers(monkeypatch):
-    def found(*labels):
-        return tasks.labels_of("custom", [tasks.Example("a", None, label) for label in labels])
-    assert found("1", "-2.5", "n/a") == tasks.Labels(("spearman",), (), 2.5)
-    assert found("2", "1.0", "n/a") == tasks.Labels(("accuracy",), ("1.0", "2", "n/a"))
-    assert found("b", "a").metrics == ("accuracy", "f1")
-    monkeypatch.setitem(tasks.TASKS, "mine", tasks.Task("small", columns=("text",)))  # a task with the defaults
-    records = [("row 1", {"text": "a", "label": label}) for label in (0, 3, 2)]
-    assert tasks.labels_of("mine", tasks.examples_of("mine", records)).names == ("0", "2", "3")
-    record = {"sentence1": "a", "sentence2": "b"}
-    assert tasks.examples_of("rte", [("row 1", record | {"label": "entailment"})])[0].label == "entailment"
-    with pytest.raises(UserError, match="row 1: label -2: use a whole number from 0 to 1"):
-        tasks.examples_of("rte", [("row 1", record | {"label": -2})])
-    with pytest.raises(UserError, match="line 8: label .* is not one of the training labels .numbers"):
-        found("1", "2.5").target(tasks.Example("a", None, "1e999", place="line 8"))
-
-
-@pytest.mark.parametrize("file, content, message", [
-    ("train.csv", "text,kind\na,b\n", "row 1: needs text in text and text2, and a label, but has .*'kind': 'b'"),
-    ("train.jsonl", '{"text": "a", "label": NaN}', "train.jsonl, row 1: its label is missing"),
-    ("train.csv", "text,label\na,x,y\nb,x,y\n", "train.csv: .*its rows have more cells than the header"),
-    ("train.csv", "text,label\na,x\nb,x,y\n", "train.csv: .*Expected 2 fields in line 3, saw 3"),
-    ("train.tsv", "text\tlabel\n\ty\nb\t\n", "train.tsv, row 2: its label is missing"),
-    ("train.csv", "text,Text,label\na,b,x\n", "train.csv, row 1: two of its columns mean the same .text, Text, label"),
-    ("train.jsonl", '[["text", "a"], ["label", "b"]]', "train.jsonl: cannot be read"),
-    ("train.x", "", "must have one file train .* has none")])
-def test_bad_files_are_refused(file, content, message, tmp_path):
-    for path in (file, file.replace("train", "dev")):
-        (tmp_path / path).write_text(content)
-    with pytest.raises(UserError, match=message):
-        tasks.labels_of("custom", tasks.read_task("custom", str(tmp_path), {})["train"])
+    examples, labels = read(["01", "1", "NA"], text2="b")
+    assert examples[0] == ("a 0", "b", "01") and labels == tasks.Labels(("accuracy",), ("01", "1", "NA"))
+    assert [labels.target(example.label) for example in examples] == [0, 1, 2] and labels.target(None) == 0
+    examples, labels = read([3, 0, 3])
+    assert examples[0] == ("a 0", None, "3") and labels == tasks.Labels(("accuracy", "f1"), ("0", "3"))
+    examples, labels = read([1.0, -2.5])
+    assert labels == tasks.Labels(("spearman",), (), 2.5) and labels.target(examples[0].label) == 0.4
+    for wrong, found in (("x", labels), (1.5, tasks.Labels((), ("a",)))):
+        with pytest.raises(UserError, match="is not one of the training labels"):
+            found.target(wrong)
+    for rows in ([{"text": "a"}], [{"label": "b"}], [{"text": "a", "label": ""}], [{"text": "a", "label": math.nan}]):
+        (tmp_path / "train.jsonl").write_text(json_lines(rows))
+        with pytest.raises(UserError, match="custom, train, row 1: needs text in text and text2, and a label"):
+            tasks.read_task("custom", str(tmp_path), {})
+    (tmp_path / "train.jsonl").unlink()
+    with pytest.raises(UserError, match="its train split has no examples; see --data"):
+        tasks.read_task("custom", str(tmp_path), {})
 
 
 def test_questions_are_trained_only_where_their_answer_stands(tmp_path, capsys):

@@ -117,7 +117,7 @@ class Classification:
 
     def encode(self, examples: list[Example]) -> Encoded:
         """Tokenize the examples of a split, each to at most n tokens. Raises UserError if a label is unknown."""
-        targets = [self.labels.target(example) for example in examples]  # before the slow part
+        targets = [self.labels.target(example.label) for example in examples]  # before the slow part
         ids, truncated = [], 0
         for example in tqdm(examples, "tokenizing", leave=False, disable=None):
             encoding = self.model.encode(example.text, example.text2)
@@ -163,7 +163,7 @@ class Classification:
                 lines.append({"label": label, "prediction": names[output.argmax()], "scores": scores})
             else:
                 number = float(f"{self.labels.scale * output.item():.6g}")  # without float32's rounding errors
-                lines.append({"label": None if label is None else float(label), "prediction": number})
+                lines.append({"label": label, "prediction": number})
         files = {"predictions.jsonl": json_lines(lines)}
         labeled = [line for line in lines if line["label"] is not None]
         if not labeled:

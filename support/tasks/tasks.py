@@ -1,17 +1,11 @@
 """The fine-tuning tasks of Table 1: their settings (Tables 5 and 6), examples and labels. `docs` classifies
 documentation strings by library and needs no download; `custom` reads your own files."""
-import csv
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
-
-import fsspec
-import pandas
 
 from support.program import UserError, path_of, require, short_hash
 from support.text.corpus import Text, docs_by_hash, hub_records, in_validation, ngrams, records_of, scored_docs
@@ -26,7 +20,7 @@ class Task(NamedTuple):
     metrics: tuple[str, ...] = ("accuracy",)  # the first selects checkpoints; F1 is computed for the second label
     labels: tuple[str, ...] = ()  # in the Hub's order; if empty, see labels_of
     columns: tuple[str, ...] = ("sentence1", "sentence2")  # of one or two texts
-    dev: tuple[str, ...] = ("validation",)  # the dev split and, for MNLI, the mismatched one
+    dev: tuple[str, ...] = ("validation",)  # the dev split and, for MNLI, the mismatched one, for custom, test
     kind: str = "classification"  # or spans; see KINDS in finetune.py
     hub: str = ""  # data set on the Hub, NAME[:CONFIG]; default: nyu-mll/glue:TASK
 
@@ -45,7 +39,7 @@ TASKS = {
     "stsb": Task("small", ("spearman",)),
     "squad2": Task("squad", ("f1",), kind="spans", hub="rajpurkar/squad_v2"),
     "docs": Task("docs", columns=("text",), labels=LIBRARIES),
-    "custom": Task("small", ("accuracy", "f1"), columns=("text", "text2")),
+    "custom": Task("small", ("accuracy", "f1"), columns=("text", "text2"), dev=("dev", "test")),
 }
 GLUE = ("mnli", "qqp", "qnli", "sst2", "cola", "rte", "mrpc", "stsb")  # Table 1, left to right
 
@@ -122,11 +116,10 @@ def grid(task: str, tune: TuneConfig, dim: int, given: dict) -> list[TuneConfig]
 
 # ---- 3. Examples and labels ---------------------------------------------------------------------------------
 class Example(NamedTuple):
-    """One or two texts and a label, as in the file."""
+    """One or two texts and a label: a name, a number in a regression, or None if a test file has none."""
     text: str
     text2: str | None
-    label: str | None  # None if a test file has none
-    place: str = ""  # such as dev.csv, row 7
+    label: str | float | None
 
 
 class Question(NamedTuple):
@@ -137,79 +130,61 @@ class Question(NamedTuple):
     answers: tuple[tuple[int, str], ...]
 
 
-NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d\d?)?", re.IGNORECASE)
-
-
 class Labels(NamedTuple):
     """The possible outputs of a task: one of several names or, if there are no names, a number."""
     metrics: tuple[str, ...]  # as in Task
     names: tuple[str, ...] = ()
     scale: float = 1.0  # the model predicts the number divided by this
 
-    def target(self, example: Example) -> int | float:
-        """The label in the form of the model's output: the index of its name, or a number; 0 if there is none."""
-        label = example.label
+    def target(self, label: str | float | None) -> int | float:
+        """A label in the form of the model's output: the index of its name, or a number; 0 if there is none."""
         if label is None:
             return 0
-        if label in self.names:
-            return self.names.index(label)
-        if self.names or not NUMBER.fullmatch(label):
+        if isinstance(label, str) != bool(self.names) or (self.names and label not in self.names):
             known = ", ".join(self.names[:20]) or "numbers"
-            raise UserError(f"{example.place}: label {label!r} is not one of the training labels ({known}); correct it")
-        return float(label) / self.scale
+            raise UserError(f"label {label!r} is not one of the training labels ({known})")
+        return self.names.index(label) if self.names else label / self.scale
 
 
 def labels_of(name: str, train: list) -> Labels:
-    """The labels of task `name`: those of the release, if any. Otherwise, they are numbers if a training label is not
-    whole (1.0 is) or the task's metric is spearman, or else the distinct training labels in alphabetical order."""
+    """The labels of task `name`: those of the release, numbers if the training labels are floats, or else the distinct
+    training labels in alphabetical order."""
     task = TASKS[name]
     if task.labels or task.kind != "classification":
         return Labels(task.metrics, task.labels)
-    names = sorted({example.label for example in train})
-    numbers = [float(label) for label in names if NUMBER.fullmatch(label)]
-    if task.metrics[0] != "spearman" and all(number.is_integer() for number in numbers):
-        metrics = [metric for metric in task.metrics if metric != "f1" or len(names) == 2]
-        return Labels(tuple(metrics), tuple(names))
-    largest = max(map(abs, numbers), default=0.0)  # for STS-B, this is 5, by which the official code divides
-    return Labels(("spearman",), scale=largest or 1.0)
+    values = {example.label for example in train}
+    if all(isinstance(value, float) for value in values):
+        return Labels(("spearman",), scale=max(map(abs, values)) or 1.0)  # 5 for STS-B, as in the official code
+    names = tuple(sorted(map(str, values)))
+    return Labels(tuple(metric for metric in task.metrics if metric != "f1" or len(names) == 2), names)
 
 
 # ---- 4. Reading examples ------------------------------------------------------------------------------------
-Record = tuple[str, dict]  # the place of a record, such as "dev.csv, row 7", and its values by column
-
-
-def numbered(source: Path | str, records: Iterable[dict]) -> list[Record]:
-    """Records with their places in a source."""
-    return [(f"{source}, row {number}", record) for number, record in enumerate(records, start=1)]
-
-
 def read_task(name: str, data: str | None, settings: dict) -> dict[str, list]:
     """The examples or questions of each split: train, dev, dev_mm of MNLI, and test of custom. `data` is a folder with
-    the Hub's own files or those of custom_splits; None means the Hub. For docs, `settings` of the pre-training run has
-    the fraction that it held out and its cache."""
+    files of records, such as the Hub's; None means the Hub. For docs, `settings` of the pre-training run has the
+    fraction that it held out and its cache."""
+    task = TASKS[name]
     if name == "docs":
         splits = read_docs_task(settings.get("val_share", Text.val_share), settings.get("cache", Text.cache))
-    elif name == "custom":
-        splits = custom_splits(data)
     else:
-        read = questions_of if TASKS[name].kind == "spans" else examples_of
-        parts = dict(zip(("train", "dev", "dev_mm"), ("train", *TASKS[name].dev)))
-        splits = {split: read(name, records_of_hub(name, data, part)) for split, part in parts.items()}
-        if not splits.get("dev_mm", True):
-            del splits["dev_mm"]  # one may do without it
-        if TASKS[name].kind == "spans":
+        splits = {split: [*records(task.hub or f"nyu-mll/glue:{name}", data, part)] for split, part in
+                  zip(("train", "dev", "test" if name == "custom" else "dev_mm"), ("train", *task.dev))}
+        splits = {split: read for split, read in splits.items() if read or split in ("train", "dev")}
+        if task.kind == "spans":
+            splits = {split: questions_of(read) for split, read in splits.items()}
             splits["train"] = with_answers(name, splits["train"])
+        else:
+            splits = {split: examples_of(name, split, read) for split, read in splits.items()}
     for split, examples in splits.items():
         if not examples:
-            raise UserError(f"--task {name}: its {split} split has no examples")
+            raise UserError(f"--task {name}: its {split} split has no examples; see --data")
     return splits
 
 
 def hash_of(splits: dict[str, list]) -> str:
     """A hash of the examples or questions of all splits, wherever they were read from."""
-    without_places = [[each[:3] if isinstance(each, Example) else each for each in examples]
-                      for examples in splits.values()]
-    return short_hash(repr(without_places))
+    return short_hash(repr([[tuple(each) for each in examples] for examples in splits.values()]))
 
 
 def read_docs_task(val_share: float, cache: str) -> dict[str, list[Example]]:
@@ -227,63 +202,45 @@ def read_docs_task(val_share: float, cache: str) -> dict[str, list[Example]]:
             for split, chosen in {"train": train, "dev": scored}.items()}
 
 
-def records_of_hub(name: str, data: str | None, part: str) -> list[Record]:
-    """The records of a split on the Hub, or in its Parquet files, in a folder `data` or the task's folder inside."""
-    hub = TASKS[name].hub or f"nyu-mll/glue:{name}"
+def records(hub: str, data: str | None, part: str) -> Iterable[dict]:
+    """The records of a split: on the Hub, or in files PART*.parquet or PART*.jsonl, in a folder `data` or the task's
+    folder inside."""
     if data is None:
-        return numbered(f"hf:{hub}", hub_records(f"hf:{hub}", part))
-    own = re.split("[/:]", hub)[-1]
-    inside = path_of(data) / own
-    files = sorted((inside if inside.is_dir() else path_of(data)).glob(f"{part}*.parquet"))
-    if not files and part != "validation_mismatched":
-        raise UserError(f"--data {data}: {name} needs the Hub's files {part}*.parquet, in a folder {own}")
-    return [record for file in files for record in numbered(file, records_of(file))]
+        return hub_records(f"hf:{hub}", part)
+    inside = path_of(data) / re.split("[/:]", hub)[-1]
+    files = sorted((inside if inside.is_dir() else path_of(data)).glob(f"{part}*"))
+    return [record for file in files if split_name(file)[1] in (".parquet", ".jsonl") for record in records_of(file)]
 
 
-def examples_of(name: str, records: Iterable[Record], labeled: bool = True) -> list[Example]:
-    """Records of a task that classifies texts -> examples. Raises UserError if a text (or label) is missing."""
-    columns, examples = TASKS[name].columns, []
-    for place, record in records:
-        texts = [record.get(column) for column in columns]
+def examples_of(name: str, split: str, found: list[dict]) -> list[Example]:
+    """Records of a task that classifies texts -> examples. Raises UserError if a text or label is missing."""
+    task, examples = TASKS[name], []
+    for number, record in enumerate(found, start=1):
+        texts = [record.get(column) for column in task.columns]
         if name == "custom" and texts[1] is None:
             texts = texts[:1]  # the second text is optional
-        if (labeled and "label" not in record) or not all(isinstance(text, str) for text in texts):
-            raise UserError(f"{place}: needs text in {' and '.join(columns)}, and a label, but has {record!r:.200}")
-        text2 = texts[1] if len(texts) == 2 else None
-        label = label_of(name, record.get("label"), place)
-        if labeled and label is None:
-            raise UserError(f"{place}: its label is missing; add one, or remove the row")
-        examples.append(Example(texts[0], text2, label, place))
+        label = label_of(task, record.get("label"))
+        if not all(isinstance(text, str) for text in texts) or (label is None and split != "test"):
+            raise UserError(f"--task {name}, {split}, row {number}: needs text in {' and '.join(task.columns)}, and a "
+                            f"label, but has {record!r:.200}")
+        examples.append(Example(texts[0], texts[1] if len(texts) == 2 else None, label))
     return examples
 
 
-def label_of(name: str, label, place: str) -> str | None:
-    """A label as text: as written for custom, so that 1 and 1.0 stay different. The Hub's are numbers, and STS-B's 3.2
-    is 3.200000047683716 there. None if the label is missing."""
-    names = TASKS[name].labels
-    label = label.strip() if isinstance(label, str) else label
-    if label in (None, "") or label != label or (label == -1 and names):  # NaN differs from itself
+def label_of(task: Task, label) -> str | float | None:
+    """A label as its name, or a number. The Hub's names are numbers from 0, and STS-B's 3.2 is 3.200000047683716 there.
+    None if the label is missing."""
+    if label in (None, "") or label != label or (task.labels and label not in range(len(task.labels))):  # or NaN
         return None
-    if isinstance(label, str):
-        return label
-    if name == "custom":
-        return json.dumps(label)
-    if not names:
-        return str(label if isinstance(label, int) else float(f"{label:.6g}"))
-    if label not in range(len(names)):
-        raise UserError(f"{place}: label {label!r}: use a whole number from 0 to {len(names) - 1}")
-    return names[int(label)]
+    if isinstance(label, float) and not task.labels:
+        return float(f"{label:.6g}")
+    return task.labels[int(label)] if task.labels else str(label)
 
 
-def questions_of(name: str, records: Iterable[Record]) -> list[Question]:
+def questions_of(found: list[dict]) -> list[Question]:
     """Records of SQuAD -> questions."""
-    questions = []
-    for place, record in records:
-        if not {"id", "question", "context", "answers"} <= record.keys():  # columns of another data set
-            raise UserError(f"{place}: needs id, question, context and answers, but has {', '.join(record)}")
-        answers = tuple(zip(record["answers"]["answer_start"], record["answers"]["text"]))
-        questions.append(Question(record["id"], record["question"], record["context"], answers))
-    return questions
+    return [Question(record["id"], record["question"], record["context"],
+                     tuple(zip(record["answers"]["answer_start"], record["answers"]["text"]))) for record in found]
 
 
 def with_answers(name: str, questions: list[Question]) -> list[Question]:
@@ -296,67 +253,3 @@ def with_answers(name: str, questions: list[Question]) -> list[Question]:
     if wrong:
         print(f"--task {name}: {wrong:,} training questions are left out: their answer is not at answer_start")
     return kept
-
-
-def table_rows(path: Path) -> list[dict]:
-    """The rows of a .csv or .tsv file, with all cells as text. Raises ValueError if a row is unlike the header."""
-    # A .tsv has no quotes, as in GLUE's own files.
-    how = dict(sep="\t", quoting=csv.QUOTE_NONE) if split_name(path)[1] == ".tsv" else {}
-    table = pandas.read_csv(path, dtype=str, keep_default_na=False, **how)
-    if not isinstance(table.index, pandas.RangeIndex):  # where pandas has taken the first cells for names of the rows
-        raise ValueError("its rows have more cells than the header")
-    return table.to_dict("records")
-
-
-def json_rows(path: Path) -> list[dict]:
-    """The objects in a file that has one JSON object per line, as they are written: 1 is not 1.0."""
-    with fsspec.open(str(path), "rt", compression="infer", encoding="utf-8-sig") as file:
-        return [dict(**json.loads(line)) for line in file]  # refuses other values
-
-
-TABLES = {".csv": table_rows, ".tsv": table_rows, ".jsonl": json_rows, ".json": json_rows, ".parquet": records_of}
-
-
-def custom_examples(path: Path, labeled: bool = True) -> list[Example]:
-    """The examples of a table with the columns text[,text2],label or sentence1,sentence2,label. Raises UserError if it
-    cannot be read, or if two columns have the same meaning."""
-    try:
-        rows = [*TABLES[split_name(path)[1]](path)]
-    except Exception as error:  # each format and each compression has its own errors
-        raise UserError(f"{path}: cannot be read ({error})") from error
-    names = {"sentence1": "text", "sentence2": "text2"}
-    records = []
-    for place, row in numbered(path, rows):
-        lower = [column.strip().lower() for column in row]
-        record = dict(zip([names.get(column, column) for column in lower], row.values()))
-        if len(record) < len(row):
-            raise UserError(f"{place}: two of its columns mean the same ({', '.join(row)}); remove one")
-        records.append((place, record))
-    return examples_of("custom", records, labeled)
-
-
-def custom_splits(data: str) -> dict[str, list[Example]]:
-    """The examples of files such as train.csv, dev.TSV.gz and, with or without labels, test.jsonl. Without dev, it is a
-    tenth of train, chosen by a hash of the texts. Raises UserError if there is no train, or more than one file."""
-    splits = {}
-    for split, names in {"train": ["train"], "dev": ["dev", "validation", "valid", "val"], "test": ["test"]}.items():
-        files = [path for path in sorted(path_of(data).glob("*"))
-                 if split_name(path)[0].lower() in names and split_name(path)[1] in TABLES]
-        if len(files) > 1 or (split == "train" and not files):
-            listed = " and ".join(path.name for path in files) or "none"
-            raise UserError(f"--data {data}: must have one file {split} ({', '.join(TABLES)}), but has {listed}")
-        if files:
-            splits[split] = custom_examples(files[0], labeled=split != "test")
-        elif split == "dev":
-            examples = sorted(splits["train"], key=lambda example: short_hash(repr(example[:2])))
-            left = Counter(example.label for example in examples)
-            names = labels_of("custom", examples).names
-            splits = {"train": [], "dev": []}
-            for example in examples:
-                left[example.label] -= 1
-                is_last = left[example.label] == 0 and example.label in names  # train needs each of the names
-                full = len(splits["dev"]) >= len(examples) / 10
-                splits["train" if full or is_last else "dev"].append(example)
-            count = len(splits["dev"])
-            print(f"--data {data}: has no file dev; {count:,} examples of train, chosen by a hash, are dev")
-    return splits
