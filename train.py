@@ -2,7 +2,6 @@
 
     python train.py                                  # the toy, in minutes; nothing is downloaded
     python train.py --ablation mlm                   # a standard MLM, a row of Table 2
-    python train.py --init out/toy --data texts/     # start from the weights of another run
     python train.py --data texts/ --prepare          # tokenize into --cache, and do not train
     torchrun --standalone --nproc_per_node 8 train.py --preset base --data texts/
 
@@ -23,10 +22,9 @@ from torch import nn
 
 from maelm import ABLATIONS, MAELM, Config, corrupt
 from support.model.build import check, make_model, seed_of
-from support.model.checkpoints import changes, copy_weights, load_start, newest_checkpoint, restore, save_run
+from support.model.checkpoints import changes, newest_checkpoint, restore, save_run
 from support.model.optim import Muon, parameter_groups, set_rates
 from support.program import CACHE, Parser, UserError, add_flags, clear_errors, fields_of, lock_folder, path_of, require
-from support.program import short_name
 from support.text.corpus import SPLITS, Rows, Text, corpus_of_run, identity_of, indices_of_step, prepared_corpus
 from support.text.corpus import tokenizer_of
 from support.training.evaluation import evaluate, held_out_guesses
@@ -57,8 +55,7 @@ class Recipe:
     position_init: str = "normal"  # normal | sinusoid: initial values of the learned positions
     precision: str = "auto"  # auto | fp32 | bf16: for matrix products; auto is bf16 where it is fast
     seed: int = 0  # seed of weights, data order, masks and dropout
-    # The rest decides no weights, except `init` and, by dropout's masks, the micro-batch:
-    init: str = ""  # run folder or checkpoint from which to take settings, weights and tokenizer
+    # The rest decides no weights, except, by dropout's masks, the micro-batch:
     micro_batch_size: int = 64  # largest number of sequences per forward pass; gradients are accumulated
     stop_at: int = 0  # step at which to end early, without changing the schedule; 0 for never
     log_interval: int = 100  # steps between lines in the terminal and in log.jsonl
@@ -123,14 +120,14 @@ def make_settings(values: dict) -> tuple[Config, Recipe]:
 
 
 NAMES = [field.name for field in fields(Recipe)]
-OPTIONS = {*NAMES[NAMES.index("init"):NAMES.index("wandb") + 1]}  # the fields that decide no weights
+OPTIONS = {*NAMES[NAMES.index("micro_batch_size"):NAMES.index("wandb") + 1]}  # the fields that decide no weights
 CONFIG = {field.name for field in fields(Config)}
 for name, row in (*PRESETS.items(), *ABLATIONS.items()):
-    unknown = row.keys() - ({*CONFIG, *NAMES} - {"init"})
+    unknown = row.keys() - {*CONFIG, *NAMES}
     if unknown:
         raise UserError(f"{name}: no preset or row can set {', '.join(unknown)}, only fields of Config and Recipe")
 # The settings that stay when a run continues: they decide the model, the text and its order.
-FIXED = CONFIG | {"data", "column", "uncased", "val_share", "batch_size", "optimizer", "position_init", "init"}
+FIXED = CONFIG | {"data", "column", "uncased", "val_share", "batch_size", "optimizer", "position_init"}
 
 
 # ---- 2. One training step ---------------------------------------------------------------------------
@@ -141,11 +138,11 @@ def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
     return (max_steps - step) / (max_steps - warmup_steps)
 
 
-def batch_of_step(seed: int, rows: Rows, config: Config, recipe: Recipe, worker: Worker, step: int) -> list[tuple]:
+def batch_of_step(rows: Rows, config: Config, recipe: Recipe, worker: Worker, step: int) -> list[tuple]:
     """This process's micro-batches (tokens, corruption) of a step. The seed decides order and masks."""
-    indices = indices_of_step(seed, step, recipe.batch_size, len(rows))  # (B,)
+    indices = indices_of_step(recipe.seed, step, recipe.batch_size, len(rows))  # (B,)
     tokens = torch.from_numpy(rows[indices])  # (B, n)
-    generator = torch.Generator().manual_seed(seed_of(seed, step, 0, 0))  # last: 0 for masks, 1 for dropout
+    generator = torch.Generator().manual_seed(seed_of(recipe.seed, step, 0, 0))  # last: 0 for masks, 1 for dropout
     corruption = corrupt(tokens, config, generator)
     m = corruption.masked.shape[1]
     expected = config.num_masked(tokens.shape[1])
@@ -197,9 +194,9 @@ def make_optimizers(model: MAELM, recipe: Recipe, dtype: torch.dtype) -> list:
 
 
 # ---- 3. A run ------------------------------------------------------------------------------------
-def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespace, worker: Worker) -> int:
-    """Begin or continue the run in flags.out, and train it to its end. `start` is the checkpoint of --init. Returns 0,
-    or 128 + the signal that ended training."""
+def pretrain(config: Config, recipe: Recipe, flags: Namespace, worker: Worker) -> int:
+    """Begin or continue the run in flags.out, and train it to its end. Returns 0, or 128 + the signal that ended
+    training."""
     out = flags.out
     last_step = recipe.last_step
     settings = asdict(config) | asdict(recipe)
@@ -218,20 +215,13 @@ def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespac
 
     # Data: the tokens and their order
     text = Text(**fields_of(Text, settings))
-    if saved:
-        folder = corpus_of_run(text, saved)
-    else:
-        folder = prepared_corpus(text, start and start["tokenizer"])
+    folder = corpus_of_run(text, saved) if saved else prepared_corpus(text)
     tokenizer = saved["tokenizer"] if saved else tokenizer_of(folder)
     rows = {split: Rows(folder, split, config.seq_len) for split in SPLITS}
     rows["train"].check_masks(config)
     if recipe.batch_size % worker.world_size > 0:  # the mean of the processes' gradients would be another
         raise UserError(f"batch_size={recipe.batch_size}: use a multiple of the {worker.world_size} processes")
-    seeds = [*start["ancestors"], recipe.seed] if start else [recipe.seed]
-    data_seed = recipe.seed  # of order and masks; dropout follows recipe.seed
-    if start:  # other batches than the runs before it; with the length, because zeros at the end change no seed
-        data_seed = seed_of(len(seeds), *seeds)
-    prepare = partial(batch_of_step, data_seed, rows["train"], config, recipe, worker)
+    prepare = partial(batch_of_step, rows["train"], config, recipe, worker)
 
     # The model and its optimizers
     torch.manual_seed(recipe.seed)
@@ -239,14 +229,12 @@ def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespac
     optimizers = make_optimizers(model, recipe, worker.dtype)
     if saved:
         restore(saved, model, optimizers, make_optimizers(model, Recipe(**saved["settings"]), worker.dtype))
-    elif start:
-        copy_weights(start, model)
     compile_model(model, recipe.compile, worker.device)
     network = worker.parallel(model)  # only for train_step
 
     # The loop
     record = {"config": asdict(config), "settings": asdict(recipe), "preset": flags.preset,
-              "ablation": flags.ablation, "seeds": seeds, "tokenizer": tokenizer.to_json(), "corpus": folder.name,
+              "ablation": flags.ablation, "tokenizer": tokenizer.to_json(), "corpus": folder.name,
               "corpus_identity": identity_of(folder)}
     log = Log(out, record, step, last_step, saved["seconds"] if saved else 0.0, worker)
     log.describe(model, rows, changed)
@@ -288,69 +276,38 @@ def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespac
 
 
 # ---- 4. Command line -----------------------------------------------------------------------------
-def values_of(start: dict, row: str | None) -> dict:
-    """The settings of the checkpoint that --init names, in place of a preset's. For another row of Table 2, those that
-    made it a row are as in its own preset: an MLM gets a decoder."""
-    preset = PRESETS[start.get("preset", "toy")]
-    recipe = {name: value for name, value in start["settings"].items() if name not in OPTIONS}
-    values = preset | asdict(start["config"]) | recipe
-    if row is None:
-        return values
-    old = start.get("ablation", "mae-lm" if start["config"].decoder_layers else "mlm")
-    unlike_rows = asdict(Config()) | asdict(Recipe()) | preset
-    return values | {name: unlike_rows[name] for name in ABLATIONS[old]} | ABLATIONS[row]
-
-
-def parse(argv) -> tuple[Config, Recipe, dict | None, Namespace]:
-    """Read the command line, and the checkpoint of --init. The Namespace lacks fields that are not given."""
+def parse(argv) -> tuple[Config, Recipe, Namespace]:
+    """Read the command line. The Namespace lacks fields that are not given."""
     parser = Parser("train.py", __doc__)
     add = parser.add_argument
-    add("--preset", choices=PRESETS, help="size and recipe (Table 4) [toy; not with --init]")
-    add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm; with --init, that run's]")
-    add("--out", type=path_of, help="run folder [out/PRESET[-ABLATION]; with --init, out/RUN-more or out/RUN-ABLATION]")
+    add("--preset", choices=PRESETS, default="toy", help="size and recipe (Table 4) [toy]")
+    add("--ablation", choices=ABLATIONS, default="mae-lm", help="a row of Table 2 [mae-lm]")
+    add("--out", type=path_of, help="run folder [out/PRESET[-ABLATION]]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
-    preset = parser.parse_known_args(argv)[0].preset or "toy"
+    preset = parser.parse_known_args(argv)[0].preset
     for part in (Config, Recipe):
         add_flags(parser, part, PRESETS[preset])  # whose values -h shows
     flags = parser.parse_args(argv)
-    row = flags.ablation
-    start = None
-    if "init" in flags:
-        if flags.preset:
-            raise UserError(f"--preset {preset}: with --init, the settings are those of that run; use single flags")
-        flags.init = str(path_of(flags.init).resolve())
-        flags.out = flags.out or Path("out", f"{short_name(flags.init)}-{row or 'more'}")
-        start = load_start(flags.init, flags.out)
-        values = values_of(start, row)
-        preset = start.get("preset", preset)
-        row = row or start.get("ablation", "mae-lm")
-    else:
-        row = row or "mae-lm"
-        flags.out = flags.out or Path("out", preset if row == "mae-lm" else f"{preset}-{row}")
-        values = PRESETS[preset] | ABLATIONS[row]
-    flags.preset = preset
-    flags.ablation = row
+    flags.out = flags.out or Path("out", preset if flags.ablation == "mae-lm" else f"{preset}-{flags.ablation}")
+    values = PRESETS[preset] | ABLATIONS[flags.ablation]
     if "max_steps" in flags:  # warm up for the same share of the steps
         recipe = Recipe(**fields_of(Recipe, values))
         values["warmup_steps"] = round(recipe.warmup_steps / recipe.max_steps * flags.max_steps)
-    config, recipe = make_settings(values | vars(flags))
-    if start and recipe.uncased != start["tokenizer"].uncased:
-        raise UserError(f"uncased={recipe.uncased}: with --init, the tokenizer is that of the other run")
-    return config, recipe, start, flags
+    return *make_settings(values | vars(flags)), flags
 
 
 def main(argv=None):
     code = 0
     with clear_errors("train.py"), joined_processes():
-        config, recipe, start, flags = parse(argv)
+        config, recipe, flags = parse(argv)
         worker = make_worker(recipe.precision, recipe.device, config.encoder_dim)
         if flags.prepare:
             text = Text(**fields_of(Text, asdict(config) | asdict(recipe)))
-            print(f"{prepared_corpus(text, start and start['tokenizer'])}: prepared")
+            print(f"{prepared_corpus(text)}: prepared")
         else:
             lock = lock_folder(flags.out, "log.jsonl", "step_*.pt") if worker.is_main else nullcontext()
             with lock:  # refuses a folder with other files
-                code = pretrain(config, recipe, start, flags, worker)
+                code = pretrain(config, recipe, flags, worker)
     if code:
         raise SystemExit(code)
 

@@ -104,7 +104,7 @@ class Model(NamedTuple):
 
 def origin(name: str) -> dict:
     """The text and the precision of a model on this machine. Raises UserError if a flag of the model is wrong."""
-    config, recipe, _, _ = train.parse(["--ablation", *shlex.split(name)])
+    config, recipe, _ = train.parse(["--ablation", *shlex.split(name)])
     meta = read_json(prepared_corpus(Text(**fields_of(Text, asdict(config) | asdict(recipe)))) / "meta.json")
     worker = make_worker(recipe.precision, recipe.device, config.encoder_dim)
     return {"text": f"{meta['tokenizer']}-{meta['tokens']['train']}", "dtype": str(worker.dtype)}
@@ -219,7 +219,7 @@ def main(argv=None):
         if flags.row is None:
             print(table(recorded))
             return
-        wrong = {"--seed", "--ablation", "--init"} & {word.partition("=")[0] for word in words}
+        wrong = {"--seed", "--ablation"} & {word.partition("=")[0] for word in words}
         if wrong:
             raise UserError(f"{', '.join(wrong)}: not here; use --seeds, and a row")
         given = vars(train.parse(["--ablation", flags.row, *words])[-1])

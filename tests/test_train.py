@@ -1,9 +1,8 @@
 """Claims about pre-training: train.py, support/training, support/model/optim.py, support/fill_mask.py."""
 import math
-import shutil
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +17,7 @@ from support.model.checkpoints import load_model
 from support.text.corpus import indices_of_step
 from support.training.log import flops
 from support.worker import Worker
-from tests.common import contents, last_checkpoint, losses, read_log, make_config, short_run
+from tests.common import read_log, make_config, short_run
 
 CPU = torch.device("cpu")
 TINY = tiny()
@@ -44,7 +43,7 @@ def batch(rank, world, size=4, step=7, **given):
     flags = dict(mask_in_encoder=0.5, encoder_fill="random", batch_size=24, micro_batch_size=size) | given
     config, recipe = train.make_settings(asdict(TINY) | flags)
     worker = Worker(rank, world, CPU, torch.float32)
-    return train.batch_of_step(given.get("seed", 0), random_tokens(200).numpy(), config, recipe, worker, step)
+    return train.batch_of_step(random_tokens(200).numpy(), config, recipe, worker, step)
 
 
 def joined(batches):
@@ -81,65 +80,7 @@ def test_validation_masks_single_tokens_at_the_papers_rate_in_every_run():
             assert found == pytest.approx(expected) and model.training
 
 
-# ---- Starting from weights ------------------------------------------------------------------------------------------
-def test_init_copies_the_weights_once(text, finished, tmp_path, capsys):
-    """A run that continues does not load the weights of --init again."""
-    first = short_run(text, tmp_path / "first", "--stop-at", 3)
-    flags = [text, tmp_path / "run", "--init"]
-    out = short_run(*flags, first, "--stop-at", 2)
-    assert losses(out, "val_loss")[0][1] == losses(first, "val_loss")[-1][1]
-    assert contents(out)["tokenizer.json"] == contents(first)["tokenizer.json"]
-    short_run(text, first)
-    assert last_checkpoint(short_run(*flags, first, "--stop-at", 4))["step"] == 4
-    shutil.rmtree(first)
-    assert last_checkpoint(short_run(*flags, first))["step"] == 6
-
-
-def test_a_run_with_init_repeats_no_batches_and_follows_its_seed(text, finished, tmp_path, monkeypatch):
-    seen, real = [], train.batch_of_step
-
-    def noting(*given):
-        batches = real(*given)
-        seen.append([str(x.tolist()) for tokens, corruption in batches for x in (tokens, corruption.masked)])
-        return batches
-
-    monkeypatch.setattr(train, "batch_of_step", noting)
-    monkeypatch.chdir(finished.parent)
-    init = "--init", finished
-    for name, *flags in (("own",), ("a", *init), ("b", "--init", f"../{finished.parent.name}/run"),
-                         ("c", "--init", tmp_path / "a"), ("d", *init, "--seed", 1), ("e", *init, "--stop-at", 2),
-                         ("e", *init)):
-        short_run(text, tmp_path / name, *flags)
-    own, first, again, third, other, continued = [seen[6 * i:6 * i + 6] for i in range(6)]
-    assert first == again == continued
-    assert len({*sum(own + first + third + other, [])}) == 4 * 6 * 4  # texts and masks of two micro-batches per step
-
-
-def test_a_row_with_init_undoes_the_other_row(text, tmp_path, capsys):
-    mlm = short_run(text, tmp_path / "mlm", "--ablation", "mlm", "--stop-at", 1)
-    flags = ["--ablation", "mae-lm", "--init", mlm, "--stop-at", 1]
-    out = short_run(text, tmp_path / "run", *flags, "--learning-rate", 1e-30, "--muon-learning-rate", 1e-30)
-    before, after = load_model(mlm)[0], load_model(out)[0]
-    assert after.config.decoder_layers == 1 and after.config.mask_in_encoder == 0
-    torch.testing.assert_close(after.encoder.state_dict(), before.encoder.state_dict())
-    wide = short_run(text, tmp_path / "wide", "--init", out, "--decoder-layers", 3, "--stop-at", 1)
-    assert "lacks 28 weights of this model, which are random: decoder.stack.blocks.1" in capsys.readouterr().out
-    assert train.parse(["--init", str(wide), "--ablation", "enc-mask"])[0].decoder_layers == 3
-    state = last_checkpoint(mlm)  # of an older version
-    del state["ablation"], state["preset"], state["seeds"]
-    torch.save(state, mlm / "step_0000001.pt")
-    assert train.parse(["--init", str(mlm), "--ablation", "mae-lm"])[0] == after.config
-
-
-def test_init_gives_shape_tokenizer_and_recipe_but_a_row_and_flags_win(text, finished):
-    config = load_model(finished)[0].config
-    found, recipe, start, flags = train.parse(["--init", str(finished)])
-    assert found == config and len(start["tokenizer"]) <= config.vocab_size and flags.out.name == "run-more"
-    assert (recipe.data, recipe.batch_size, recipe.max_steps, recipe.warmup_steps) == (str(text), 8, 6, 2)
-    assert (recipe.eval_rows, recipe.keep_checkpoints) == (512, 2)  # as in its preset
-    row, recipe, *_ = train.parse(["--init", str(finished), "--ablation=enc-mask", "--max-steps=60", "--seed=4"])
-    assert row == replace(config, mask_in_encoder=1.0)
-    assert (recipe.max_steps, recipe.warmup_steps, recipe.seed) == (60, 20, 4)
+def test_warm_up_keeps_its_share_of_the_steps():
     found = [train.parse(["--max-steps", *steps])[1].warmup_steps for steps in (["38", "--warmup-steps", "9"], ["300"])]
     assert found == [9, 16]  # 300 of 1,900 steps have 15.8 of 100 steps of warm-up
 

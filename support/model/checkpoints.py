@@ -1,10 +1,9 @@
 """Checkpoints: files of tensors with everything that a model needs, written atomically and read without running code.
 
 A checkpoint of train.py (`step_*.pt`) holds its whole run: config (a Config), settings (of a Recipe),
-preset, ablation, seeds (its own, after those of the runs that it continues by --init), tokenizer (the content of
-tokenizer.json), corpus (the name of its folder), corpus_identity, step, seconds, model and optimizers. The encoder.pt
-of finetune.py holds config, settings, tokenizer, model, and what the export of its head needs. Both record the code
-that made them.
+preset, ablation, tokenizer (the content of tokenizer.json), corpus (the name of its folder), corpus_identity, step,
+seconds, model and optimizers. The encoder.pt of finetune.py holds config, settings, tokenizer, model, and what the
+export of its head needs. Both record the code that made them.
 """
 import io
 import pickle
@@ -104,16 +103,6 @@ def newest_checkpoint(out: Path) -> dict | None:
     return read_checkpoint(found[-1], "step") if found else None
 
 
-def load_start(init: str, out: Path) -> dict:
-    """The checkpoint whose settings a run with --init takes over: that of --init or, if a run in `out` began there, its
-    own, so that its start may be gone. `ancestors` are the seeds of all runs before this one."""
-    own = newest_checkpoint(out)
-    if own and own["settings"]["init"] == init:
-        return own | {"ancestors": own["seeds"][:-1]}
-    state = load_checkpoint(init, "step")
-    return state | {"ancestors": state.get("seeds", [state["settings"]["seed"]])}
-
-
 def changes(out: Path, saved: dict, defaults: dict, now: dict, fixed: Container[str]) -> dict[str, list]:
     """The settings and the code that differ from those of a checkpoint; what it lacks has its default. Raises UserError
     if a setting has changed that is `fixed`."""
@@ -136,19 +125,6 @@ def restore(saved: dict, model: MAELM, optimizers: list, before: list):
         optimizer.load_state_dict(state)
         for group, now, then in zip(optimizer.param_groups, new, old.param_groups):
             group |= {name: now[name] for name in now if name != "params" and now[name] != then[name]}
-
-
-def copy_weights(start: dict, model: MAELM):
-    """Copy the weights of a checkpoint that fit, and list the new ones. Raises UserError unless its encoder fits."""
-    mine, theirs = model.state_dict(), start["model"]
-    fitting = {name: theirs[name] for name in mine if name in theirs and mine[name].shape == theirs[name].shape}
-    wrong = [name for name in mine | theirs if name.startswith("encoder.") and name not in fitting]
-    if wrong:
-        raise UserError(f"--init: its encoder has another shape ({wrong[0]}); leave out the flags that change it")
-    model.load_state_dict(mine | fitting)
-    new = [name for name in mine if name not in fitting]
-    if new:
-        print(f"--init lacks {len(new)} weights of this model, which are random: {', '.join(new[:4])} ...")
 
 
 def save_run(out: Path, record: dict, step: int, seconds: float, model: MAELM, optimizers: list, keep: int):

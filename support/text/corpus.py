@@ -206,10 +206,10 @@ def new_tokenizer(text: Text) -> Tokenizer:
     return Tokenizer.train(map(bytes.decode, chosen), text.vocab_size, text.uncased)
 
 
-def prepare(text: Text, tokenizer: Tokenizer | None, made_from: dict, folder: Path):
+def prepare(text: Text, made_from: dict, folder: Path):
     """Write a corpus to a folder. Raises UserError if there is no text."""
     print(f"preparing {text.data}")
-    tokenizer = tokenizer or new_tokenizer(text)
+    tokenizer = new_tokenizer(text)
     write_text(folder / "tokenizer.json", tokenizer.to_json())
     dtype = np.dtype("uint16" if text.vocab_size <= 1 << 16 else "uint32")
     tokens = dict.fromkeys(SPLITS, 0)
@@ -234,7 +234,7 @@ def prepare(text: Text, tokenizer: Tokenizer | None, made_from: dict, folder: Pa
           f"{size / sum(tokens.values()):.2f} bytes of text per token")
 
 
-def origin(text: Text, tokenizer: Tokenizer | None) -> dict:
+def origin(text: Text) -> dict:
     """All that decides the tokens of a corpus, with the sizes and times of its files. Data sets on the Hub have only
     their names."""
     found = []
@@ -247,13 +247,13 @@ def origin(text: Text, tokenizer: Tokenizer | None) -> dict:
             files = [(file.resolve(), file.stat()) for file in files_of(source)]
             found += [[str(path), status.st_size, status.st_mtime] for path, status in files]
     settings = {name: value for name, value in asdict(text).items() if name not in ("data", "cache")}
-    return settings | {"sources": found, "tokenizer": tokenizer and short_hash(tokenizer.to_json())}
+    return settings | {"sources": found}
 
 
-def prepared_corpus(text: Text, tokenizer: Tokenizer | None = None) -> Path:
+def prepared_corpus(text: Text) -> Path:
     """The folder of a corpus, such as docs-2048 or my_texts-8192-cased. If there is none that was made from the same,
-    one process prepares it, with the given tokenizer or a new one, in a new folder; others wait."""
-    made_from = origin(text, tokenizer)
+    one process prepares it in a new folder; others wait."""
+    made_from = origin(text)
     names = [re.sub(r"[^\w.]+", "_", path_of(source).resolve().name) for source in text.sources()]
     name = f"{'+'.join(names)[:100]}-{text.vocab_size}{'' if text.uncased else '-cased'}"
     for number in itertools.count(1):
@@ -262,7 +262,7 @@ def prepared_corpus(text: Text, tokenizer: Tokenizer | None = None) -> Path:
         if not meta.is_file():  # otherwise nothing is written: the disk may be read-only
             with lock_folder(folder, wait=True):
                 if not meta.is_file():
-                    prepare(text, tokenizer, made_from, folder)
+                    prepare(text, made_from, folder)
         if read_json(meta).get("made_from") == made_from:
             return folder
 
@@ -276,10 +276,10 @@ def corpus_of_run(text: Text, saved: dict) -> Path:
     """The corpus that a checkpoint names, prepared again if it is gone. Raises UserError if it would be another."""
     folder = path_of(text.cache) / saved["corpus"]
     if not (folder / "meta.json").is_file():
-        prepared_corpus(text, saved["tokenizer"] if saved["settings"]["init"] else None)
+        prepared_corpus(text)
     if (folder / "meta.json").is_file() and saved.get("corpus_identity") in (None, identity_of(folder)):
         with suppress(UserError):  # the text is gone
-            if origin(text, None)["sources"] != read_json(folder / "meta.json")["made_from"]["sources"]:
+            if origin(text)["sources"] != read_json(folder / "meta.json")["made_from"]["sources"]:
                 print(f"--data {text.data}: changed since this run began; the run keeps its tokens, {folder}")
         return folder
     raise UserError(f"--data {text.data}: the tokens of this run, {folder}, are gone or have changed, and so has the "

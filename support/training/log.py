@@ -57,7 +57,7 @@ class Log:
         kept = [line for line in read_lines(out / "log.jsonl") if line["step"] <= step and step > 0]
         write_text(out / "log.jsonl", json_lines(kept))  # first, because it marks the folder as ours
         # Copies for people; checkpoints hold the same.
-        others = {name: record[name] for name in ("preset", "ablation", "seeds", "corpus")}
+        others = {name: record[name] for name in ("preset", "ablation", "corpus")}
         write_json(out / "config.json", self.settings | others)
         write_text(out / "tokenizer.json", record["tokenizer"])
         if self.settings["wandb"]:
