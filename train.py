@@ -25,8 +25,8 @@ from support.model.build import check, make_model, seed_of
 from support.model.checkpoints import changes, newest_checkpoint, restore, save_run
 from support.model.optim import Muon, parameter_groups, set_rates
 from support.program import CACHE, Parser, UserError, add_flags, clear_errors, fields_of, lock_folder, path_of, require
-from support.text.corpus import SPLITS, Rows, Text, corpus_of_run, identity_of, indices_of_step, prepared_corpus
-from support.text.corpus import tokenizer_of
+from support.text.corpus import SPLITS, Rows, Text, corpus_of_run, indices_of_step, prepared_corpus
+from support.text.tokenizer import Tokenizer
 from support.training.evaluation import evaluate, held_out_guesses
 from support.training.log import Log, draw_loss, losses_of
 from support.worker import Worker, compile_model, joined_processes, make_worker, noted_signals, prepared_ahead
@@ -216,7 +216,7 @@ def pretrain(config: Config, recipe: Recipe, flags: Namespace, worker: Worker) -
     # Data: the tokens and their order
     text = Text(**fields_of(Text, settings))
     folder = corpus_of_run(text, saved) if saved else prepared_corpus(text)
-    tokenizer = saved["tokenizer"] if saved else tokenizer_of(folder)
+    tokenizer = saved["tokenizer"] if saved else Tokenizer.load(folder)
     rows = {split: Rows(folder, split, config.seq_len) for split in SPLITS}
     rows["train"].check_masks(config)
     if recipe.batch_size % worker.world_size > 0:  # the mean of the processes' gradients would be another
@@ -234,8 +234,7 @@ def pretrain(config: Config, recipe: Recipe, flags: Namespace, worker: Worker) -
 
     # The loop
     record = {"config": asdict(config), "settings": asdict(recipe), "preset": flags.preset,
-              "ablation": flags.ablation, "tokenizer": tokenizer.to_json(), "corpus": folder.name,
-              "corpus_identity": identity_of(folder)}
+              "ablation": flags.ablation, "tokenizer": tokenizer.to_json(), "corpus": folder.name}
     log = Log(out, record, step, last_step, saved["seconds"] if saved else 0.0, worker)
     log.describe(model, rows, changed)
     validate = partial(evaluate, model, rows["val"], recipe.eval_rows, recipe.micro_batch_size, worker)

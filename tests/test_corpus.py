@@ -222,22 +222,21 @@ def test_twenty_texts_are_split_by_hash_and_cut_into_sequences(column, share, vo
 def test_a_corpus_is_used_again_until_something_that_shapes_it_changes(tmp_path, monkeypatch):
     text = write_corpus(tmp_path / "text.txt")
     first = prepared(text, tmp_path)
-    assert first.name == "text.txt-320" and prepared("text.txt", tmp_path) == first
+    assert first.name.startswith("text.txt-320-") and prepared("text.txt", tmp_path) == first
     with monkeypatch.context() as patch:
         patch.setattr(corpus, "lock_folder", None)  # an existing corpus is only read
         assert prepared(text, tmp_path) == first
     others = dict(uncased=False), dict(vocab_size=300), dict(val_share=0.2), dict(column="body")
-    found = [prepared(text, tmp_path, **other).name for other in others]
-    assert found == ["text.txt-320-cased", "text.txt-300", "text.txt-320-2", "text.txt-320-3"]
+    found = {prepared(text, tmp_path, **other) for other in others}
     os.utime(text, (1, 1))
-    assert prepared(text, tmp_path).name == "text.txt-320-4"
+    assert len(found | {first, prepared(text, tmp_path)}) == 6
     monkeypatch.setattr(corpus, "read_docs", lambda cache: [("python", document) for document in little_documents()])
     monkeypatch.setattr(corpus, "versions", lambda: ["3.11"])
     before = prepared("docs", tmp_path)
-    assert before.name == "docs-320" == prepared("docs", tmp_path).name
+    assert before == prepared("docs", tmp_path)
     monkeypatch.setattr(corpus, "versions", lambda: ["3.12"])
-    assert prepared(f"docs+{text}", tmp_path).name == "docs+text.txt-320"
-    assert prepared("docs", tmp_path).name == "docs-320-2" and before.is_dir()
+    assert prepared(f"docs+{text}", tmp_path).name.startswith("docs+text.txt-320")
+    assert prepared("docs", tmp_path) != before and before.is_dir()
 
 
 def test_the_tokenizers_sample_is_spread_evenly(tmp_path, monkeypatch):
@@ -277,15 +276,6 @@ def test_a_preparation_that_ends_early_is_never_used(function, results, seen, te
         prepared(text, tmp_path)
     found, expected = [contents(prepared(text, cache)) for cache in (tmp_path, tmp_path / "other")]
     assert found == expected
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "train.bin", "val.bin", "meta.json"])
-def test_a_damaged_corpus_is_named(name, text, tmp_path, capsys):
-    folder = prepared(text, tmp_path, vocab_size=320)
-    other = prepared(write_corpus(tmp_path / "other.txt", 100), tmp_path, vocab_size=320)
-    (folder / name).write_bytes((other / name).read_bytes() if name == "tokenizer.json" else b"[]")
-    flags = f"--data {text} --cache {tmp_path} --vocab-size 320 --val-share 0.1 --seq-len 24 --out {tmp_path}/out"
-    assert re.search(f"{folder}/{name}: .*damaged", fails(lambda: train.main(flags.split()), capsys))
 
 
 @pytest.mark.parametrize("total, batch", [(1, 3), (10, 4), (97, 10), (1000, 64)])

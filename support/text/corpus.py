@@ -1,7 +1,7 @@
 """From --data to tokens: documents, their split into training and validation, a prepared corpus, and its sequences.
 
 A prepared corpus is a folder in --cache. `train.bin` and `val.bin` hold tokens, uint16 or uint32, with [SEP] after each
-document; `meta.json`, written last, says what they were made from.
+document; `meta.json`, written last, has their numbers.
 """
 import glob
 import hashlib
@@ -9,8 +9,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -206,7 +205,7 @@ def new_tokenizer(text: Text) -> Tokenizer:
     return Tokenizer.train(map(bytes.decode, chosen), text.vocab_size, text.uncased)
 
 
-def prepare(text: Text, made_from: dict, folder: Path):
+def prepare(text: Text, folder: Path):
     """Write a corpus to a folder. Raises UserError if there is no text."""
     print(f"preparing {text.data}")
     tokenizer = new_tokenizer(text)
@@ -226,72 +225,48 @@ def prepare(text: Text, made_from: dict, folder: Path):
                 size += len(document.encode())
     if not size:
         raise UserError(f"--data {text.data}: contains no text")
-    meta = {"made_from": made_from, "tokenizer": short_hash(tokenizer.to_json()), "dtype": dtype.name, "tokens": tokens,
-            "documents": count}
+    meta = {"tokenizer": short_hash(tokenizer.to_json()), "dtype": dtype.name, "tokens": tokens, "documents": count}
     write_json(folder / "meta.json", meta)
     kinds = ", ".join(f"{number:,} {kind}" for kind, number in count.items())
     print(f"{folder}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation; documents: {kinds}; "
           f"{size / sum(tokens.values()):.2f} bytes of text per token")
 
 
-def origin(text: Text) -> dict:
-    """All that decides the tokens of a corpus, with the sizes and times of its files. Data sets on the Hub have only
-    their names."""
-    found = []
+def folder_of(text: Text) -> Path:
+    """The folder of a corpus, such as docs-2048-90ab12cd34ef56ab: the name ends with a hash of all that decides its
+    tokens, with the sizes and times of its files. Data sets on the Hub have only their names."""
+    made_from = [text.column, text.uncased, text.val_share, text.vocab_size]
+    names = []
     for source in text.sources():
+        names.append(re.sub(r"[^\w.]+", "_", path_of(source).resolve().name))
         if source == "docs":
-            found += ["docs", SCORED, *versions()]
+            made_from += ["docs", SCORED, *versions()]
         elif source.startswith("hf:"):
-            found.append(source)
+            made_from.append(source)
         else:
-            files = [(file.resolve(), file.stat()) for file in files_of(source)]
-            found += [[str(path), status.st_size, status.st_mtime] for path, status in files]
-    settings = {name: value for name, value in asdict(text).items() if name not in ("data", "cache")}
-    return settings | {"sources": found}
+            files = [(str(file.resolve()), file.stat()) for file in files_of(source)]
+            made_from += [(name, status.st_size, status.st_mtime) for name, status in files]
+    return path_of(text.cache) / f"{'+'.join(names)[:100]}-{text.vocab_size}-{short_hash(repr(made_from))}"
 
 
 def prepared_corpus(text: Text) -> Path:
-    """The folder of a corpus, such as docs-2048 or my_texts-8192-cased. If there is none that was made from the same,
-    one process prepares it in a new folder; others wait."""
-    made_from = origin(text)
-    names = [re.sub(r"[^\w.]+", "_", path_of(source).resolve().name) for source in text.sources()]
-    name = f"{'+'.join(names)[:100]}-{text.vocab_size}{'' if text.uncased else '-cased'}"
-    for number in itertools.count(1):
-        folder = path_of(text.cache) / (name if number == 1 else f"{name}-{number}")
-        meta = folder / "meta.json"
-        if not meta.is_file():  # otherwise nothing is written: the disk may be read-only
-            with lock_folder(folder, wait=True):
-                if not meta.is_file():
-                    prepare(text, made_from, folder)
-        if read_json(meta).get("made_from") == made_from:
-            return folder
-
-
-def identity_of(folder: Path) -> str:
-    """A hash of what a corpus was made from, and of its size."""
-    return short_hash((folder / "meta.json").read_bytes())
+    """The folder of a corpus. If it is missing, one process prepares it; others wait."""
+    folder = folder_of(text)
+    meta = folder / "meta.json"
+    if not meta.is_file():  # otherwise nothing is written: the disk may be read-only
+        with lock_folder(folder, wait=True):
+            if not meta.is_file():
+                prepare(text, folder)
+    return folder
 
 
 def corpus_of_run(text: Text, saved: dict) -> Path:
     """The corpus that a checkpoint names, prepared again if it is gone. Raises UserError if it would be another."""
     folder = path_of(text.cache) / saved["corpus"]
-    if not (folder / "meta.json").is_file():
-        prepared_corpus(text)
-    if (folder / "meta.json").is_file() and saved.get("corpus_identity") in (None, identity_of(folder)):
-        with suppress(UserError):  # the text is gone
-            if origin(text)["sources"] != read_json(folder / "meta.json")["made_from"]["sources"]:
-                print(f"--data {text.data}: changed since this run began; the run keeps its tokens, {folder}")
-        return folder
-    raise UserError(f"--data {text.data}: the tokens of this run, {folder}, are gone or have changed, and so has the "
-                    "text; restore one of them, or begin another run")
-
-
-def tokenizer_of(folder: Path) -> Tokenizer:
-    """The tokenizer of a prepared corpus. Raises UserError if it is not the one with which it was prepared."""
-    content = (folder / "tokenizer.json").read_text("utf-8")
-    if short_hash(content) != read_json(folder / "meta.json")["tokenizer"]:
-        raise UserError(f"{folder}/tokenizer.json: damaged; delete this folder to prepare it again")
-    return Tokenizer.of_json(content)
+    if not (folder / "meta.json").is_file() and folder_of(text) != folder:
+        raise UserError(f"--data {text.data}: the tokens of this run, {folder}, are gone, and the text has changed; "
+                        "restore one of them, or begin another run")
+    return folder if (folder / "meta.json").is_file() else prepared_corpus(text)
 
 
 # ---- 3. Its sequences ---------------------------------------------------------------------------------------
@@ -305,10 +280,7 @@ class Rows:
         if count == 0:
             raise UserError(f"{folder}: its {split} split has {tokens} tokens, too few for a sequence of seq_len="
                             f"{seq_len}; use more text, a smaller --seq-len, or another --val-share, such as 0.1")
-        file = folder / f"{split}.bin"
-        if not file.is_file() or file.stat().st_size != tokens * np.dtype(meta["dtype"]).itemsize:
-            raise UserError(f"{file}: missing or damaged; delete this folder to prepare it again")
-        self.pieces = np.memmap(file, meta["dtype"], "r", shape=(count, seq_len - 1))
+        self.pieces = np.memmap(folder / f"{split}.bin", meta["dtype"], "r", shape=(count, seq_len - 1))
 
     def __len__(self) -> int:
         return len(self.pieces)
