@@ -29,8 +29,8 @@ from rank import CENTERINGS, VECTORS_PER_DIM, Moments, tau_rank
 from support.model.build import seed_of
 from support.model.optim import set_rates
 from support.model.subjects import Pretrained, hidden_states, pretrained_of
-from support.program import Parser, UserError, add_flags, clear_errors, code_hashes, compare, fields_of, json_lines
-from support.program import lock_folder, path_of, read_json, read_lines, short_hash, short_name, write_json, write_text
+from support.program import Parser, UserError, add_flags, clear_errors, code_hash, compare, fields_of, json_lines
+from support.program import lock_folder, path_of, read_json, read_lines, short_name, write_json, write_text
 from support.tasks import probe
 from support.tasks.classification import Classification, Encoded, batches, by_length, collate, outputs_of, scores
 from support.tasks.squad import Spans
@@ -80,7 +80,7 @@ def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out
     claim(out, recorded(tune, flags.frozen) | {
         "init": flags.init, "task": task, "weights": pretrained.weights_hash(), "examples": hash_of(examples),
         "task_settings": repr(TASKS[task]), "sweep": flags.sweep, "frozen": flags.frozen,
-        "code": short_hash(repr(code_hashes()))})
+        "code": code_hash()})
     splits = {"train": setup.train, **setup.splits}
     print(f"{out}:", *[f"  {split}: {encoded.remark}" for split, encoded in splits.items()], sep="\n")
     return setup
@@ -101,15 +101,11 @@ def recorded(tune: TuneConfig, frozen: str) -> dict:
 
 
 def claim(out: Path, record: dict):
-    """Write the settings, data and code of all runs to `out`. Runs of other code there are put aside, to be done again.
-    Raises UserError if there are other settings or data; the encoder may have moved."""
+    """Write the settings, data and code of all runs to `out`. Raises UserError if others are there; the encoder may have
+    moved."""
     path = out / "config.json"
     if path.is_file():
-        before = recorded(TuneConfig(), record["frozen"]) | read_json(path)  # a missing field has its default
-        changed = compare(out, before, record, record.keys() - {"init", "code"})
-        if "code" in changed and (out / "runs.jsonl").is_file():
-            print(f"{out}: its runs were made by other code, and are done again")
-            (out / "runs.jsonl").rename(out / f"runs-{before['code']}.jsonl")
+        compare(out, read_json(path), record, record.keys() - {"init"})
     write_json(path, record)
 
 

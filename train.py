@@ -11,7 +11,7 @@ Repeat a command to continue an unfinished run.
 from argparse import Namespace
 from collections import defaultdict
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -22,9 +22,10 @@ from torch import nn
 
 from maelm import ABLATIONS, MAELM, Config, corrupt
 from support.model.build import check, make_model, seed_of
-from support.model.checkpoints import changes, newest_checkpoint, restore, save_run
+from support.model.checkpoints import newest_checkpoint, restore, save_run
 from support.model.optim import Muon, parameter_groups, set_rates
-from support.program import CACHE, Parser, UserError, add_flags, clear_errors, fields_of, lock_folder, path_of, require
+from support.program import CACHE, Parser, UserError, add_flags, clear_errors, compare, fields_of, lock_folder, path_of
+from support.program import require
 from support.text.corpus import SPLITS, Rows, Text, corpus_of_run, indices_of_step, prepared_corpus
 from support.text.tokenizer import Tokenizer
 from support.training.evaluation import evaluate, held_out_guesses
@@ -119,15 +120,13 @@ def make_settings(values: dict) -> tuple[Config, Recipe]:
     return check(Config(**fields_of(Config, values))), Recipe(**fields_of(Recipe, values))
 
 
-NAMES = [field.name for field in fields(Recipe)]
-OPTIONS = {*NAMES[NAMES.index("micro_batch_size"):NAMES.index("wandb") + 1]}  # the fields that decide no weights
-CONFIG = {field.name for field in fields(Config)}
-for name, row in (*PRESETS.items(), *ABLATIONS.items()):
-    unknown = row.keys() - {*CONFIG, *NAMES}
+for name, row in (PRESETS | ABLATIONS).items():
+    unknown = row.keys() - asdict(Config()).keys() - asdict(Recipe()).keys()
     if unknown:
         raise UserError(f"{name}: no preset or row can set {', '.join(unknown)}, only fields of Config and Recipe")
-# The settings that stay when a run continues: they decide the model, the text and its order.
-FIXED = CONFIG | {"data", "column", "uncased", "val_share", "batch_size", "optimizer", "position_init"}
+# The settings that stay when a run continues: they decide the model, the text, its order, and old checkpoints.
+FIXED = asdict(Config()).keys() | {"data", "column", "uncased", "val_share", "batch_size", "optimizer", "position_init",
+                                   "keep_checkpoints"}
 
 
 # ---- 2. One training step ---------------------------------------------------------------------------
@@ -206,10 +205,9 @@ def pretrain(config: Config, recipe: Recipe, flags: Namespace, worker: Worker) -
         raise UserError(f"--out {out}: the processes find different checkpoints; use a folder that all of them share")
     changed = {}
     if saved:
-        is_finished = step >= last_step
-        fixed = FIXED | settings.keys() - OPTIONS if is_finished else FIXED  # nothing is trained any more
-        changed = changes(out, saved, asdict(Recipe()), settings, fixed)
-        if is_finished:
+        before = asdict(saved["config"]) | asdict(Recipe(**fields_of(Recipe, saved["settings"])))
+        changed = compare(out, before, settings, FIXED)
+        if step >= last_step:
             print(f"{out} is finished at step {step}; for more, use a larger --max-steps or --stop-at")
             return 0
 
@@ -228,7 +226,7 @@ def pretrain(config: Config, recipe: Recipe, flags: Namespace, worker: Worker) -
     model = make_model(config, recipe.position_init).to(worker.device)
     optimizers = make_optimizers(model, recipe, worker.dtype)
     if saved:
-        restore(saved, model, optimizers, make_optimizers(model, Recipe(**saved["settings"]), worker.dtype))
+        restore(saved, model, optimizers)
     compile_model(model, recipe.compile, worker.device)
     network = worker.parallel(model)  # only for train_step
 

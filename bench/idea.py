@@ -29,8 +29,7 @@ from scipy import stats
 
 import train
 from maelm import ABLATIONS
-from support.model.checkpoints import changed_code, newest_checkpoint
-from support.program import ROOT, Parser, UserError, clear_errors, fields_of, json_lines, path_of
+from support.program import ROOT, Parser, UserError, clear_errors, code_hash, fields_of, json_lines, path_of
 from support.program import read_json, read_lines, write_json, write_text
 from support.text.corpus import Text, prepared_corpus
 from support.worker import make_worker
@@ -98,8 +97,7 @@ class Model(NamedTuple):
             answers = read_lines(self.beside(f"-{score}") / "predictions.jsonl")
             bits = "".join(str(int(answer["prediction"] == answer["label"])) for answer in answers)
             line[f"{score}_right"] = f"{int(bits, 2):0{len(bits) // 4}x}"
-        changed = [name for start in starts for name in start["changed"]]
-        return line | {"changed": changed, "code": newest_checkpoint(self.folder)["code"]}
+        return line | {"code": code_hash()}
 
 
 def origin(name: str) -> dict:
@@ -240,10 +238,8 @@ def main(argv=None):
         make(missing, flags.jobs or torch.cuda.device_count() or torch.get_num_threads())
         new = [read_json(model.beside(".json")) for model in models]
         for model, line in zip(models, new):
-            changed = [*line.pop("changed"), *changed_code({"code": line.pop("code")})]
-            if changed:
-                print(f"{model.name}, seed {model.seed}: made by other code ({', '.join(changed)}); to make it again, "
-                      f"delete {model.folder}*")
+            if line.pop("code") != code_hash():
+                print(f"{model.name}, seed {model.seed}: made by other code; to make it again, delete {model.folder}*")
         if flags.record:
             write_text(RECORD, json_lines(recorded + new))
         lines = known + new

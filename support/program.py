@@ -1,6 +1,5 @@
 """What all programs share: mistakes of the user, flags, files, and folders."""
 import argparse
-import functools
 import hashlib
 import inspect
 import json
@@ -31,7 +30,6 @@ def clear_errors(program: str) -> Iterator[None]:
         if hasattr(stream, "reconfigure"):  # a notebook's streams lack it
             # Print "?" for characters that an encoding such as cp1252 lacks, and each line at once.
             stream.reconfigure(errors="replace", line_buffering=True)
-    code_hashes()  # now, because files may be edited while the program runs
     try:
         yield
     except (UserError, OSError) as error:
@@ -156,13 +154,10 @@ def short_hash(content: str | bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-@functools.cache  # what is on the disk may change while a program runs
-def code_hashes() -> dict[str, str]:
-    """A hash of each of our Python files that this program has imported, by name."""
-    names = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    files = {Path(name).resolve() for name in names if name and Path(name).is_file()}  # <stdin> is none
-    ours = sorted(file for file in files if file.parent == ROOT or ROOT / "support" in file.parents)
-    return {file.relative_to(ROOT).as_posix(): short_hash(file.read_bytes()) for file in ours}
+def code_hash() -> str:
+    """A hash of our Python files, except those of bench and course."""
+    files = sorted([*ROOT.glob("*.py"), *ROOT.glob("support/**/*.py")])
+    return short_hash(b"".join(file.read_bytes() for file in files))
 
 
 # ---- 3. Folders, and figures in them ------------------------------------------------------------------------

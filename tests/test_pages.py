@@ -61,7 +61,7 @@ def test_the_models_have_the_recipe_of_laptop(row):
     state = torch.load(next(ROOT.glob(f"models/{row}/*.pt")))
     config, recipe = train.make_settings(train.PRESETS["laptop"] | ABLATIONS[row])
     fields = asdict(config) | asdict(recipe)
-    not_kept = dict.fromkeys(("data", "cache", "seed", "checkpoint_interval", "keep_checkpoints"))
+    not_kept = dict.fromkeys(("data", "cache", "seed", "checkpoint_interval", "keep_checkpoints", "init"))
     assert fields | not_kept == fields | state["config"] | state["settings"] | not_kept
 
 
@@ -108,7 +108,7 @@ def test_an_average_of_the_weights_is_saved_restored_and_used(apply, text, finis
     usual = train.make_optimizers
 
     def with_average(model, recipe, *others):
-        average = train.Average(model.parameters(), dict(lr=0.0, decay=0.9, step=0, last=recipe.max_steps))
+        average = train.Average(model.parameters(), dict(lr=0.0, decay=0.9, last=recipe.max_steps))
         return [*usual(model, recipe, *others), average]
 
     monkeypatch.setattr(train, "make_optimizers", with_average)

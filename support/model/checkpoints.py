@@ -2,12 +2,11 @@
 
 A checkpoint of train.py (`step_*.pt`) holds its whole run: config (a Config), settings (of a Recipe),
 preset, ablation, tokenizer (the content of tokenizer.json), corpus (the name of its folder), step, seconds, model and optimizers. The encoder.pt of finetune.py holds config, settings, tokenizer, model, and what the
-export of its head needs. Both record the code that made them.
+export of its head needs.
 """
 import io
 import pickle
 import zipfile
-from collections.abc import Container
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,8 +14,7 @@ import torch
 
 from maelm import MAELM, Config, Encoder
 from support.model.build import make_model
-from support.model.optim import set_rates
-from support.program import ROOT, UserError, atomic, code_hashes, compare, path_of, short_hash
+from support.program import UserError, atomic, path_of
 from support.text.tokenizer import Tokenizer
 
 
@@ -29,7 +27,7 @@ def checkpoints(out: Path) -> list[Path]:
 def write_checkpoint(path: Path, state: dict):
     """Write a checkpoint atomically. It may hold only tensors, numbers and texts, so that reading it runs no code."""
     content = io.BytesIO()  # if PyTorch wrote the file, its error for a full disk would not say so
-    torch.save({"code": code_hashes()} | state, content)
+    torch.save(state, content)
     with atomic(path) as temporary:
         temporary.write_bytes(content.getbuffer())
 
@@ -54,8 +52,8 @@ def read_checkpoint(path: Path, *wanted: str) -> dict:
 
 
 def load_checkpoint(path: Path | str, *wanted: str) -> dict:
-    """Read the checkpoint at a path, the newest in a run folder, or finetune.py's encoder.pt. Says if other code made
-    it. Raises UserError if there is none."""
+    """Read the checkpoint at a path, the newest in a run folder, or finetune.py's encoder.pt. Raises UserError if there
+    is none."""
     path = path_of(str(path))
     files = [path] if path.suffix == ".pt" else [*checkpoints(path), *path.glob("encoder.pt")]
     if not files:
@@ -65,16 +63,7 @@ def load_checkpoint(path: Path | str, *wanted: str) -> dict:
     step = state.get("step", last)  # finetune.py's encoder.pt has none
     if last and step != last:
         print(f"{files[-1]}: step {step:,} of {last:,}; the run is unfinished")
-    changed = changed_code(state)
-    if changed:
-        print(f"{files[-1]} was made by other code: since then, {', '.join(changed)} changed")
     return state
-
-
-def changed_code(state: dict) -> list[str]:
-    """The Python files that are not as they were when a checkpoint was written."""
-    return [name for name, code in state.get("code", {}).items()
-            if not (ROOT / name).is_file() or short_hash((ROOT / name).read_bytes()) != code]
 
 
 def load_model(path: Path | str) -> tuple[MAELM, Tokenizer]:
@@ -102,28 +91,12 @@ def newest_checkpoint(out: Path) -> dict | None:
     return read_checkpoint(found[-1], "step") if found else None
 
 
-def changes(out: Path, saved: dict, defaults: dict, now: dict, fixed: Container[str]) -> dict[str, list]:
-    """The settings and the code that differ from those of a checkpoint; what it lacks has its default. Raises UserError
-    if a setting has changed that is `fixed`."""
-    before = asdict(saved["config"]) | defaults | saved["settings"]
-    changed = compare(out, before, now, fixed)
-    if changed.get("keep_checkpoints", [1])[0] == 0:
-        raise UserError(f"{out}: keep_checkpoints=0 there; repeat the command with --keep-checkpoints 0, because "
-                        "otherwise its older checkpoints would be deleted")
-    return changed | {f"code of {name}": ["other", "this"] for name in changed_code(saved)}
-
-
-def restore(saved: dict, model: MAELM, optimizers: list, before: list):
-    """Load the weights and the optimizers' states of a checkpoint. Settings in which new optimizers differ from new
-    ones of the saved recipe, `before`, were changed by flags, and stay."""
+def restore(saved: dict, model: MAELM, optimizers: list):
+    """Load the weights and the optimizers' states of a checkpoint. The settings of the optimizers' groups stay: they
+    come from flags."""
     model.load_state_dict(saved["model"])
-    for optimizer, old, state in zip(optimizers, before, saved["optimizers"], strict=True):
-        for each in (optimizer, old):
-            set_rates(each, 1.0)  # the peaks are settings
-        new = [dict(group) for group in optimizer.param_groups]
-        optimizer.load_state_dict(state)
-        for group, now, then in zip(optimizer.param_groups, new, old.param_groups):
-            group |= {name: now[name] for name in now if name != "params" and now[name] != then[name]}
+    for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+        optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def save_run(out: Path, record: dict, step: int, seconds: float, model: MAELM, optimizers: list, keep: int):
