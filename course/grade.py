@@ -2,10 +2,8 @@
 another, each in a fresh copy of this project: the student's file, with our solutions to earlier tasks only (all others
 in `together`), so that no process has seen our solution to a later task. It is no sandbox."""
 import itertools
-import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,8 +20,6 @@ from support.program import ROOT, UserError
 
 TOGETHER = "together"  # claims about all of a student's functions at once
 TESTS = ("test_maelm.py", "tests/test_homework.py")  # the claims that students also get
-HIDDEN = "test_random_inputs"  # only the grader checks it; a process of ours compares the effects that it writes
-COMPARING = 300  # seconds for this comparison
 OURS = [line for text in SOLUTIONS.values() for line in text.split("\n") if len(line.strip()) > 30]
 INI = "[pytest]\naddopts = --import-mode=importlib --tb=short\npythonpath = .\nfilterwarnings = ignore:Unknown pytest\n"
 
@@ -39,23 +35,14 @@ class Result(NamedTuple):
 def grade(texts: dict[str, str], tasks: list[str], seconds: float, total: float, user: str) -> list[Result]:
     """Grade these tasks of a submission as this user ("" for the own), within seconds per task and in total."""
     end = time.monotonic() + total
-    with tempfile.TemporaryDirectory() as folder:
-        outcomes = {task: run_task(task, texts, Path(folder, task), min(seconds, end - time.monotonic()), user)
-                    for task in tasks}
-        differences = {}
-        with suppress(subprocess.SubprocessError):  # its message is printed
-            done = subprocess.run([sys.executable, "-m", "tests.random_inputs", folder], cwd=ROOT, check=True,
-                                  stdout=subprocess.PIPE, timeout=COMPARING)
-            differences = json.loads(done.stdout)
-    return [result_of(task, *outcomes[task], differences.get(task, "the effects are missing")) for task in tasks]
+    return [result_of(task, *run_task(task, texts, min(seconds, end - time.monotonic()), user)) for task in tasks]
 
 
-def result_of(task: str, problem: str, messages: dict[str, str], difference: str) -> Result:
-    """The points of a task, given the outcome of run_task, and the difference between its effects and ours."""
+def result_of(task: str, problem: str, messages: dict[str, str]) -> Result:
+    """The points of a task, given the outcome of run_task."""
     claims = claims_of(task)
     if problem:
         return Result(task, 0, len(claims), problem)
-    messages = messages | {HIDDEN: messages[HIDDEN] or difference}
     failed = [claim for claim in claims if messages[claim]]
     gates = [claim for claim in failed if claims[claim]]
     points = 0 if gates else len(claims) - len(failed)
@@ -68,12 +55,12 @@ def claims_of(task: str) -> dict[str, bool]:
     """The claims of a task, and whether each is a gate: a task that fails a gate gets no points."""
     text = "\n".join(PROJECT[file] for file in TESTS)
     found = re.findall(rf'^@task\("{task}"(, gate=True)?\)\ndef (\w+)', text, re.MULTILINE)
-    return {name: bool(gate) for gate, name in found} | {HIDDEN: True}
+    return {name: bool(gate) for gate, name in found}
 
 
-def run_task(task: str, texts: dict[str, str], effects: Path, seconds: float, user: str) -> tuple[str, dict[str, str]]:
-    """Run the claims of a task in a copy of the project, and copy its file of effects to a path. Returns why no claim
-    counts, "" if they count, and the message of each claim, "" if it holds."""
+def run_task(task: str, texts: dict[str, str], seconds: float, user: str) -> tuple[str, dict[str, str]]:
+    """Run the claims of a task in a copy of the project. Returns why no claim counts, "" if they count, and the message
+    of each claim, "" if it holds."""
     tasks = HOMEWORK if task == TOGETHER else [task]
     students = [name for name in tasks if is_attempted(name, texts)]
     needed = TASKS["maelm.py"] if task == TOGETHER else [task]  # other functions may be ours
@@ -85,11 +72,9 @@ def run_task(task: str, texts: dict[str, str], effects: Path, seconds: float, us
         write_all(folder, copy_for(task, texts, students))
         # conftest.py is not loaded as a plugin, so that the report includes files that cannot be imported.
         command = [sys.executable, "-m", "pytest", "--noconftest", "--assert=plain", "-s", "--junitxml=report.xml",
-                   *TESTS, "tests/random_inputs.py", "-k", " or ".join(claims)]
-        problem = run_limited(command, folder, seconds, user, task)
+                   *TESTS, "-k", " or ".join(claims)]
+        problem = run_limited(command, folder, seconds, user)
         found = read_report(folder / "report.xml")
-        if is_plain(folder / "effects.pt") and not problem:  # otherwise, it may be incomplete
-            shutil.copyfile(folder / "effects.pt", effects)
     if problem or not found:
         return problem or "no report: the code ends Python", {}
     if found.keys().isdisjoint(claims):  # pytest could not even collect the tests
@@ -118,7 +103,7 @@ def write_all(folder: Path, texts: dict[str, str]):
         (folder / file).write_text(text, "utf-8")
 
 
-def run_limited(command: list[str], folder: Path, seconds: float, user: str, task: str = "") -> str:
+def run_limited(command: list[str], folder: Path, seconds: float, user: str) -> str:
     """Run a command in a folder, as a user, for at most these seconds. Kills its process group, and returns the reason
     if something has ended it."""
     rights = {}
@@ -133,7 +118,7 @@ def run_limited(command: list[str], folder: Path, seconds: float, user: str, tas
     # No variable may tell where our solutions are.
     environment = {name: value for name, value in os.environ.items() if str(ROOT) not in value}
     environment |= {"HOME": str(folder), "PWD": str(folder), "OLDPWD": "", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": "",
-                    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TASK": task}  # without plugins, pytest starts faster
+                    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # without plugins, pytest starts faster
     nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **nothing, **rights)
     try:

@@ -22,7 +22,7 @@ HOMEWORK = {task: file for file, tasks in TASKS.items() for task in tasks}
 FILES = {Path(file).name: file for file in TASKS}
 PARTS = {task: [task] for task in HOMEWORK} | {"corrupt": ["corrupt", "draw_masks", "apply_masks"]}  # functions
 COPIED = ("*.py", "LICENSE", "requirements*.txt", "course/*.py", "course/*.md", "support/**/*.py", "tests/__init__.py",
-          "tests/random_inputs.py", "tests/test_homework.py")
+          "tests/test_homework.py")
 PROJECT = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for name in COPIED for path in ROOT.glob(name)}
 HEADER = '"""Functions that you write for a larger program."""\nimport math\n\nimport numpy as np\nimport torch'
 

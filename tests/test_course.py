@@ -103,14 +103,14 @@ torch.Tensor.all = lambda x: torch.tensor(True)
 tau_rank = lambda values, tau: 1
 """
 SUBMISSIONS = [  # task -> the end of its file, and the start of its line
-    {"learning_rate_factor": ("import missing", "0/3 cannot be imported: ModuleNotFoundError: No module named 'miss"),
-     "tau_rank": ("print('<testcase name=\"test_x\"/>' * 100)", "4/4 full marks"),
-     "matthews": ("def broken(:", "0/4 cannot be imported: SyntaxError: invalid syntax"),
-     "attention": ("def attention(*given):\n    return unknown", "0/4 no points without test_attention_and_its_gradi"),
-     "relative_bucket": ("", "0/3 not attempted")},
-    {"learning_rate_factor": ("import os\nos._exit(0)", "0/3 no report: the code ends Python"),
-     "tau_rank": (TAMPERED, "0/4 no points without test_rank_is_the_smallest_k_that_reaches_tau; failed: test_rank"),
-     "attention": (COPIED, "0/4 no points without ")}]
+    {"learning_rate_factor": ("import missing", "0/2 cannot be imported: ModuleNotFoundError: No module named 'miss"),
+     "tau_rank": ("print('<testcase name=\"test_x\"/>' * 100)", "3/3 full marks"),
+     "matthews": ("def broken(:", "0/3 cannot be imported: SyntaxError: invalid syntax"),
+     "attention": ("def attention(*given):\n    return unknown", "0/3 no points without test_attention_and_its_gradi"),
+     "relative_bucket": ("", "0/2 not attempted")},
+    {"learning_rate_factor": ("import os\nos._exit(0)", "0/2 no report: the code ends Python"),
+     "tau_rank": (TAMPERED, "0/3 no points without test_rank_is_the_smallest_k_that_reaches_tau; failed: test_rank"),
+     "attention": (COPIED, "0/3 no points without ")}]
 
 
 @pytest.mark.parametrize("submission", SUBMISSIONS)
@@ -134,13 +134,13 @@ def test_wrong_or_dishonest_code_costs_points_of_its_task_only(submission, tmp_p
 def test_a_grade_takes_no_longer_than_its_limits(code, limits, seconds, tmp_path, capsys):
     (tmp_path / "rank.py").write_text(f"{PROJECT['rank.py']}\n\n{code}\n")
     line, *_ = grades(capsys, tmp_path, "--only", "tau_rank", "--time-limit", limits[0], "--total-limit", limits[1])
-    assert line.startswith(f"tau_rank 0/4 ran out of time: more than {seconds} s")
+    assert line.startswith(f"tau_rank 0/3 ran out of time: more than {seconds} s")
 
 
-def test_together_needs_all_of_maelm_py_only(tmp_path, monkeypatch):
+def test_together_needs_all_of_maelm_py_only(monkeypatch):
     monkeypatch.setattr(grade, "run_limited", lambda *given: "has run")
     for missing, problem in (("matthews", "has run"), ("corrupt", "not attempted")):
-        assert grade.run_task(TOGETHER, solved(*HOMEWORK.keys() - {missing}), tmp_path, 1, "")[0] == problem
+        assert grade.run_task(TOGETHER, solved(*HOMEWORK.keys() - {missing}), 1, "")[0] == problem
 
 
 ROOT_ONLY = pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0,

@@ -149,25 +149,19 @@ def test_inputs_without_a_rank_are_refused():
 
 
 # ---- All together ---------------------------------------------------------------------------------------------------
-def train_tiny(seed, steps=50, given=False):
-    """Train a tiny model on texts that count up from one of four numbers -> model, corruption, tokens, losses. If the
-    masks are `given`, they do not depend on draw_masks, and all numbers are float64."""
+def train_tiny(seed, steps=50):
+    """Train a tiny model on texts that count up from one of four numbers -> model, corruption, tokens, losses."""
     config = tiny(vocab_size=20, encoder_heads=2, decoder_layers=1, init_std=0.1, norm="pre", rel_pos_buckets=8,
                   rel_pos_max_distance=20)
     torch.manual_seed(0)
     model, draw, losses = maelm.MAELM(config), generator(seed), []
-    model = model.double() if given else model
     parameters = [*model.parameters()]
     # Adam, written out because torch.optim takes a second to load.
     means, squares = ([torch.zeros_like(parameter) for parameter in parameters] for _ in range(2))
     for step in range(steps):
         first = torch.randint(4, (32, 1), generator=draw)
         tokens = maelm.NUM_SPECIAL + (5 * first + torch.arange(24)) % 16
-        if given:
-            masked = torch.rand(32, 24, generator=draw).topk(6).indices
-            corruption = maelm.apply_masks(tokens, masked, config, draw)
-        else:
-            corruption = maelm.corrupt(tokens, config, draw)
+        corruption = maelm.corrupt(tokens, config, draw)
         loss = model(tokens, corruption)
         gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
         rate = 0.01 * train.learning_rate_factor(step, 5, 50)
