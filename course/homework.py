@@ -1,12 +1,6 @@
 """The homework: its tasks, our functions as blanks and as solutions, and the files that students hand in."""
 import ast
-import itertools
-import re
-import shutil
-import tempfile
 import textwrap
-from contextlib import suppress
-from difflib import SequenceMatcher
 from pathlib import Path
 
 from support.program import ROOT, UserError
@@ -91,56 +85,11 @@ def is_attempted(task: str, texts: dict[str, str]) -> bool:
         return True
 
 
-def alike(students: dict[str, dict[str, str]]) -> list[str]:
-    """Pairs of submissions, or of a submission and our solution, with functions of nearly the same syntax tree. Names,
-    constants and comments do not matter. Short functions are left out, because they agree by chance."""
-    trees = {part: {} for part in SOLUTIONS}
-    for (student, texts), task in itertools.product(({"our solution": PROJECT} | students).items(), HOMEWORK):
-        with suppress(SyntaxError, ValueError):
-            for part, node in definitions(task, texts).items():
-                tree = [type(inner).__name__ for inner in ast.walk(node)]
-                if len(tree) > 80:  # about five lines
-                    trees[part][student] = tree
-    pairs = {}
-    for part, of_part in trees.items():
-        for two in itertools.combinations(of_part, 2):
-            match = SequenceMatcher(None, *[of_part[student] for student in two], autojunk=False)
-            if match.quick_ratio() > 0.95 and match.ratio() > 0.95:  # an upper bound first: ratio is slow
-                pairs.setdefault(two, []).append(part)
-    return [f"{', '.join(two)}: {', '.join(parts)}" for two, parts in sorted(pairs.items(), key=lambda x: -len(x[1]))]
-
-
-def submissions(path: Path) -> list[Path]:
-    """The entries of a class, which is a folder with a zip or several folders, but no homework; otherwise, the path."""
-    entries = sorted(path.glob("[!._]*"))
-    if any(entry.name in FILES for entry in entries):
-        return [path]
-    is_class = any(entry.suffix.lower() == ".zip" for entry in entries) or sum(map(Path.is_dir, entries)) > 1
-    return entries if is_class else [path]
-
-
 def read(path: Path) -> dict[str, str]:
-    """The texts of the homework's files, by their names, in a folder, a zip or a file. Raises UserError for none."""
-    if path.suffix.lower() == ".zip":
-        with tempfile.TemporaryDirectory() as folder:
-            shutil.unpack_archive(path, folder, "zip")
-            return read(Path(folder))
-    found = [each for each in (path, *path.rglob("*")) if is_plain(each) and not path.is_symlink()]
-    found.sort(key=lambda each: len(each.parts))  # the nearest first
+    """The texts of the homework's files, by their names, in a folder: of several with the same name, the nearest."""
     texts = {}
     for name, file in FILES.items():
-        same = [each for each in found if each.name == name]
-        same = same or [each for each in found if re.sub(r" ?\(\d+\)", "", each.name) == name]  # downloaded twice
-        if len(same) > 1 and len(same[0].parts) == len(same[1].parts):
-            raise UserError(f"two files are named {name}; delete one or, for a class, unpack it into a folder")
-        if same:
-            texts[file] = same[0].read_text("utf-8-sig", "replace")
-    if not texts:
-        names = ", ".join(each.name for each in found[:9]) or "nothing"
-        raise UserError(f"found {names}; a folder or zip must have files named {', '.join(FILES)}")
+        found = [each for each in path.rglob(name) if each.is_file() and not each.is_symlink()]  # a link may lead to ours
+        if found:
+            texts[file] = min(found, key=lambda each: len(each.parts)).read_text("utf-8-sig", "replace")
     return texts
-
-
-def is_plain(path: Path) -> bool:
-    """Whether a path is a file, but no link, which could lead to ours, and not from macOS or an installed package."""
-    return path.is_file() and not path.is_symlink() and {"__MACOSX", "site-packages"}.isdisjoint(path.parts)

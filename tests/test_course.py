@@ -4,9 +4,7 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import zipfile
-from pathlib import Path
 
 import nbformat
 import pytest
@@ -17,7 +15,7 @@ import rank
 from course import assign, grade, lecture
 from course.assign import main
 from course.grade import TESTS, TOGETHER, Result, claims_of, run_limited
-from course.homework import BLANKS, HANDED_OUT, HOMEWORK, PARTS, PROJECT, SOLUTIONS, alike, is_attempted, source
+from course.homework import BLANKS, HANDED_OUT, HOMEWORK, PARTS, PROJECT, SOLUTIONS, is_attempted, source
 from maelm import Attention
 from support.program import read_json
 from tests.common import ROOT, fails, write_corpus
@@ -37,14 +35,6 @@ def write(folder, texts):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(text)
     return folder
-
-
-def write_zip(path, texts):
-    """Write files to a zip; returns its path."""
-    with zipfile.ZipFile(path, "w") as archive:
-        for file, text in texts.items():
-            archive.writestr(file, text)
-    return path
 
 
 def grades(capsys, *arguments):
@@ -95,7 +85,6 @@ def test_every_assert_of_a_task_has_a_message():
 
 
 # ---- The grades -----------------------------------------------------------------------------------------------------
-COPIED = f"def attention(*given):\n    raise AssertionError({SOLUTIONS['MAELM.forward']!r})"
 TAMPERED = """
 import sys
 sys.modules["conftest"].close = lambda *given, **more: None
@@ -109,8 +98,7 @@ SUBMISSIONS = [  # task -> the end of its file, and the start of its line
      "attention": ("def attention(*given):\n    return unknown", "0/3 no points without test_attention_and_its_gradi"),
      "relative_bucket": ("", "0/2 not attempted")},
     {"learning_rate_factor": ("import os\nos._exit(0)", "0/2 no report: the code ends Python"),
-     "tau_rank": (TAMPERED, "0/3 no points without test_rank_is_the_smallest_k_that_reaches_tau; failed: test_rank"),
-     "attention": (COPIED, "0/3 no points without ")}]
+     "tau_rank": (TAMPERED, "0/3 no points without test_rank_is_the_smallest_k_that_reaches_tau; failed: test_rank")}]
 
 
 @pytest.mark.parametrize("submission", SUBMISSIONS)
@@ -125,84 +113,44 @@ def test_wrong_or_dishonest_code_costs_points_of_its_task_only(submission, tmp_p
         assert any(line.startswith(f"{task} {start}") for line in lines), found
     tests = read_json(tmp_path / "results.json")["tests"]
     scores = [int(start[0]) for _, start in submission.values()]
-    assert [test["score"] for test in tests] == scores and found[-1].startswith(f"total {sum(scores)}/")
-    assert not lines_of(SOLUTIONS["MAELM.forward"]) & lines_of("\n".join(found))
+    assert [test["score"] for test in tests] == scores and f": total {sum(scores)}/" in found[-1]
     assert not any(scores) or any(re.match(r" +maelm.py:\d+: in attention", line) for line in found)
 
 
-@pytest.mark.parametrize("code, limits, seconds", [("while True: pass", [1, 999], 1), ("", [120, 1e-9], 0)])
-def test_a_grade_takes_no_longer_than_its_limits(code, limits, seconds, tmp_path, capsys):
-    (tmp_path / "rank.py").write_text(f"{PROJECT['rank.py']}\n\n{code}\n")
-    line, *_ = grades(capsys, tmp_path, "--only", "tau_rank", "--time-limit", limits[0], "--total-limit", limits[1])
-    assert line.startswith(f"tau_rank 0/3 ran out of time: more than {seconds} s")
+def test_a_grade_takes_no_longer_than_its_limit(tmp_path, capsys):
+    (tmp_path / "rank.py").write_text(f"{PROJECT['rank.py']}\n\nwhile True: pass\n")
+    line, *_ = grades(capsys, tmp_path, "--only", "tau_rank", "--time-limit", 1)
+    assert line.startswith("tau_rank 0/3 ran out of time: more than 1 s")
 
 
 def test_together_needs_all_of_maelm_py_only(monkeypatch):
     monkeypatch.setattr(grade, "run_limited", lambda *given: "has run")
     for missing, problem in (("matthews", "has run"), ("corrupt", "not attempted")):
-        assert grade.run_task(TOGETHER, solved(*HOMEWORK.keys() - {missing}), 1, "")[0] == problem
+        assert grade.run_task(TOGETHER, solved(*HOMEWORK.keys() - {missing}), 1)[0] == problem
 
 
-ROOT_ONLY = pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0,
-                               reason="only root may run code as another user")
+def test_processes_that_the_code_has_started_end_with_it(tmp_path):
+    os.mkfifo(tmp_path / "late")
+    late = os.open(tmp_path / "late", os.O_RDONLY | os.O_NONBLOCK)
+    script = "sh -c 'echo hi; touch ready; sleep 600' > late & while [ ! -e ready ]; do sleep 0.1; done"
+    assert run_limited(["sh", "-c", script], tmp_path, 60) == ""
+    os.set_blocking(late, True)
+    assert os.read(late, 99) == b"hi\n" and os.read(late, 99) == b""  # the end: nobody can write any more
+    os.close(late)
 
 
-@pytest.mark.parametrize("user", ["", pytest.param("nobody", marks=ROOT_ONLY)])
-def test_processes_that_the_code_has_started_end_with_it(user):
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        os.mkfifo(folder / "late")
-        late = os.open(folder / "late", os.O_RDONLY | os.O_NONBLOCK)
-        child = f"{'setsid' if user else ''} sh -c 'echo hi; touch ready; sleep 600'"  # also in a session of its own
-        script = f"{child} > late & while [ ! -e ready ]; do sleep 0.1; done"
-        assert run_limited(["sh", "-c", script], folder, 60, user) == ""
-        os.set_blocking(late, True)
-        assert os.read(late, 99) == b"hi\n" and os.read(late, 99) == b""  # the end: nobody can write any more
-        os.close(late)
-
-
-def test_every_entry_of_a_class_has_a_line_and_a_row(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(assign, "grade", lambda texts, tasks, *limits: [  # without running the claims
+def test_the_nearest_file_of_each_folder_is_graded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(assign, "grade", lambda texts, tasks, limit: [  # without running the claims
         Result(task, 4 * is_attempted(task, texts), 4, "as nothing has run") for task in tasks])
-    room, both, one = tmp_path / "class", solved("attention", "corrupt"), solved("corrupt")["maelm.py"]
-    write(room / "anna/hand in", both)
-    write(room / "anna/hand in/backup", {"maelm.py": one})
-    write_zip(room / "ben.zip", {"homework/maelm.py": one, "__MACOSX/maelm.py": "no Python", "homework/pytest.ini": ""})
-    write_zip(room / "cleo.ZIP", {"maelm.py": "\ufeff" + one, "venv/lib/site-packages/x/maelm.py": both["maelm.py"]})
-    (room / "dan.zip").write_bytes((room / "ben.zip").read_bytes()[:90])
-    write_zip(room / "eve.zip", {"inner.zip": "", "maelm (1).py": both["maelm.py"]})
-    (room / "fay.tar.gz").touch()
-    write(room / "gil", {"a/maelm.py": one, "b/maelm.py": one})
-    (room / "hal").mkdir()
-    (room / "hal/maelm.py").symlink_to(ROOT / "maelm.py")
-    (room / "ian").symlink_to(ROOT)
-    expected = ["anna: 8/8", "ben.zip: 4/8", "cleo.ZIP: 4/8", "dan.zip: 0/8; cannot be read: ",
-                "eve.zip: 8/8",
-                "fay.tar.gz: 0/8; cannot be read: found fay.tar.gz; a folder",
-                "gil: 0/8; cannot be read: two files are named maelm.py", "hal: 0/8; cannot be read: found nothing",
-                "ian: 0/8; cannot be read: found nothing"]
-    found = grades(capsys, room, "--only", "attention", "corrupt", "--out", tmp_path / "out")
-    expected.append("nearly equal, for you to read: our solution, anna: ")
-    assert len(found) >= len(expected) and all(map(str.startswith, found, expected)), found
-    table = (tmp_path / "out/grades.csv").read_text().splitlines()
-    assert table[:3] == ["student,total,attention,corrupt", "anna,8,4,4", "ben.zip,4,0,4"] and len(table) == 10
-    assert (tmp_path / "out/ben.zip.txt").read_text().startswith("attention 0/4 ")
-    assert grades(capsys, room / "anna/hand in/maelm.py", "--only", "attention") == [
-        "attention 4/4 as nothing has run", "total 4/4"]
-    assert "mistyped" in fails(lambda: main(["--grade", str(tmp_path / "mistyped")]), capsys)
-    results = tmp_path / "results.json"
-    main(["--grade", str(room), "--only", "attention", "--json", str(results)])  # Gradescope's submission is no class
-    assert read_json(results)["output"].startswith("cannot be read: two files")
-
-
-def test_functions_of_nearly_the_same_syntax_tree_are_listed():
-    ours = SOLUTIONS["apply_masks"]
-    copied = re.sub(r"\bm\b", "count", ours).replace("is_masked", "hidden").replace("    B, ", "    # all\n    B, ")
-    other = "def apply_masks(tokens, masked):\n" + "    tokens = tokens + masked[0, :4].sum() * 2\n" * 9
-    texts = {name: {"maelm.py": text} for name, text in dict(anna=copied, ben=other, cleo="def broken(:").items()}
-    assert alike(texts) == ["our solution, anna: apply_masks"]
-    assert alike({"dan": texts["ben"], "eve": {"maelm.py": other.replace("tokens +", "tokens -")}}) == [
-        "dan, eve: apply_masks"]
+    both, one = solved("attention", "corrupt"), solved("corrupt")["maelm.py"]
+    write(tmp_path / "anna/hand in", both)
+    write(tmp_path / "anna/hand in/backup", {"maelm.py": one})
+    write(tmp_path / "ben", {"maelm.py": "\ufeff" + one})
+    found = grades(capsys, tmp_path / "anna", tmp_path / "ben", "--only", "attention", "corrupt")
+    assert [line.rpartition("/")[2] for line in found if "total" in line] == ["8", "8"] and "attention 0/4 as" in found[3]
+    (tmp_path / "hal").mkdir()
+    (tmp_path / "hal/maelm.py").symlink_to(ROOT / "maelm.py")
+    assert "hal: has no file named" in fails(lambda: main(["--grade", str(tmp_path / "hal")]), capsys)
 
 
 def test_the_last_definition_of_a_function_counts():

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Gradescope runs this once, as root, to build an assignment's image. Students' code runs as maelm-student, who needs a
-# Python outside /root.
+# Gradescope runs this once, as root, to build an assignment's image.
 set -euo pipefail
 cd /autograder/source/maelm
 apt-get update
@@ -11,4 +10,3 @@ export UV_PYTHON_INSTALL_DIR=/opt/python VIRTUAL_ENV=/opt/maelm
 /opt/uv/bin/uv venv --managed-python --python 3.12 /opt/maelm
 /opt/uv/bin/uv pip install "$(grep '^torch=' requirements.txt)" --index-url https://download.pytorch.org/whl/cpu
 /opt/uv/bin/uv pip install -r requirements.txt "$(grep '^pytest=' requirements-test.txt)"
-useradd --system --shell /usr/sbin/nologin maelm-student
