@@ -28,7 +28,7 @@ from tqdm import tqdm
 from rank import CENTERINGS, VECTORS_PER_DIM, Moments, tau_rank
 from support.model.build import seed_of
 from support.model.optim import set_rates
-from support.model.subjects import Pretrained, hidden_states, pretrained_of
+from support.model.subjects import Pretrained, hidden_states
 from support.program import Parser, UserError, add_flags, clear_errors, code_hash, compare, fields_of, json_lines
 from support.program import lock_folder, path_of, read_json, read_lines, short_name, write_json, write_text
 from support.tasks import probe
@@ -301,7 +301,7 @@ def parse(argv) -> argparse.Namespace:
     """Read and check the command line. The result has only those fields of TuneConfig that were given."""
     parser = Parser("finetune.py", __doc__)
     add = parser.add_argument
-    add("--init", default="out/toy", help="run folder, checkpoint, random:FOLDER or, to probe, hf:MODEL [%(default)s]")
+    add("--init", default="out/toy", help="run folder, checkpoint or random:FOLDER [%(default)s]")
     add("--out", type=path_of, help="folder for all results [out/TASK-INIT, and -mean or -cls with --frozen]")
     add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
     add("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight tasks [%(default)s]")
@@ -321,8 +321,6 @@ def parse(argv) -> argparse.Namespace:
         raise UserError("--task custom: needs --data, a folder with a file train")
     if flags.seeds is not None and flags.seeds < 1:
         raise UserError(f"seeds={flags.seeds}: use 1 or more")
-    if flags.init.startswith("hf:") and not flags.frozen:
-        raise UserError(f"--init {flags.init}: an encoder of the Hub can only be probed; add --frozen")
     if flags.frozen and (flags.sweep or not given.keys() <= {*PROBED} or flags.task == "squad2"):
         raise UserError(f"--frozen {flags.frozen}: no --sweep, no squad2, and no settings but {', '.join(PROBED)}")
     return flags
@@ -335,7 +333,7 @@ def main(argv=None):
         parts = filter(None, [flags.task, short_name(flags.init), flags.frozen])
         folder = flags.out or Path("out", "-".join(parts))
         tasks = GLUE if flags.task == "glue" else [flags.task]
-        pretrained = pretrained_of(flags.init)
+        pretrained = Pretrained(flags.init)
         examples = {task: read_task(task, flags.data, pretrained.settings) for task in tasks}  # finds errors early
         summaries = []
         for task in tasks:

@@ -250,15 +250,17 @@ def main(argv=None):
         flags = parser.parse_args(argv)
         options = RankOptions(**fields_of(RankOptions, vars(flags)))
         for name in flags.models:  # checked before the first measurement
-            if not name.startswith("hf:") and not path_of(name.removeprefix("random:")).exists():
+            if name.startswith("hf:"):
+                if options.probe:
+                    raise UserError(f"--probe {options.probe}: only for runs, not for {name}")
+            elif not path_of(name.removeprefix("random:")).exists():
                 raise UserError(f"{name}: no such run folder or checkpoint; make one with train.py, or name hf:MODEL")
         out = path_of(options.out or f"out/{'-'.join(['rank', *map(short_name, flags.models)])}")
         device = make_worker("fp32", options.device).device
         selected = {name: value for name, value in fields_of(Text, asdict(options)).items() if value}
         entries = {}
-        own = [name for name in flags.models if not name.startswith("hf:")]
-        if options.probe and own and not any(name.startswith("random:") for name in own):
-            flags.models.append(f"random:{own[0]}")  # how much of a score does training explain?
+        if options.probe and not any(name.startswith("random:") for name in flags.models):
+            flags.models.append(f"random:{flags.models[0]}")  # how much of a score does training explain?
         for name in flags.models:
             if name.startswith("hf:"):
                 subject = subject_of_hub(name, selected, options.tokens, options.seq_len, device)

@@ -21,7 +21,6 @@ import tests.test_tasks
 from conftest import tiny
 from maelm import CLS, SEP
 from support import export
-from support.model import subjects
 from support.model.heads import ClassifierHead
 from support.program import UserError, json_lines, read_json, read_lines, write_text
 from support.tasks import probe, tasks
@@ -30,7 +29,6 @@ from support.tasks.squad import Spans
 from support.tasks.tasks import Example, Labels, Question
 from support.text.tokenizer import Tokenizer
 from tests.common import fails, little_documents, sentence
-from tests.test_hub import write_hub_model
 from tests.test_tasks import write_glue
 
 CONTEXT = f"{sentence(0)} İstanbul'da  ÇOK \"naïve\" café—数学🙂 ΣΑΣα [MASK]\tend.\u00a0x {sentence(18)}"
@@ -297,16 +295,12 @@ def test_glue_is_the_average_of_eight_tasks(finished, tmp_path, monkeypatch):
 
 
 # ---- Layers ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["own", "hub"])
-def test_all_layers_are_those_of_single_runs_and_of_rank(kind, finished, text, figures, tmp_path, monkeypatch):
+def test_all_layers_are_those_of_single_runs_and_of_rank(finished, text, figures, tmp_path, monkeypatch):
     (tmp_path / "sst2").mkdir()
     for split, start, stop in (("train", 0, 60), ("validation", 100, 140)):
         rows = [{"sentence": sentence(i)[:9 + i % 9], "label": i % 4 % 2} for i in range(start, stop)]
         pandas.DataFrame(rows).to_parquet(tmp_path / f"sst2/{split}.parquet")
     init = str(finished)
-    if kind == "hub":
-        model, tokenizer = write_hub_model(tmp_path / "hub")
-        init = f"hf:{tmp_path}/hub"
     command = f"--task sst2 --data {tmp_path} --init {init} --frozen cls".split()
     finetune.main([*command, "--layer", "all", "--out", str(tmp_path / "all")])
     finetune.main([*command, "--layer", "1", "--out", str(tmp_path / "one")])
@@ -318,13 +312,7 @@ def test_all_layers_are_those_of_single_runs_and_of_rank(kind, finished, text, f
     rank.main([init, "--data", str(text), "--val-share", "1", "--probe", "sst2", "--out", str(tmp_path / "rank")])
     models = read_json(tmp_path / "rank/rank.json")["models"]
     assert models[init]["probe"]["cls"] == [result["median"] for result in every["layers"].values()]
-    assert [*models] == ([init, f"random:{init}"] if kind == "own" else [init])
+    assert [*models] == [init, f"random:{init}"]
     for pooling, panel in zip(models[init]["probe"], figures[0].axes[2:]):
         drawn = {line.get_label(): [*line.get_ydata()] for line in panel.get_lines()}
         assert drawn == {name: entry["probe"][pooling] for name, entry in models.items()}
-    if kind == "hub":
-        batch = tokenizer(["my friend has", "a"], padding=True, return_tensors="pt")
-        ids, mask = batch["input_ids"], batch["attention_mask"]
-        found = subjects.hidden_states(subjects.pretrained_of(init).new_encoder(0), ids, mask == 0)
-        theirs = model.base_model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
-        torch.testing.assert_close(found, [*theirs])

@@ -218,7 +218,7 @@ def test_a_missing_encoder_is_not_measured(hub, tmp_path, capsys):
     model, _ = write_hub_model(tmp_path / "hub")
     renamed = {f"x.{name}": weight.clone() for name, weight in model.state_dict().items()}
     (tmp_path / "hub/model.safetensors").write_bytes(save(renamed))
-    assert "lacks weights of the encoder" in fails(lambda: rank.main([f"hf:{tmp_path}/hub", "--out=out"]), capsys)
+    assert "whose weights are all there" in fails(lambda: rank.main([f"hf:{tmp_path}/hub", "--out=out"]), capsys)
 
 
 def test_hf_names_work_in_every_program(tmp_path, monkeypatch):

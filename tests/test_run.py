@@ -206,7 +206,6 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
         ("encoder_heads", 7), ("encoder_heads", 0), ("seq_len", 1))],
     (finetune, "--init RUN --frozen --epochs 2", "no settings but seq_len, batch_size, l2"),
     (finetune, "--init RUN --frozen --layer -1", "layer='-1'"),
-    (finetune, "--init hf:any", "--init hf:any: .*add --frozen"),
     (finetune, "--task custom", "--task custom: needs --data"),
     (finetune, "--init RUN --task rte --data no/such", "--task rte: its train split has no examples; see --data"),
     (rank, "RUN --val-share 5", "val_share=5.0: use 0 to 1"),

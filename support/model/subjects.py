@@ -1,11 +1,10 @@
-"""Encoders from runs or from the Hub, for fine-tuning, probes and ranks, and the texts whose ranks are measured."""
+"""Encoders from runs, for fine-tuning, probes and ranks; from the Hub, for ranks; and the texts that these read."""
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import tokenizers
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -17,7 +16,7 @@ from support.program import UserError, fields_of, short_hash
 from support.text.corpus import Rows, Text, corpus_of_run, documents, in_validation, sample
 
 
-# ---- 1. An encoder of a run, or of the Hub ---------------------------------------------------------------------
+# ---- 1. An encoder of a run ----------------------------------------------------------------------------------
 class Pretrained:
     """The encoder of a run; `random:` keeps only its shape and tokenizer. Raises UserError if it is missing."""
     def __init__(self, name: str):
@@ -40,64 +39,6 @@ class Pretrained:
         if self.weights is not None:
             encoder.load_state_dict(self.weights)
         return encoder
-
-
-class HubPretrained(Pretrained):
-    """An encoder that transformers' AutoModel loads, in fp32; its own code never runs. It can be probed, not tuned."""
-    def __init__(self, name: str):
-        library, source = transformers_library(), name.removeprefix("hf:")
-        how = dict(trust_remote_code=False)
-        try:
-            model, loading = library.AutoModel.from_pretrained(source, output_loading_info=True, **how)
-            tokenizer = library.AutoTokenizer.from_pretrained(source, **how)
-        except Exception as error:  # a damaged file can make it raise anything
-            raise UserError(f"{name}: transformers cannot load it without its own code ({str(error):.99})") from error
-        missing = [key for key in loading["missing_keys"] if not key.startswith("pooler.")]
-        if missing:
-            raise UserError(f"{name}: it lacks weights of the encoder, such as {min(missing)}")
-        self.frame = tokenizer.cls_token_id, tokenizer.sep_token_id
-        self.mask_id = tokenizer.mask_token_id
-        if None in (*self.frame, self.mask_id) or model.config.is_encoder_decoder or not tokenizer.is_fast:
-            raise UserError(f"{name}: use an encoder trained with MLM, whose tokenizer has [CLS], [SEP] and [MASK]")
-        self.encoder = HubEncoder(model.float().eval())
-        self.hub_tokenizer = tokenizer
-        self.tokenizer = self  # for `framed`
-        self.uncased = False  # nothing is known
-        self.settings = {}
-        self.step = None
-        # RoBERTa counts positions from its padding id plus 1, so it reads 512 tokens with 514 positions. XLNet has -1.
-        positions = getattr(model.config, "max_position_embeddings", 514) - 2
-        n = min(tokenizer.model_max_length, positions if positions > 0 else 512)
-        layers, d = model.config.num_hidden_layers, model.config.hidden_size
-        self.config = Config(encoder_layers=layers, encoder_dim=d, seq_len=n)  # what probes read
-
-    def new_encoder(self, seed: int) -> nn.Module:
-        return self.encoder
-
-    def framed(self) -> tokenizers.Tokenizer:
-        """A copy of the tokenizer that adds [CLS] and [SEP] to one or two texts."""
-        model = tokenizers.Tokenizer.from_str(self.hub_tokenizer.backend_tokenizer.to_str())
-        model.no_padding()
-        model.encode_special_tokens = True  # special tokens in a text are read as plain text
-        return model
-
-
-class HubEncoder(nn.Module):
-    """A model of transformers with the interface of maelm.Encoder. It counts positions by itself."""
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def hidden_states(self, tokens, positions, padding=None):
-        mask = torch.ones_like(tokens) if padding is None else (~padding).long()
-        out = self.model(input_ids=tokens, attention_mask=mask, output_hidden_states=True)
-        # In some model families, the last entry of hidden_states lacks the final LayerNorm.
-        return [*out.hidden_states[:-1], out.last_hidden_state]
-
-
-def pretrained_of(name: str) -> Pretrained:
-    """The encoder that a name such as out/toy, random:out/toy or hf:roberta-base means."""
-    return HubPretrained(name) if name.startswith("hf:") else Pretrained(name)
 
 
 def hidden_states(encoder: nn.Module, tokens, padding=None) -> list[Tensor]:
@@ -150,21 +91,34 @@ def subject_of_run(name: str, selected: dict, tokens: int, device: torch.device)
 
 
 def subject_of_hub(name: str, selected: dict, tokens: int, seq_len: int, device: torch.device) -> Subject:
-    """An encoder of the Hub. It reads validation documents of docs, unless fields of a Text are `selected`: about this
-    many tokens, in sequences of seq_len, unless its own limit is lower."""
-    pretrained = HubPretrained(name)
-    tokenizer = pretrained.hub_tokenizer
+    """An encoder that transformers' AutoModel loads, in fp32. It reads validation documents of docs, unless fields of a
+    Text are `selected`: about this many tokens, in sequences of seq_len, unless its own limit is lower."""
+    library, source = transformers_library(), name.removeprefix("hf:")
+    model, loading = library.AutoModel.from_pretrained(source, output_loading_info=True, dtype=torch.float32)
+    tokenizer = library.AutoTokenizer.from_pretrained(source)
+    missing = [key for key in loading["missing_keys"] if not key.startswith("pooler.")]
+    cls, sep, mask = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
+    if missing or None in (cls, sep, mask):
+        raise UserError(f"{name}: use an encoder with [CLS], [SEP] and [MASK] whose weights are all there, not without "
+                        f"{missing[:1]}")
+    model.eval().to(device)
+
+    def encode(tokens):
+        out = model(input_ids=tokens.to(device), output_hidden_states=True)
+        # In some model families, the last entry of hidden_states lacks the final LayerNorm.
+        return [*out.hidden_states[:-1], out.last_hidden_state]
 
     def encode_text(text):
         text = text.replace(tokenizer.mask_token, "")
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    cls, sep = pretrained.frame
+    # RoBERTa counts positions from its padding id plus 1, so it reads 512 tokens with 514 positions. XLNet has -1.
+    positions = getattr(model.config, "max_position_embeddings", 514) - 2
+    n = min(seq_len, tokenizer.model_max_length, positions if positions > 0 else 512)
     text = Text(**selected)
-    rows = text_rows(text, encode_text, ([cls], [sep], [sep]), min(seq_len, pretrained.config.seq_len), tokens)
+    rows = text_rows(text, encode_text, ([cls], [sep], [sep]), n, tokens)
     specials = sorted(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
-    encode = partial(hidden_states, pretrained.encoder.to(device))
-    return Subject(name, encode, rows, text.data, pretrained.mask_id, specials, reads_mask=True)
+    return Subject(name, encode, rows, text.data, mask, specials, reads_mask=True)
 
 
 # ---- 3. Its text --------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from support.model.subjects import hidden_states, pretrained_of
+from support.model.subjects import Pretrained, hidden_states
 from support.program import UserError
 from support.tasks.classification import METRICS, Classification, Encoded, outputs_of, scores
 from support.tasks.tasks import labels_of, read_task, tune_of
@@ -81,9 +81,9 @@ def probe(vectors: dict[str, np.ndarray], train: Encoded, splits: dict[str, Enco
 
 
 def scores_by_layer(name: str, task: str, device: torch.device) -> dict[str, list[float]]:
-    """The main score of a task on dev, in percent, for each pooling: probes of layers 0 to L of an encoder that
-    pretrained_of knows. These are the results of finetune.py --frozen POOLING --layer all."""
-    pretrained = pretrained_of(name)
+    """The main score of a task on dev, in percent, for each pooling: probes of layers 0 to L of an encoder
+    from a run. These are the results of finetune.py --frozen POOLING --layer all."""
+    pretrained = Pretrained(name)
     encoder = pretrained.new_encoder(seed=1).to(device).eval()
     examples = read_task(task, None, pretrained.settings)
     labels = labels_of(task, examples["train"])
