@@ -15,7 +15,6 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +33,7 @@ from support.program import lock_folder, path_of, read_json, read_lines, short_n
 from support.tasks import probe
 from support.tasks.classification import Classification, Encoded, batches, by_length, collate, outputs_of, scores
 from support.tasks.squad import Spans
-from support.tasks.tasks import DEFAULTS, GLUE, PROBED, SWEPT, TASKS, Labels, TuneConfig, grid, hash_of, labels_of
+from support.tasks.tasks import DEFAULTS, GLUE, PROBED, SWEPT, TASKS, TuneConfig, grid, hash_of, labels_of
 from support.tasks.tasks import read_task, tune_of
 from support.tasks.tuned import Tuned, write_tuned
 from support.worker import Worker, make_worker
@@ -43,7 +42,6 @@ from train import learning_rate_factor
 # The kinds of tasks; Classification describes the five methods that the functions below call.
 KINDS = {"classification": Classification, "spans": Spans}
 FIRST_SEED = 1  # of a result; a sweep uses seed 0
-DIVERGED = {"value": None, "metrics": {}, "ranks": None}  # a run whose outputs contain NaN
 
 
 # ---- 1. A task -----------------------------------------------------------------------------------
@@ -51,62 +49,32 @@ class Setup(NamedTuple):
     """Everything that the runs of a task share."""
     task: str
     pretrained: Pretrained
-    examples: dict[str, list]  # by split
-    labels: Labels
+    kind: Classification | Spans
+    train: Encoded
+    splits: dict[str, Encoded]  # dev, which chooses checkpoints; dev_mm of MNLI; test of custom
     metric: str  # selects checkpoints, and is the value of a run
     frozen: str  # "" to fine-tune; the pooling of a linear probe
-    layers: list[int]  # to probe
-    vectors: dict  # of the seed that is probed: split -> (N, layers, d)
     worker: Worker
     out: Path
-    # From the settings of a job, by with_settings:
-    tune: TuneConfig | None = None
-    kind: Classification | Spans | None = None
-    train: Encoded | None = None
-    splits: dict[str, Encoded] | None = None  # dev, which chooses checkpoints; dev_mm of MNLI; test of custom
 
 
-def make_setup(task: str, pretrained: Pretrained, examples: dict[str, list], out: Path,
+def make_setup(task: str, pretrained: Pretrained, tune: TuneConfig, examples: dict[str, list], out: Path,
                flags: argparse.Namespace, worker: Worker) -> Setup:
-    """Encode the examples of a task, and claim the folder `out` for its runs."""
-    tune = tune_of(task, fields_of(TuneConfig, vars(flags)), pretrained.config.encoder_dim)
+    """Encode the examples of a task, and claim the folder `out` for runs with these settings, data and code. Raises
+    UserError if others are there; the encoder may have moved."""
     labels = labels_of(task, examples["train"])
-    last = pretrained.config.encoder_layers
-    layers = {"last": [last], "all": [*range(last + 1)]}.get(tune.layer) or [int(tune.layer)]
-    if layers[0] > last:
-        raise UserError(f"layer={tune.layer}: use a number from 0 to {last}, or all")
-    setup = Setup(task, pretrained, examples, labels, labels.metrics[0], flags.frozen, layers, {}, worker, out)
-    setup = with_settings(setup, tune)
-    claim(out, recorded(tune, flags.frozen) | {
-        "init": flags.init, "task": task, "weights": pretrained.weights_hash(), "examples": hash_of(examples),
-        "task_settings": repr(TASKS[task]), "sweep": flags.sweep, "frozen": flags.frozen,
-        "code": code_hash()})
-    splits = {"train": setup.train, **setup.splits}
-    print(f"{out}:", *[f"  {split}: {encoded.remark}" for split, encoded in splits.items()], sep="\n")
-    return setup
-
-
-def with_settings(setup: Setup, tune: TuneConfig) -> Setup:
-    """The setup with everything that follows from the settings of a job: dropout, the kind of task, its inputs."""
-    pretrained = setup.pretrained
     pretrained.config = replace(pretrained.config, dropout=tune.dropout)
-    kind = KINDS[TASKS[setup.task].kind](pretrained.tokenizer, pretrained.config, tune, setup.labels)
-    splits = {split: kind.encode(each) for split, each in setup.examples.items()}
-    return setup._replace(tune=tune, kind=kind, train=splits.pop("train"), splits=splits)
-
-
-def recorded(tune: TuneConfig, frozen: str) -> dict:
-    """The settings of a run by name; a linear probe has fewer."""
-    return {name: value for name, value in asdict(tune).items() if name in PROBED or not frozen}
-
-
-def claim(out: Path, record: dict):
-    """Write the settings, data and code of all runs to `out`. Raises UserError if others are there; the encoder may have
-    moved."""
+    kind = KINDS[TASKS[task].kind](pretrained.tokenizer, pretrained.config, tune, labels)
+    splits = {split: kind.encode(each) for split, each in examples.items()}
+    record = asdict(tune) | {
+        "init": flags.init, "task": task, "weights": pretrained.weights_hash(), "examples": hash_of(examples),
+        "task_settings": repr(TASKS[task]), "sweep": flags.sweep, "frozen": flags.frozen, "code": code_hash()}
     path = out / "config.json"
     if path.is_file():
         compare(out, read_json(path), record, record.keys() - {"init"})
     write_json(path, record)
+    print(f"{out}:", *[f"  {split}: {encoded.remark}" for split, encoded in splits.items()], sep="\n")
+    return Setup(task, pretrained, kind, splits.pop("train"), splits, labels.metrics[0], flags.frozen, worker, out)
 
 
 # ---- 2. A run: section 4.1, Tables 5 and 6 -------------------------------------------------------
@@ -137,42 +105,40 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 in evaluate_after:
-            metrics, _ = evaluate(model, setup, ["dev"])
-            if metrics is None:  # diverged: no value, even if an earlier checkpoint had one
-                return DIVERGED
-            value = metrics[setup.metric]
+            value = evaluate(model, setup, tune, ["dev"])[0][setup.metric]
             if best is None or value > best["value"]:
                 best = {"value": value, "step": step + 1}
                 best_weights = copy.deepcopy(model.state_dict())
 
     model.load_state_dict(best_weights)
-    metrics, files = evaluate(model, setup, [*setup.splits])
+    metrics, files = evaluate(model, setup, tune, [*setup.splits])
     if seed == FIRST_SEED:
         write_tuned(setup.out / "encoder.pt", model, setup.pretrained, task=setup.task,
                     labels=list(setup.kind.labels.names), scale=setup.kind.labels.scale, longest=tune.seq_len)
-    return best | {"metrics": metrics, "files": files, "ranks": ranks(model.encoder, setup)}
+    return best | {"metrics": metrics, "files": files, "ranks": ranks(model.encoder, setup, tune)}
 
 
-def evaluate(model: Tuned, setup: Setup, splits: list[str]) -> tuple[dict | None, dict[str, str]]:
-    """The metrics of a model on these splits, None if it diverged, and prediction files by name."""
+def evaluate(model: Tuned, setup: Setup, tune: TuneConfig, splits: list[str]) -> tuple[dict, dict[str, str]]:
+    """The metrics of a model on these splits, and prediction files by name."""
     model.eval()
 
     def decoded(tokens, padding):
         return setup.kind.decode(model(tokens, padding), tokens)
 
-    outputs = {split: outputs_of(decoded, setup.splits[split], setup.tune.batch_size, setup.worker.device)
+    outputs = {split: outputs_of(decoded, setup.splits[split], tune.batch_size, setup.worker.device)
                for split in splits}
     return scores(outputs, setup.kind, setup.splits)
 
 
 @torch.no_grad()
-def ranks(encoder: nn.Module, setup: Setup) -> dict[str, int] | None:
-    """The effective ranks of H^L on the dev split (Table 3); None if there are too few tokens."""
+def ranks(encoder: nn.Module, setup: Setup, tune: TuneConfig) -> dict[str, int] | None:
+    """The effective ranks of H^L on the dev split (Table 3); None if there are too few tokens, or the run has
+    diverged."""
     encoder.eval()
     moments = Moments()
-    for _, tokens, padding, _ in by_length(setup.splits["dev"], setup.tune.batch_size, setup.worker.device):
+    for _, tokens, padding, _ in by_length(setup.splits["dev"], tune.batch_size, setup.worker.device):
         moments.add(hidden_states(encoder, tokens, padding)[-1][~padding])
-    if moments.count < VECTORS_PER_DIM * setup.pretrained.config.encoder_dim:
+    if moments.count < VECTORS_PER_DIM * setup.pretrained.config.encoder_dim or not moments.gram.isfinite().all():
         return None
     return {name: tau_rank(moments.spectrum(centered), 0.9) for name, centered in CENTERINGS.items()}
 
@@ -180,37 +146,15 @@ def ranks(encoder: nn.Module, setup: Setup) -> dict[str, int] | None:
 def probe_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     """Fit a linear model to the vectors of the frozen encoder. Returns its value, metrics, prediction
     files and strength of regularization, but no `ranks`, because they do not change."""
-    if seed not in setup.vectors:  # one pass over the text for all layers
-        encoder = setup.pretrained.new_encoder(seed).to(setup.worker.device).eval()
-        setup.vectors.clear()
-        setup.vectors[seed] = {
-            split: probe.vectors_of(encoder, encoded, setup.frozen, setup.layers, tune.batch_size)
-            for split, encoded in {"train": setup.train, **setup.splits}.items()}
-    place = setup.layers.index(int(tune.layer))
-    vectors = {split: each[:, place] for split, each in setup.vectors[seed].items()}
+    encoder = setup.pretrained.new_encoder(seed).to(setup.worker.device).eval()
+    last = setup.pretrained.config.encoder_layers
+    vectors = {split: probe.vectors_of(encoder, encoded, setup.frozen, [last], tune.batch_size)[:, 0]
+               for split, encoded in {"train": setup.train, **setup.splits}.items()}
     metrics, files, l2 = probe.probe(vectors, setup.train, setup.splits, setup.kind, tune.l2)
-    if metrics is None:
-        return DIVERGED
     return {"value": metrics[setup.metric], "metrics": metrics, "files": files, "l2": l2, "ranks": None}
 
 
 # ---- 3. All runs of a task -----------------------------------------------------------------------
-def or_lowest(value: float | None) -> float:
-    """A value as a number for comparisons; None (a diverged run) is the lowest."""
-    return -math.inf if value is None else value
-
-
-def median(values: Iterable[float | None]) -> float | None:
-    """The median over seeds. A diverged seed (None) counts as the lowest, so the median may be None."""
-    middle = statistics.median([or_lowest(value) for value in values])
-    return middle if math.isfinite(middle) else None
-
-
-def format_number(value: float | None) -> str:
-    """A number as text, or - for None."""
-    return "-" if value is None else f"{value:.2f}"
-
-
 def finish(setup: Setup, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
     """Do the jobs (settings, seed) that runs.jsonl lacks. Returns the runs of all jobs."""
     path = setup.out / "runs.jsonl"
@@ -218,70 +162,53 @@ def finish(setup: Setup, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
     lines = read_lines(path)
     runs = []
     for number, (tune, seed) in enumerate(jobs, start=1):
-        settings = recorded(tune, setup.frozen)
-        done = [line for line in lines if (line["tune"], line["seed"]) == (settings, seed)]
+        done = [line for line in lines if (line["tune"], line["seed"]) == (asdict(tune), seed)]
         if not done:
-            if replace(tune, layer=setup.tune.layer) != setup.tune:  # a point of a sweep
-                setup = with_settings(setup, tune)
             began = time.perf_counter()
-            run = do(setup, tune, seed) | {"tune": settings, "seed": seed}
+            run = do(setup, tune, seed) | {"tune": asdict(tune), "seed": seed}
             run["seconds"] = round(time.perf_counter() - began, 2)
-            for name, text in run.pop("files", {}).items():
+            for name, text in run.pop("files").items():
                 if seed == FIRST_SEED:
                     write_text(setup.out / name, text)
             lines.append(run)
             write_text(path, json_lines(lines))
             done = [run]
         runs += done
-        shown = ("layer", "l2") if setup.frozen else SWEPT
-        values = {name: (settings | runs[-1])[name] for name in shown}
-        setting = "  ".join(f"{name} {x if isinstance(x, str) else f'{x:g}'}" for name, x in values.items())
         seconds = runs[-1]["seconds"]
-        left = timedelta(seconds=round((len(jobs) - number) * seconds))
-        value = format_number(runs[-1]["value"])
-        print(f"{setup.task}  {setting}  seed {seed}  {setup.metric} {value}  {seconds:.0f} s  "
-              f"run {number} of {len(jobs)}, {left} left")
+        shown = {"l2": runs[-1]["l2"]} if setup.frozen else {name: runs[-1]["tune"][name] for name in SWEPT}
+        setting = "  ".join(f"{name} {x:g}" for name, x in shown.items())
+        print(f"{setup.task}  {setting}  seed {seed}  {setup.metric} {runs[-1]['value']:.2f}  {seconds:.0f} s  run "
+              f"{number} of {len(jobs)}, {timedelta(seconds=round((len(jobs) - number) * seconds))} left")
     return runs
 
 
-def run_task(setup: Setup, flags: argparse.Namespace) -> dict:
+def run_task(setup: Setup, tune: TuneConfig, flags: argparse.Namespace) -> dict:
     """Do all runs of a task: the grid with --sweep, then seeds 1, 2, ... Writes result.json: the medians
     over seeds, the ranks before and after fine-tuning (Table 3), and the sweep."""
-    tune = setup.tune
     dim = setup.pretrained.config.encoder_dim
     sweep = []
     if flags.sweep:
         # Seed 0, because the choice must not depend on the seeds of the result.
         sweep = finish(setup, [(point, 0) for point in grid(setup.task, tune, dim, vars(flags))])
-        sweep.sort(key=lambda run: or_lowest(run["value"]), reverse=True)
+        sweep.sort(key=lambda run: run["value"], reverse=True)
         tune = TuneConfig(**sweep[0]["tune"])
     is_random = not setup.frozen or flags.init.startswith("random:")
     seeds = flags.seeds or (5 if is_random else 1)
-    tunes = [tune]
-    if setup.frozen:
-        tunes = [replace(tune, layer=str(layer)) for layer in setup.layers]
-    every = finish(setup, [(each, FIRST_SEED + i) for i in range(seeds) for each in tunes])
-    layers = {}  # layer -> result
-    for each in tunes:
-        runs = [run for run in every if run["tune"]["layer"] == each.layer]
-        names = max([run["metrics"] for run in runs], key=len)  # a diverged run has no metrics
-        metrics = {name: median(run["metrics"].get(name) for run in runs) for name in names}
-        values = [run["value"] for run in runs]
-        layers[each.layer] = {"median": median(values), "values": values, "metrics": metrics}
-    before = ranks(setup.pretrained.new_encoder(FIRST_SEED).to(setup.worker.device), setup)
+    runs = finish(setup, [(tune, FIRST_SEED + i) for i in range(seeds)])
+    values = [run["value"] for run in runs]
+    metrics = {name: statistics.median(run["metrics"][name] for run in runs) for name in runs[0]["metrics"]}
+    before = ranks(setup.pretrained.new_encoder(FIRST_SEED).to(setup.worker.device), setup, tune)
     after = [run["ranks"] for run in runs]
     summary = {"task": setup.task, "init": flags.init, "frozen": setup.frozen, "metric": setup.metric,
-               **layers[each.layer], "seeds": [run["seed"] for run in runs], "layer": setup.layers[-1],
-               "layers": layers, "pretraining_step": setup.pretrained.step,
-               "steps": [run.get("step") for run in runs], "tune": runs[0]["tune"], "sweep": sweep,
+               "median": statistics.median(values), "values": values, "metrics": metrics,
+               "seeds": [run["seed"] for run in runs], "pretraining_step": setup.pretrained.step,
+               "steps": [run.get("step") for run in runs], "tune": asdict(tune), "sweep": sweep,
                "effective_rank": {"tau": 0.9, "d": dim, "before": before, "after": after}}
     write_json(setup.out / "result.json", summary)
-    for layer, result in layers.items():
-        where = f"  layer {layer}" if setup.frozen else ""
-        print(f"{setup.task}{where}  {'  '.join(f'{name} {format_number(x)}' for name, x in result['metrics'].items())}"
-              f"  (medians; seeds: {', '.join(map(format_number, result['values']))})")
+    print(f"{setup.task}  {'  '.join(f'{name} {x:.2f}' for name, x in metrics.items())}  (medians; seeds: "
+          f"{', '.join(f'{value:.2f}' for value in values)})")
     for name, rank in (before or {}).items():  # None if the dev split has too few tokens
-        tuned = [each[name] for each in after if each]  # none of a frozen encoder or a diverged run
+        tuned = [each[name] for each in after if each]  # none of a frozen encoder
         change = f" -> {statistics.median(tuned):.0f}" if tuned else ""
         print(f"effective rank on the dev split, {name}, of {dim}: {rank}{change}")
     print(f"{setup.out}: {', '.join(sorted(path.name for path in setup.out.glob('[!.]*.*')))}")
@@ -289,11 +216,11 @@ def run_task(setup: Setup, flags: argparse.Namespace) -> dict:
 
 
 def table1(summaries: list[dict], out: Path):
-    """Print and write a row of Table 1: the medians of GLUE's tasks, and their average if every task has a median."""
+    """Print and write a row of Table 1: the medians of GLUE's tasks, and their average."""
     medians = {summary["task"]: summary["median"] for summary in summaries}
-    average = None if None in medians.values() else statistics.mean(medians.values())
+    average = statistics.mean(medians.values())
     write_json(out / "result.json", {"task": "glue", "average": average, "medians": medians, "results": summaries})
-    print("  ".join(f"{task} {format_number(value)}" for task, value in (medians | {"average": average}).items()))
+    print("  ".join(f"{task} {value:.2f}" for task, value in (medians | {"average": average}).items()))
 
 
 # ---- 4. Command line -----------------------------------------------------------------------------
@@ -339,8 +266,9 @@ def main(argv=None):
         for task in tasks:
             out = folder / task if flags.task == "glue" else folder
             with lock_folder(out, "config.json"):  # a folder with other files is refused
-                setup = make_setup(task, pretrained, examples[task], out, flags, worker)
-                summaries.append(run_task(setup, flags))
+                tune = tune_of(task, fields_of(TuneConfig, vars(flags)), pretrained.config.encoder_dim)
+                setup = make_setup(task, pretrained, tune, examples[task], out, flags, worker)
+                summaries.append(run_task(setup, tune, flags))
         if flags.task == "glue":
             table1(summaries, folder)
 

@@ -207,10 +207,10 @@ def test_random_weights_are_drawn_by_the_seed(finished):
     assert trained.weights_hash() != fresh.weights_hash()
 
 
-def test_a_diverged_run_has_no_value(finished, tmp_path):
+def test_a_diverged_run_predicts_the_same_for_all_texts(finished, tmp_path):
     result = tune(finished, "rte", tmp_path, "--learning-rate=1e38", "--epochs=0.1")  # one step, whose loss is finite
-    assert result["values"] == [None, None] and result["median"] is None
-    assert not (tmp_path / "out" / "encoder.pt").exists()
+    assert result["values"] == [50, 50] and result["effective_rank"]["after"] == [None, None]
+    assert len({line["prediction"] for line in read_lines(tmp_path / "out/predictions.jsonl")}) == 1
 
 
 @pytest.mark.parametrize("labels, metrics", [(["01", "1", "1", "01"], {"accuracy", "f1"}),
@@ -247,7 +247,8 @@ def fake_runs(monkeypatch, value):
 
     def run_once(setup, tune, seed):
         seeds.append(seed)
-        return finetune.DIVERGED | {"value": value(setup, tune, seed)}
+        found = value(setup, tune, seed)
+        return {"value": found, "metrics": {setup.metric: found}, "files": {}, "ranks": None}
 
     monkeypatch.setattr(finetune, "run_once", run_once)
     return seeds
@@ -255,12 +256,12 @@ def fake_runs(monkeypatch, value):
 
 def test_an_interrupted_sweep_continues(finished, tmp_path, monkeypatch):
     rates = [rate * (768 / 32) ** 2 for rate in (2e-5, 3e-5, 4e-5, 5e-5)]  # for an encoder of 32 dimensions
-    found = dict(zip(rates, (None, -3.0, 0.0, -1.0)))
-    seeds = fake_runs(monkeypatch, lambda setup, tune, seed: None if seed == 2 else found[tune.learning_rate])
+    found = dict(zip(rates, (-9.0, -3.0, 0.0, -1.0)))
+    seeds = fake_runs(monkeypatch, lambda setup, tune, seed: found[tune.learning_rate] + (seed == 2))
     flags = "--sweep --warmup-share 0.06 --batch-size 4".split()  # leaves a grid of four rates
     whole = tune(finished, "cola", tmp_path, *flags)
     assert seeds == [0, 0, 0, 0, 1, 2] and whole["tune"]["learning_rate"] == rates[2]
-    assert (whole["values"], whole["seeds"], whole["median"]) == ([0.0, None], [1, 2], None)
+    assert (whole["values"], whole["seeds"], whole["median"]) == ([0.0, 1.0], [1, 2], 0.5)
     (tmp_path / "out" / "result.json").unlink()
     lines = (tmp_path / "out/runs.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "out/runs.jsonl").write_text("".join(lines[:3]) + lines[3][:50])  # as a crash leaves it
@@ -272,21 +273,6 @@ def test_an_interrupted_sweep_continues(finished, tmp_path, monkeypatch):
     assert again == whole
 
 
-def test_each_point_of_a_sweep_has_its_own_dropout_and_inputs(finished, tmp_path, monkeypatch):
-    seen = []
-
-    def value(setup, tune, seed):
-        rates = {part.p for part in setup.pretrained.new_encoder(0).modules() if isinstance(part, torch.nn.Dropout)}
-        seen.append((rates, max(map(len, setup.train.ids)), setup.kind.head()[0].p))
-        return tune.seq_len + tune.dropout + seed / 8
-
-    monkeypatch.setitem(tasks.SWEEPS, "small", dict(seq_len=(8, 12), dropout=(0.2, 0.5)))
-    fake_runs(monkeypatch, value)
-    result = tune(finished, "cola", tmp_path, "--sweep", "--learning-rate", "1e-3")
-    assert seen == [({p}, n, p) for n, p in ((8, 0.2), (8, 0.5), (12, 0.2), (12, 0.5), (12, 0.5), (12, 0.5))]
-    assert result["median"] == 12.5 + 3 / 16  # between seeds 1 and 2
-
-
 def test_glue_is_the_average_of_eight_tasks(finished, tmp_path, monkeypatch):
     seeds = fake_runs(monkeypatch, lambda setup, tune, seed: tasks.GLUE.index(setup.task) + 90.0 * (seed == 3))
     finetune.main(f"--init {finished} --out {tmp_path}/out --task glue --data {write_glue(tmp_path / 'glue')}".split())
@@ -295,23 +281,20 @@ def test_glue_is_the_average_of_eight_tasks(finished, tmp_path, monkeypatch):
 
 
 # ---- Layers ---------------------------------------------------------------------------------------------------------
-def test_all_layers_are_those_of_single_runs_and_of_rank(finished, text, figures, tmp_path, monkeypatch):
+def test_the_last_of_all_layers_is_that_of_finetune(finished, text, figures, tmp_path, monkeypatch):
     (tmp_path / "sst2").mkdir()
     for split, start, stop in (("train", 0, 60), ("validation", 100, 140)):
         rows = [{"sentence": sentence(i)[:9 + i % 9], "label": i % 4 % 2} for i in range(start, stop)]
         pandas.DataFrame(rows).to_parquet(tmp_path / f"sst2/{split}.parquet")
     init = str(finished)
     command = f"--task sst2 --data {tmp_path} --init {init} --frozen cls".split()
-    finetune.main([*command, "--layer", "all", "--out", str(tmp_path / "all")])
-    finetune.main([*command, "--layer", "1", "--out", str(tmp_path / "one")])
-    every, one = [read_json(tmp_path / folder / "result.json") for folder in ("all", "one")]
-    assert [*every["layers"]] == ["0", "1", "2"] and one["layers"] == {"1": every["layers"]["1"]}
-    assert (every["layer"], one["layer"]) == (2, 1) and every["median"] == every["layers"]["2"]["median"]
-    assert every["layers"]["0"]["median"] == 50 < one["median"]  # H^0 at [CLS] is the same for all texts
+    finetune.main([*command, "--out", str(tmp_path / "last")])
     monkeypatch.setattr(tasks, "hub_records", lambda name, split: tasks.records_of(tmp_path / f"sst2/{split}.parquet"))
     rank.main([init, "--data", str(text), "--val-share", "1", "--probe", "sst2", "--out", str(tmp_path / "rank")])
     models = read_json(tmp_path / "rank/rank.json")["models"]
-    assert models[init]["probe"]["cls"] == [result["median"] for result in every["layers"].values()]
+    scores = models[init]["probe"]["cls"]
+    assert len(scores) == 3 and scores[2] == read_json(tmp_path / "last/result.json")["median"]
+    assert scores[0] == 50 < scores[1]  # H^0 at [CLS] is the same for all texts
     assert [*models] == [init, f"random:{init}"]
     for pooling, panel in zip(models[init]["probe"], figures[0].axes[2:]):
         drawn = {line.get_label(): [*line.get_ydata()] for line in panel.get_lines()}

@@ -205,7 +205,6 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
         ("adam_beta1", 1.0), ("seed", 1 << 63), ("rel_pos_buckets", 7), ("decoder_dim", 100), ("decoder_layers", 0),
         ("encoder_heads", 7), ("encoder_heads", 0), ("seq_len", 1))],
     (finetune, "--init RUN --frozen --epochs 2", "no settings but seq_len, batch_size, l2"),
-    (finetune, "--init RUN --frozen --layer -1", "layer='-1'"),
     (finetune, "--task custom", "--task custom: needs --data"),
     (finetune, "--init RUN --task rte --data no/such", "--task rte: its train split has no examples; see --data"),
     (rank, "RUN --val-share 5", "val_share=5.0: use 0 to 1"),

@@ -67,11 +67,8 @@ def logits_of(probe, x: np.ndarray, classes: int) -> torch.Tensor:
 
 def probe(vectors: dict[str, np.ndarray], train: Encoded, splits: dict[str, Encoded], kind, l2: float) -> tuple:
     """Fit a linear model to the vectors (N, d) of the training split, and score it on the others. Returns the metrics,
-    the prediction files, and the strength of regularization, which is chosen if `l2` is 0. Without finite vectors, the
-    metrics are None."""
+    the prediction files, and the strength of regularization, which is chosen if `l2` is 0."""
     x = {split: each.astype(np.float64) for split, each in vectors.items()}
-    if not np.isfinite(x["train"]).all():
-        return None, {}, l2
     model = fit(x["train"], train.targets.numpy(), np.array([l2]) if l2 else STRENGTHS, kind.labels.metrics[0])
     classes = len(kind.labels.names)
     outputs = {split: logits_of(model, x[split], classes) for split in splits}
@@ -82,7 +79,7 @@ def probe(vectors: dict[str, np.ndarray], train: Encoded, splits: dict[str, Enco
 
 def scores_by_layer(name: str, task: str, device: torch.device) -> dict[str, list[float]]:
     """The main score of a task on dev, in percent, for each pooling: probes of layers 0 to L of an encoder
-    from a run. These are the results of finetune.py --frozen POOLING --layer all."""
+    from a run. The last one is the result of finetune.py --frozen POOLING."""
     pretrained = Pretrained(name)
     encoder = pretrained.new_encoder(seed=1).to(device).eval()
     examples = read_task(task, None, pretrained.settings)

@@ -61,7 +61,6 @@ class TuneConfig:
     doc_stride: int = 128  # SQuAD: tokens between the starts of windows, at most half a window
     max_answer: int = 30  # SQuAD: longest answer in tokens
     l2: float = 0.0  # --frozen: strength of L2 regularization; 0 chooses it on the training split
-    layer: str = "last"  # --frozen: the layer to probe: a number from 0 (embeddings), last, or all
 
     def __post_init__(self):
         require(
@@ -72,7 +71,6 @@ class TuneConfig:
             ("seq_len", self.seq_len >= 8, "8 or more"),
             *[(name, getattr(self, name) >= 1, "1 or more") for name in ("max_query", "doc_stride", "max_answer")],
             ("dropout", self.dropout < 1, "0 or more, below 1"),
-            ("layer", self.layer in ("last", "all") or self.layer.isdecimal(), "a number from 0, last or all"),
             ("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16"))
 
 
@@ -82,7 +80,7 @@ DEFAULTS = {  # by group
     "squad": dict(batch_size=16),
     "docs": dict(epochs=5.0, batch_size=16),
 }
-PROBED = ("seq_len", "batch_size", "l2", "layer")  # the settings that a linear probe uses
+PROBED = ("seq_len", "batch_size", "l2")  # the settings that a linear probe uses
 SWEEPS = {  # group -> values to try; Tables 5 and 6
     "small": dict(epochs=(2.0, 3.0, 5.0, 10.0), batch_size=(16, 32), warmup_share=(0.06, 0.10)),
     "large": dict(epochs=(2.0, 3.0, 5.0), batch_size=(32,), warmup_share=(0.06,)),
