@@ -56,7 +56,7 @@ class Encoded(NamedTuple):
     ids: list[np.ndarray]  # per input, (length,) int64
     targets: Tensor  # labels (N,) int64 or float32; SQuAD: first and last token of the answer (N, 2) int64
     examples: list  # Example or Question
-    windows: list[tuple[int, int]]  # SQuAD: index of each input's question, and shift from context to input
+    windows: list[tuple]  # SQuAD: each input's question (index), and its tokens' places in the text (length, 2)
     remark: str
 
 

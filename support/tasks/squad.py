@@ -1,5 +1,4 @@
-"""SQuAD 2.0: the official metrics, the tokens of answers, and how windows of the context are encoded and scored."""
-import functools
+"""SQuAD 2.0: the official metrics, and how windows of the context are encoded and scored."""
 import json
 import math
 import re
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from maelm import CLS, PAD, SEP, Config
+from maelm import PAD, SEP, Config
 from support.model.heads import SpanHead
 from support.tasks.classification import Encoded
 from support.tasks.tasks import Labels, Question, TuneConfig
@@ -45,61 +44,39 @@ def squad_metrics(questions: list, predictions: dict[str, str]) -> dict[str, flo
     return {"exact": float(np.mean(100.0 * np.array(exact))), "f1": float(np.mean(100.0 * np.array(f1)))}
 
 
-# ---- 2. The tokens of answers -------------------------------------------------------------------------------
-def spans_of(tokenizer: Tokenizer, text: str):
-    """Text -> token ids, and the start and end character of each token, end exclusive, without the space before a word;
-    (length,) each."""
-    encoding = tokenizer.model.encode(text, add_special_tokens=False)  # tiktoken gives no offsets
-    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-    starts, ends = offsets.T
-    space = np.array([*map(str.isspace, text), False])
-    starts = np.minimum(starts + space[starts], ends)
-    return np.array(encoding.ids, np.int64), starts, ends
-
-
-def answer_tokens(q: Question, starts, ends) -> tuple[int, int]:
-    """The first and last token of the first answer, (0, 0) for none. starts and ends (length,) are in characters."""
-    if not q.answers:
-        return 0, 0
-    start, text = q.answers[0]
-    first = start + len(text) - len(text.lstrip())  # without white space around the answer
-    last = first + len(text.strip())
-    a = int(np.searchsorted(ends, first, side="right"))  # the first token that ends after character `first`
-    b = int(np.searchsorted(starts, last)) - 1  # the last token that starts before character `last`
-    return a, b
-
-
-# ---- 3. The kind of task ------------------------------------------------------------------------------------
+# ---- 2. The kind of task ------------------------------------------------------------------------------------
 class Spans:
     """Inputs `[CLS] question [SEP] window of the context [SEP]`. The target is the answer's first and last token, or
     [CLS] if the answer is elsewhere."""
     def __init__(self, tokenizer: Tokenizer, config: Config, tune: TuneConfig, labels: Labels):
         self.tokenizer, self.config, self.tune, self.labels = tokenizer, config, tune, labels
         self.n = min(tune.seq_len, config.seq_len)
-        self.spans_of = functools.cache(functools.partial(spans_of, tokenizer))  # many questions share a context
+        self.model = tokenizer.framed()
 
     def encode(self, questions: list[Question]) -> Encoded:
         """All windows of all questions. They start doc_stride tokens apart, or half a window apart if that is less."""
-        ids, targets, windows = [], [], []
-        longest = min(self.tune.max_query, self.n // 2)
+        ids, targets, windows, lost = [], [], [], 0
         for number, q in enumerate(questions):
-            context, starts, ends = self.spans_of(q.context)
-            first, last = answer_tokens(q, starts, ends)
-            question = self.tokenizer.encode(q.question)
-            query = [CLS, *question[:longest], SEP]
-            room = self.n - len(query) - 1  # for the window
-            stride = min(self.tune.doc_stride, max(1, room // 2))
-            # The last window is the one that reaches the end of the context.
-            end = max(0, len(context) - room) + stride
-            for offset in range(0, end, stride):
-                window = context[offset:offset + room]
-                ids.append(np.array([*query, *window, SEP], np.int64))
-                shift = len(query) - offset  # from an index in the context to an index in the input
-                windows.append((number, shift))
-                inside = q.answers and offset <= first and last < offset + room
-                targets.append((first + shift, last + shift) if inside else (0, 0))
-        answered = {number for (number, _), (first, _) in zip(windows, targets) if first > 0}
-        lost = sum(bool(q.answers) for q in questions) - len(answered)
+            query = self.tokenizer.model.encode(q.question)
+            length = min(len(query), self.tune.max_query, self.n // 2)
+            room = self.n - length - 3  # for the window
+            overlap = room - min(self.tune.doc_stride, max(1, room // 2))
+            self.model.enable_truncation(self.n, stride=overlap, strategy="only_second")
+            whole = self.model.encode(q.question[:query.offsets[length - 1][1]] if length else "", q.context)
+            found = (0, 0)
+            for window in (whole, *whole.overflowing):
+                target = (0, 0)
+                if q.answers:
+                    start, text = q.answers[0]
+                    start += len(text) - len(text.lstrip())  # without white space around the answer
+                    ends = start, start + max(1, len(text.strip())) - 1
+                    tokens = [window.char_to_token(at, 1) for at in ends]  # None outside the window
+                    target = target if None in tokens else tuple(tokens)
+                found = max(found, target)
+                ids.append(np.array(window.ids, np.int64))
+                targets.append(target)
+                windows.append((number, np.array(window.offsets, np.int32)))
+            lost += bool(q.answers) and found == (0, 0)
         remark = f"{len(ids):,} windows of {self.n} tokens; {lost:,} answers lie in no window, and count as no answer"
         return Encoded(ids, torch.tensor(targets), questions, windows, remark)
 
@@ -139,15 +116,12 @@ class Spans:
         null = {q.id: math.inf for q in encoded.examples}
         best = {q.id: (-math.inf, "") for q in encoded.examples}  # score and text of the best span
         for window, output in zip(encoded.windows, outputs.tolist()):
-            number, shift = window
+            number, offsets = window
             no_answer, score, first, last = output
             q = encoded.examples[number]
             null[q.id] = min(null[q.id], no_answer)
             if score > best[q.id][0]:
-                _, starts, ends = self.spans_of(q.context)
-                start = starts[int(first) - shift]  # first and last are indices in the input
-                end = ends[int(last) - shift]
-                best[q.id] = score, q.context[start:end]
+                best[q.id] = score, q.context[offsets[int(first), 0]:offsets[int(last), 1]]
         answers, odds = {}, {}
         for name, (score, text) in best.items():
             odds[name] = null[name] - score
