@@ -5,14 +5,11 @@
     python rank.py out/toy out/toy-mlm --probe docs        # and what can be read from each layer
 
 The effective rank of H (N, d) is the smallest number of singular values whose squares make up a fraction tau of the
-total. It is measured at layers 0 (embeddings) to L, in three ways (Figure 1; Table 3 uses the second way at L), and
-with --controls in two more, which the paper does not have:
+total. It is measured at layers 0 (embeddings) to L, in three ways (Figure 1; Table 3 uses the second way at L):
 
     with_mask     all tokens of the text with 15% [MASK], as an MLM reads it: H^l in section 2.2
     without_mask  all tokens of the unmasked text, as a downstream task reads it: H~^l in section 2.2
     mask_only     only the vectors at [MASK] in the masked text: H_M^l, Figure 1(b)
-    with_random   all tokens of the text with random tokens in place of [MASK]
-    token_only    only the vectors at one ordinary token in place of every [MASK]
 
 The paper's formula uses the singular values of H itself ("uncentered"), but the text speaks of variance ("centered":
 the mean vector is subtracted first). support/model/subjects.py loads the models and their texts.
@@ -106,7 +103,6 @@ class RankOptions:
     batch_size: int = 32  # sequences per batch
     seed: int = 0  # seed of the masks
     device: str = "auto"  # auto | cpu | cuda | mps
-    controls: bool = False  # also measure the text with random tokens, or one token, in place of [MASK]
     probe: str = ""  # also probe each layer for the labels of a task of finetune.py, such as docs
     out: str = ""  # folder for rank.json and rank.png; default: out/rank-MODEL-MODEL...
 
@@ -121,7 +117,7 @@ class RankOptions:
 
 class Curve(NamedTuple):
     """Which of an encoder's vectors are measured, and how they are shown."""
-    text: str  # the name of the text that the encoder reads; see texts_for
+    masked: bool  # whether the encoder reads the masked text
     masked_only: bool  # whether only the vectors at masked positions count: Figure 1(b)
     style: str
     label: str  # in the figure
@@ -129,24 +125,10 @@ class Curve(NamedTuple):
 
 
 CURVES = {
-    "with_mask": Curve("masked", False, "o-", "input with [MASK]", "with"),
-    "without_mask": Curve("unmasked", False, "s--", "input without [MASK]", "without"),
-    "mask_only": Curve("masked", True, "^-", "[MASK] vectors", "[MASK]"),
-    "with_random": Curve("random", False, "x:", "input with random tokens", "random"),  # controls
-    "token_only": Curve("one token", True, "x:", "vectors at one ordinary token", "token"),
+    "with_mask": Curve(True, False, "o-", "input with [MASK]", "with"),
+    "without_mask": Curve(False, False, "s--", "input without [MASK]", "without"),
+    "mask_only": Curve(True, True, "^-", "[MASK] vectors", "[MASK]"),
 }
-
-
-def texts_for(subject: Subject, rows, maskable, masks, options: RankOptions) -> dict:
-    """The texts (N, n) int64 that the encoder reads, by name; they differ at the masked positions. Random tokens are
-    drawn from the text itself, and the ordinary token is its most frequent one."""
-    texts = {"masked": rows.masked_fill(masks, subject.mask_id), "unmasked": rows}
-    if options.controls:
-        real = rows[maskable]
-        drawn = torch.randint(len(real), rows.shape, generator=torch.Generator().manual_seed(options.seed))
-        texts["random"] = torch.where(masks, real[drawn], rows)
-        texts["one token"] = rows.masked_fill(masks, real.mode().values)
-    return texts
 
 
 @torch.no_grad()
@@ -166,15 +148,15 @@ def measure(subject: Subject, options: RankOptions) -> dict[str, list[Moments]]:
     # Masks of all sequences are drawn together, so that the batch size does not matter.
     positions = draw_masks(maskable, m, torch.Generator().manual_seed(options.seed))  # (N, m)
     masks = torch.zeros_like(maskable).scatter(1, positions, True)  # (N, n)
-    texts = texts_for(subject, rows, maskable, masks, options)
-    moments = {curve: [Moments() for _ in example] for curve in CURVES if CURVES[curve].text in texts}
+    texts = {True: rows.masked_fill(masks, subject.mask_id), False: rows}
+    moments = {curve: [Moments() for _ in example] for curve in CURVES}
     for start in tqdm(range(0, count, options.batch_size), subject.name, leave=False, disable=None):
         batch = slice(start, start + options.batch_size)
         is_masked = masks[batch].to(example[0].device)  # (B, n)
-        for text, sequences in texts.items():
+        for masked, sequences in texts.items():
             for layer, h in enumerate(subject.encode(sequences[batch])):  # H^l (B, n, d)
-                for curve in moments:
-                    if CURVES[curve].text == text:
+                for curve in CURVES:
+                    if CURVES[curve].masked == masked:
                         vectors = h[is_masked] if CURVES[curve].masked_only else h
                         moments[curve][layer].add(vectors)
     return moments
@@ -199,7 +181,6 @@ def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float)
 def table(name: str, entry: dict, tau: float) -> str:
     """An entry of rank.json as text: the ranks by layer, centering and curve."""
     n = entry["n"]
-    ranks = entry["uncentered"]
     columns = {(title, CURVES[curve].column): values for centering, title in
                (("uncentered", "uncentered (formula)"), ("centered", "centered (variance)"))
                for curve, values in entry[centering].items()}
@@ -207,20 +188,14 @@ def table(name: str, entry: dict, tau: float) -> str:
         columns["probe, %", pooling] = values
     lines = [f"{name}: rank_{tau} of {n['without_mask']:,} tokens ({n['mask_only']:,} [MASK]), d = {entry['d']}, text "
              f"{entry['text']}", pandas.DataFrame(columns).rename_axis("layer").round(1).to_string()]
-    if "with_random" in ranks:
-        last = {curve: values[-1] for curve, values in ranks.items()}
-        added, control = [last[curve] - last["without_mask"] for curve in ("with_mask", "with_random")]
-        special = max(0, 1 - last["token_only"] / last["mask_only"])
-        lines.append(f"last layer, uncentered: [MASK] in the text adds {added:+d}, random tokens {control:+d}; "
-                     f"of the rank at [MASK], {special:.0%} is special to [MASK]")
     if not entry["trained_on_mask"]:
         lines.append("its encoder never read [MASK] in training, so it does not know this token")
     return "\n".join(lines)
 
 
 def draw(entries: dict[str, dict], tau: float, task: str, path: Path):
-    """Draw the uncentered ranks by layer: (a) of all tokens of a text, (b) of vectors at [MASK] or at a control. More
-    panels have the scores of probes."""
+    """Draw the uncentered ranks by layer: (a) of all tokens of a text, (b) of vectors at [MASK]. More panels have
+    the scores of probes."""
     probes = entries[next(iter(entries))].get("probe", {})
     with figure(path, panels=2 + len(probes)) as (left, right, *others):
         for number, (name, entry) in enumerate(entries.items()):
