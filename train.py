@@ -28,9 +28,9 @@ from support.program import CACHE, Parser, UserError, add_flags, clear_errors, c
 from support.program import require
 from support.text.corpus import SPLITS, Rows, Text, corpus_of_run, indices_of_step, prepared_corpus
 from support.text.tokenizer import Tokenizer
-from support.training.evaluation import evaluate, held_out_guesses
+from support.training.evaluation import evaluate
 from support.training.log import Log, draw_loss, losses_of
-from support.worker import Worker, compile_model, joined_processes, make_worker, noted_signals, prepared_ahead
+from support.worker import Worker, compile_model, joined_processes, make_worker, noted_signals
 
 
 # ---- 1. Settings: Table 4 ------------------------------------------------------------------------
@@ -67,7 +67,6 @@ class Recipe:
     device: str = "auto"  # auto | cpu | cuda | mps
     compile: str = "auto"  # auto | on | off: torch.compile; auto is on for CUDA if encoder_dim is at least 256
     cache: str = CACHE  # folder for tokenized corpora
-    wandb: str = ""  # Weights & Biases project that also receives log.jsonl
 
     def __post_init__(self):
         counts = "batch_size micro_batch_size log_interval eval_interval eval_rows checkpoint_interval"
@@ -216,10 +215,8 @@ def pretrain(config: Config, recipe: Recipe, flags: Namespace, worker: Worker) -
     folder = corpus_of_run(text, saved) if saved else prepared_corpus(text)
     tokenizer = saved["tokenizer"] if saved else Tokenizer.load(folder)
     rows = {split: Rows(folder, split, config.seq_len) for split in SPLITS}
-    rows["train"].check_masks(config)
     if recipe.batch_size % worker.world_size > 0:  # the mean of the processes' gradients would be another
         raise UserError(f"batch_size={recipe.batch_size}: use a multiple of the {worker.world_size} processes")
-    prepare = partial(batch_of_step, rows["train"], config, recipe, worker)
 
     # The model and its optimizers
     torch.manual_seed(recipe.seed)
@@ -240,7 +237,9 @@ def pretrain(config: Config, recipe: Recipe, flags: Namespace, worker: Worker) -
         log.validation(*validate())
     with noted_signals() as signals:
         log.start_clock()
-        for batches in prepared_ahead(prepare, range(step, last_step)):  # in a thread
+        while step < last_step:
+            # While a GPU computes, the CPU prepares the next batch: nothing waits for a step's result until it is logged.
+            batches = batch_of_step(rows["train"], config, recipe, worker, step)
             log.add(train_step(network, optimizers, batches, step, recipe, worker))
             step += 1
             # All processes stop together. The check makes them wait, hence only every fourth step.
@@ -266,9 +265,8 @@ def pretrain(config: Config, recipe: Recipe, flags: Namespace, worker: Worker) -
         signal = signals[0] if signals else SIGTERM  # another process may have received it
         print(f"stopped by signal {signal}; repeat the command to continue")
     else:
-        print(held_out_guesses(model.cpu(), tokenizer, rows["val"]))
-        print(f"{out}: {', '.join(sorted(path.name for path in out.glob('[!.]*.*')))}")
-    log.finish()
+        print(f"{out}: {', '.join(sorted(path.name for path in out.glob('[!.]*.*')))}; to see its guesses:")
+        print(f'python -m support.fill_mask {out} "Return the [MASK] of the array."')
     return 128 + signal if signal else 0
 
 

@@ -1,10 +1,9 @@
-"""The device, processes, threads and signals of a run: ranks, autocast, batches prepared ahead, compilation."""
+"""The device, processes and signals of a run: ranks, autocast, compilation."""
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from typing import NamedTuple
@@ -134,17 +133,6 @@ def compile_model(model: nn.Module, when: str, device: torch.device):
     if when == "on" or (when == "auto" and fast):
         torch._dynamo.config.optimize_ddp = False  # it would split the model
         model.compile(dynamic=False)
-
-
-def prepared_ahead(prepare: Callable[[int], object], steps: range) -> Iterator:
-    """Yield prepare(step) for each step. A thread prepares the next one while the caller works."""
-    with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(prepare, steps.start)
-        for step in steps:
-            ready = coming.result()
-            if step + 1 in steps:
-                coming = thread.submit(prepare, step + 1)
-            yield ready
 
 
 @contextmanager

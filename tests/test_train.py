@@ -153,13 +153,6 @@ def test_a_step_of_base_has_this_many_flops(ablation, expected):
     assert flops(make_config("base", ablation)) == expected
 
 
-def test_wandb_gets_every_number_of_the_log(text, tmp_path, monkeypatch):
-    wandb = Mock()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    out = short_run(text, tmp_path / "run", "--wandb", "project")
-    assert [call.args[0] for call in wandb.init.return_value.log.call_args_list] == read_log(out)
-
-
 EVERY_PRESET = dict(  # from Table 4 and section 4.1
     batch_size=2048, warmup_steps=10_000, seq_len=512, adam_epsilon=1e-6, adam_beta1=0.9, adam_beta2=0.98, dropout=0.1,
     weight_decay=0.01, decoder_layers=4, mask_rate=0.15, norm="post", decoder_relative=False, init_std=0.02,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from maelm import CLS, NUM_SPECIAL, SEP, Config
+from maelm import CLS, NUM_SPECIAL, SEP
 from support.program import CACHE, UserError, lock_folder, path_of, read_json, short_hash, write_json, write_text
 from support.text.docs import LIBRARIES, read_docs, versions
 from support.text.tokenizer import Tokenizer, split_long
@@ -288,16 +288,6 @@ class Rows:
     def __getitem__(self, indices):
         """Sequences (B, seq_len) int64 at indices (B,)."""
         return np.insert(self.pieces[indices].astype(np.int64), 0, CLS, axis=1)
-
-    def check_masks(self, config: Config):
-        """Raises UserError if a sequence has fewer real tokens than are masked."""
-        m = config.num_masked(config.seq_len)
-        if m > (config.seq_len - 1) // 2:  # as many are real in each sequence, because no document is empty
-            parts = np.array_split(self.pieces, 1 + len(self) // (1 << 16))  # read one after another
-            real = min(int((part >= NUM_SPECIAL).sum(axis=1).min()) for part in parts)
-            if m > real:
-                raise UserError(f"mask_rate={config.mask_rate}: would mask {m} of {config.seq_len} tokens, but a "
-                                f"sequence of this text has only {real} that are not special; use a lower --mask-rate")
 
 
 def evenly_spaced(rows: Rows | np.ndarray, most: int):

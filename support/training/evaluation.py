@@ -1,4 +1,4 @@
-"""How well a model predicts masked tokens: its validation loss, and its guesses for a text or for held-out words."""
+"""How well a model predicts masked tokens: its validation loss, and its guesses for a text."""
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,6 @@ from support.text.corpus import Rows, evenly_spaced
 from support.text.tokenizer import Tokenizer
 from support.worker import Worker
 
-SHOWN = 6  # examples at the end of a run
 Guess = list[tuple[str, float]]  # the three best tokens at a position, with their probabilities
 
 
@@ -48,16 +47,6 @@ def logits_at(model: MAELM, tokens, at):
     return model.logits(apply_masks(tokens, at, config, torch.Generator().manual_seed(0)))
 
 
-def best_tokens(model: MAELM, tokenizer: Tokenizer, tokens, at) -> list[Guess]:
-    """The best guesses for tokens (1, n) int64 at the positions `at` (1, k) int64."""
-    best = logits_at(model, tokens, at)[0].float().softmax(-1).topk(3)
-    guesses = []
-    for ids, probabilities in zip(best.indices.tolist(), best.values.tolist()):
-        texts = [tokenizer.decode([i]) for i in ids]
-        guesses.append([(text.strip() or repr(text), p) for text, p in zip(texts, probabilities)])
-    return guesses
-
-
 def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[Guess]:
     """Guess each [MASK] in a text. Raises UserError if the text has no [MASK] or too many tokens."""
     tokens = torch.tensor([tokenizer.with_masks().encode(text).ids])
@@ -65,29 +54,12 @@ def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[Guess]:
         raise UserError(f"{text!r:.40}: has no [MASK]")
     if tokens.shape[1] > model.config.seq_len:
         raise UserError(f"{text!r:.40}: has {tokens.shape[1] - 2} tokens; at most {model.config.seq_len - 2} fit")
-    return best_tokens(model, tokenizer, tokens, (tokens[0] == MASK).nonzero().mT)  # (1, k)
+    at = (tokens[0] == MASK).nonzero().mT  # (1, k)
+    best = logits_at(model, tokens, at)[0].float().softmax(-1).topk(3)
+    return [[(tokenizer.decode([i]).strip() or repr(tokenizer.decode([i])), p) for i, p in zip(ids, probabilities)]
+            for ids, probabilities in zip(best.indices.tolist(), best.values.tolist())]
 
 
 def format_guess(guess: Guess) -> str:
     """A guess as text, such as `the 0.61  a 0.20  its 0.03`."""
     return "  ".join(f"{word} {p:.2f}" for word, p in guess)
-
-
-def held_out_guesses(model: MAELM, tokenizer: Tokenizer, rows: Rows) -> str:
-    """The model's guesses at a word in the middle of each of SHOWN validation sequences: a token of letters, between
-    two spaces if there are any."""
-    model.eval()
-    lines = ["held-out text: the word in [brackets] was masked; below it are the model's three best guesses"]
-    for row in evenly_spaced(rows, 20 * SHOWN):  # some sequences have no such word
-        pieces = [tokenizer.decode([i]).replace("\n", " ") for i in row]
-        has_spaces = any(piece.startswith(" ") for piece in pieces)
-        for at in range(len(row) // 2, len(row) - 1):
-            alone = pieces[at].startswith(" ") and pieces[at + 1].startswith(" ")
-            if pieces[at].strip().isalpha() and (alone or not has_spaces):
-                guess, = best_tokens(model, tokenizer, row[None], torch.tensor([[at]]))
-                before, after = "".join(pieces[max(0, at - 7):at]), "".join(pieces[at + 1:at + 8])
-                lines += [f"  ...{before} [{pieces[at].strip()}]{after} ...", f"      {format_guess(guess)}"]
-                break
-        if len(lines) > 2 * SHOWN:
-            break
-    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The reports of a run: log.jsonl, loss.png, lines in the terminal, Weights & Biases; and the cost of a step."""
+"""The reports of a run: log.jsonl, loss.png, lines in the terminal; and the cost of a step."""
 import json
 import math
 import shlex
@@ -44,14 +44,13 @@ def flops(config: Config) -> int:
 
 
 class Log:
-    """Reports a run to the terminal, log.jsonl and Weights & Biases. Only the first process reports."""
+    """Reports a run to the terminal and log.jsonl. Only the first process reports."""
     def __init__(self, out: Path, record: dict, step: int, last_step: int, seconds: float, worker: Worker):
         """The `record` is that of the run's checkpoints. Lines of log.jsonl after `step` go: the steps are repeated."""
         self.out, self.worker, self.step, self.last_step = out, worker, step, last_step
         self.settings = record["config"] | record["settings"]
         self.seconds = seconds  # of training, without evaluations and checkpoints
         self.recent = []  # since the last line
-        self.wandb = None
         if not worker.is_main:
             return
         kept = [line for line in read_lines(out / "log.jsonl") if line["step"] <= step and step > 0]
@@ -60,21 +59,12 @@ class Log:
         others = {name: record[name] for name in ("preset", "ablation", "corpus")}
         write_json(out / "config.json", self.settings | others)
         write_text(out / "tokenizer.json", record["tokenizer"])
-        if self.settings["wandb"]:
-            try:
-                import wandb
-            except ImportError as error:
-                raise UserError("--wandb: needs wandb; pip install wandb, and `wandb login`") from error
-            self.wandb = wandb.init(project=self.settings["wandb"], name=str(out), config=self.settings)
 
     def write(self, text: str, **line):
         """Append a line to log.jsonl and print a text."""
         if self.worker.is_main:
-            line = {"step": self.step} | line
             with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-            if self.wandb is not None:
-                self.wandb.log(line)
+                file.write(json.dumps({"step": self.step} | line) + "\n")
         print(text)
 
     def describe(self, model: MAELM, rows: dict[str, Rows], changed: dict[str, list]):
@@ -139,11 +129,6 @@ class Log:
         left = (self.last_step - self.step) * self.seconds / self.step / 60
         self.write(f"step {self.step:>6,}/{self.last_step:,}  loss {loss:.3f}  {speed:,.0f} tokens/s  "
                    f"{left:.1f} min left", **line)
-
-    def finish(self):
-        """Send the last lines to Weights & Biases."""
-        if self.wandb is not None:
-            self.wandb.finish()
 
 
 def draw_loss(out: Path):
