@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from maelm import MASK, NUM_SPECIAL, PAD, Config
+from maelm import PAD, Config
 from support.model.build import make_model
 from support.model.checkpoints import load_checkpoint
-from support.model.subjects import hidden_states, transformers_library
+from support.model.subjects import transformers_library
 from support.program import ROOT, Parser, UserError, clear_errors, path_of, write_json
 from support.text.tokenizer import Tokenizer
-from support.training.evaluation import logits_at
 
 
 def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
@@ -72,8 +71,8 @@ def export(source: Path, out: Path):
     """Write a run, a checkpoint or a fine-tuned model as a folder for transformers."""
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out}: not empty; name a new folder")
-    transformers_library()
-    import safetensors.torch  # comes with transformers
+    transformers_library()  # raises UserError if it is missing
+    import safetensors.torch  # comes with it
     state = load_checkpoint(source)
     config = state["config"]
     longest = config.seq_len
@@ -82,45 +81,14 @@ def export(source: Path, out: Path):
         if name.startswith("encoder.") or head == "ForMaskedLM":
             weights.setdefault(name, buffer)
     out.mkdir(parents=True, exist_ok=True)
-    try:
-        for code in ("support/model/modeling_maelm.py", "support/model/heads.py", "maelm.py"):
-            shutil.copy(ROOT / code, out)
-        # The inputs of fine-tuning may be shorter than those of pre-training.
-        save_tokenizer(state["tokenizer"], min(longest, state.get("longest", longest)), head, out)
-        # Not save_file, which makes a file that only its owner can read.
-        (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
-        write_json(out / "config.json", hub_config(config, head, labels, state.get("scale", 1.0)))
-        check_export(out, head, state)
-    except BaseException:
-        shutil.rmtree(out)  # whole or absent
-        raise
+    for code in ("support/model/modeling_maelm.py", "support/model/heads.py", "maelm.py"):
+        shutil.copy(ROOT / code, out)
+    # The inputs of fine-tuning may be shorter than those of pre-training.
+    save_tokenizer(state["tokenizer"], min(longest, state.get("longest", longest)), head, out)
+    # Not save_file, which makes a file that only its owner can read.
+    (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
+    write_json(out / "config.json", hub_config(config, head, labels, state.get("scale", 1.0)))
     print(f"{out}: for AutoModel{head} with trust_remote_code=True; another class would have a random head")
-
-
-@torch.no_grad()
-def check_export(out: Path, head: str, state: dict):
-    """Compare the folder with the checkpoint. Raises UserError if logits or states differ."""
-    theirs = getattr(transformers_library(), f"AutoModel{head}").from_pretrained(out, trust_remote_code=True)
-    n = state["config"].seq_len
-    tokens = NUM_SPECIAL + torch.arange(n)[None] % 256  # (1, n)
-    if "task" in state:
-        tokens, expected = state["example"]
-        found = torch.stack(theirs(tokens).to_tuple(), dim=-1)  # SQuAD's logits are in two parts
-        expected = state["scale"] * expected.view_as(found)
-    else:
-        model = make_model(state["config"]).eval()
-        model.load_state_dict(state["model"])
-        if head:
-            at = torch.arange(0, n, 5)[None]
-            expected = logits_at(model, tokens, at)
-            found = theirs(tokens.scatter(1, at, MASK)).logits[:, at[0]]
-        else:
-            expected = hidden_states(model.encoder, tokens)[-1]
-            found = theirs(tokens).last_hidden_state
-    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
-        gap = (found - expected).abs().max()
-        raise UserError(f"{out}: transformers would compute other results, by up to {gap:.2g}; "
-                        "support/model/modeling_maelm.py may lack a change of the model")
 
 
 def main(argv=None):
