@@ -226,28 +226,26 @@ def table1(summaries: list[dict], out: Path):
 # ---- 4. Command line -----------------------------------------------------------------------------
 def parse(argv) -> argparse.Namespace:
     """Read and check the command line. The result has only those fields of TuneConfig that were given."""
-    parser = Parser("finetune.py", __doc__)
+    first = Parser("finetune.py", __doc__, add_help=False)
+    first.add_argument("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight tasks [%(default)s]")
+    task = first.parse_known_args(argv)[0].task  # whose defaults -h shows
+    parser = Parser("finetune.py", __doc__, parents=[first])
     add = parser.add_argument
     add("--init", default="out/toy", help="run folder, checkpoint or random:FOLDER [%(default)s]")
     add("--out", type=path_of, help="folder for all results [out/TASK-INIT, and -mean or -cls with --frozen]")
-    add("--device", default="auto", help="auto | cpu | cuda | mps [%(default)s]")
-    add("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight tasks [%(default)s]")
+    add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="[%(default)s]")
     add("--data", help="folder with the Hub's own files or, for custom, with train and dev [GLUE and SQuAD: the Hub]")
-    add("--seeds", type=int, help="number of runs; the result is their median [5; 1 if nothing is random]")
+    add("--seeds", type=int, default=0, help="number of runs; the result is their median [5; 1 if nothing is random]")
     add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
     add("--frozen", choices=probe.POOLINGS, nargs="?", const="mean", default="", help="freeze the encoder, and fit a "
         "linear model to the mean vector (also without a value), or to the vector at [CLS]")
-    known = parser.parse_known_args(argv)[0]  # -h shows the defaults of its task
-    add_flags(parser, TuneConfig, {} if known.task == "glue" else DEFAULTS[TASKS[known.task].group])
+    add_flags(parser, TuneConfig, {} if task == "glue" else DEFAULTS[TASKS[task].group])
     flags = parser.parse_args(argv)
     given = fields_of(TuneConfig, vars(flags))
-    TuneConfig(**given)  # checks their values
     if flags.task == "docs" and flags.data:
         raise UserError("--data: docs reads the documentation on this machine; use --task custom for your own files")
     if flags.task == "custom" and not flags.data:
         raise UserError("--task custom: needs --data, a folder with a file train")
-    if flags.seeds is not None and flags.seeds < 1:
-        raise UserError(f"seeds={flags.seeds}: use 1 or more")
     if flags.frozen and (flags.sweep or not given.keys() <= {*PROBED} or flags.task == "squad2"):
         raise UserError(f"--frozen {flags.frozen}: no --sweep, no squad2, and no settings but {', '.join(PROBED)}")
     return flags

@@ -20,7 +20,7 @@ Letters, mostly the paper's, with the values of its base model:
 """
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,12 +45,12 @@ class Config:
     rel_pos_max_distance: int = 128  # larger distances share one group on each side
     mask_rate: float = 0.15  # fraction of the tokens to mask
     # For small presets:
-    norm: str = "post"  # post | pre: LayerNorm after or before the sub-layers
+    norm: Literal["post", "pre"] = "post"  # LayerNorm after or before the sub-layers
     init_std: float = 0.02  # standard deviation of the initial weights
     decoder_relative: bool = False  # whether the decoder also has relative positions
     # For Table 2 (see ABLATIONS) and Figure 4:
     mask_in_encoder: float = 0.0  # delta in Figure 4: fraction of the masked positions that the encoder sees
-    encoder_fill: str = "mask"  # mask | random: the token that the encoder sees at masked positions
+    encoder_fill: Literal["mask", "random"] = "mask"  # the token that the encoder sees at masked positions
     decoder_reset: bool = False  # whether e_[MASK] replaces the encoder's output at masked positions
     aligned_positions: bool = True  # whether tokens keep their positions in the encoder, or get 0 to r - 1
     decoder_dim: int = 0  # dimensions of the decoder; 0 for encoder_dim

@@ -17,7 +17,7 @@ the mean vector is subtracted first). support/model/subjects.py loads the models
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pandas
 import torch
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from maelm import Config, draw_masks
 from support.model.subjects import Subject, subject_of_hub, subject_of_run
-from support.program import Parser, UserError, add_flags, clear_errors, fields_of, figure, path_of, require, short_name
+from support.program import Parser, UserError, add_flags, clear_errors, fields_of, figure, path_of, short_name
 from support.program import write_json
 from support.tasks.tasks import TASKS
 from support.text.corpus import Text, evenly_spaced
@@ -93,7 +93,7 @@ class Moments:
 # The comment after a field is also its text in -h.
 @dataclass(frozen=True)
 class RankOptions:
-    """Settings of a measurement; every field is a flag. Raises UserError if a value is not allowed."""
+    """Settings of a measurement; every field is a flag."""
     data: str = ""  # docs, a file, a folder, or hf:NAME[:CONFIG]; default: the text of the run, or docs
     column: str = ""  # field that holds the text of a record; default: the run's field, or text
     val_share: float = 0.0  # fraction of the documents to use; 0 means the run's validation share, or 1%
@@ -102,17 +102,9 @@ class RankOptions:
     seq_len: int = 512  # tokens per sequence for hf: models, unless their limit is lower
     batch_size: int = 32  # sequences per batch
     seed: int = 0  # seed of the masks
-    device: str = "auto"  # auto | cpu | cuda | mps
-    probe: str = ""  # also probe each layer for the labels of a task of finetune.py, such as docs
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to measure
+    probe: Literal["", *PROBE_TASKS] = ""  # also probe each layer for the labels of a task of finetune.py, such as docs
     out: str = ""  # folder for rank.json and rank.png; default: out/rank-MODEL-MODEL...
-
-    def __post_init__(self):
-        require(
-            self,
-            *[(name, getattr(self, name) >= 1, "1 or more") for name in ("tokens", "seq_len", "batch_size")],
-            ("val_share", self.val_share <= 1, "0 to 1"),
-            ("probe", self.probe in ("", *PROBE_TASKS), f"one of {', '.join(PROBE_TASKS)}"),
-            ("tau", 0 < self.tau < 1, "a number between 0 and 1"))
 
 
 class Curve(NamedTuple):

@@ -16,6 +16,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from signal import SIGTERM
+from typing import Literal
 
 import torch
 from torch import nn
@@ -25,7 +26,6 @@ from support.model.build import check, make_model, seed_of
 from support.model.checkpoints import newest_checkpoint, restore, save_run
 from support.model.optim import Muon, parameter_groups, set_rates
 from support.program import CACHE, Parser, UserError, add_flags, clear_errors, compare, fields_of, lock_folder, path_of
-from support.program import require
 from support.text.corpus import SPLITS, Rows, Text, corpus_of_run, indices_of_step, prepared_corpus
 from support.text.tokenizer import Tokenizer
 from support.training.evaluation import evaluate
@@ -44,7 +44,7 @@ class Recipe:
     batch_size: int = 2048  # sequences per optimizer step, over all processes
     max_steps: int = 125_000  # training steps, and length of the learning-rate schedule
     warmup_steps: int = 10_000  # steps until the peak learning rate; the rate then falls to 0
-    optimizer: str = "adamw"  # adamw | muon: Muon for the matrices of the layers, AdamW for the rest
+    optimizer: Literal["adamw", "muon"] = "adamw"  # Muon for the matrices of the layers, AdamW for the rest
     learning_rate: float = 5e-4  # peak learning rate of AdamW
     muon_learning_rate: float = 2e-2  # peak learning rate of Muon
     weight_decay: float = 0.01  # weight decay of the parameters that AdamW updates
@@ -53,8 +53,8 @@ class Recipe:
     adam_beta2: float = 0.98  # decay of AdamW's mean of squared gradients
     adam_epsilon: float = 1e-6  # term added to AdamW's denominator
     clip_norm: float = 2.0  # maximum norm of the whole gradient, to which larger ones are scaled; 0 for none
-    position_init: str = "normal"  # normal | sinusoid: initial values of the learned positions
-    precision: str = "auto"  # auto | fp32 | bf16: for matrix products; auto is bf16 where it is fast
+    position_init: Literal["normal", "sinusoid"] = "normal"  # initial values of the learned positions
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # for matrix products; auto is bf16 where it is fast
     seed: int = 0  # seed of weights, data order, masks and dropout
     # The rest decides no weights, except, by dropout's masks, the micro-batch:
     micro_batch_size: int = 64  # largest number of sequences per forward pass; gradients are accumulated
@@ -64,26 +64,9 @@ class Recipe:
     eval_rows: int = 2_048  # number of validation sequences; the sequences and their masks are fixed
     checkpoint_interval: int = 1_000  # steps between checkpoints
     keep_checkpoints: int = 2  # number of checkpoints to keep; 0 keeps all, for Figure 3
-    device: str = "auto"  # auto | cpu | cuda | mps
-    compile: str = "auto"  # auto | on | off: torch.compile; auto is on for CUDA if encoder_dim is at least 256
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to train
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto is on for CUDA if encoder_dim is at least 256
     cache: str = CACHE  # folder for tokenized corpora
-
-    def __post_init__(self):
-        counts = "batch_size micro_batch_size log_interval eval_interval eval_rows checkpoint_interval"
-        require(
-            self,
-            *[(name, getattr(self, name) >= 1, "1 or more") for name in counts.split()],
-            ("data", self.data != "", "docs, a path or hf:NAME"),
-            ("val_share", 0 < self.val_share < 1, "a number between 0 and 1"),
-            ("max_steps", 0 < self.max_steps < 10 ** 7, "1 to 9,999,999"),
-            ("warmup_steps", self.warmup_steps <= self.max_steps, f"0 to max_steps={self.max_steps}"),
-            ("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon"),
-            ("adam_beta1", self.adam_beta1 < 1, "0 or more, below 1"),
-            ("adam_beta2", self.adam_beta2 < 1, "0 or more, below 1"),
-            ("position_init", self.position_init in ("normal", "sinusoid"), "normal or sinusoid"),
-            ("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16"),
-            ("seed", self.seed < 1 << 63, "less than 2^63"),
-            ("compile", self.compile in ("auto", "on", "off"), "auto, on or off"))
 
     @property
     def last_step(self) -> int:
@@ -273,15 +256,16 @@ def pretrain(config: Config, recipe: Recipe, flags: Namespace, worker: Worker) -
 # ---- 4. Command line -----------------------------------------------------------------------------
 def parse(argv) -> tuple[Config, Recipe, Namespace]:
     """Read the command line. The Namespace lacks fields that are not given."""
-    parser = Parser("train.py", __doc__)
+    first = Parser("train.py", __doc__, add_help=False)
+    first.add_argument("--preset", choices=PRESETS, default="toy", help="size and recipe (Table 4) [toy]")
+    preset = first.parse_known_args(argv)[0].preset  # whose values -h shows
+    parser = Parser("train.py", __doc__, parents=[first])
     add = parser.add_argument
-    add("--preset", choices=PRESETS, default="toy", help="size and recipe (Table 4) [toy]")
     add("--ablation", choices=ABLATIONS, default="mae-lm", help="a row of Table 2 [mae-lm]")
     add("--out", type=path_of, help="run folder [out/PRESET[-ABLATION]]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
-    preset = parser.parse_known_args(argv)[0].preset
     for part in (Config, Recipe):
-        add_flags(parser, part, PRESETS[preset])  # whose values -h shows
+        add_flags(parser, part, PRESETS[preset])
     flags = parser.parse_args(argv)
     flags.out = flags.out or Path("out", preset if flags.ablation == "mae-lm" else f"{preset}-{flags.ablation}")
     values = PRESETS[preset] | ABLATIONS[flags.ablation]

@@ -204,7 +204,6 @@ def main(argv=None):
     with clear_errors("bench.idea"):
         parser = Parser("bench.idea", __doc__)
         add = parser.add_argument
-        add("-h", "--help", action="help", help="show this help; all other flags are those of train.py")
         add("row", choices=ABLATIONS, nargs="?", help="a row of Table 2, or your own; none prints the record")
         add("--seeds", type=int, nargs="+", default=[11, 12, 13], help="[11 12 13]")
         add("--against", help='the baseline, such as "mlm --mask-rate 0.5" [mae-lm, and the given ones of the flags '

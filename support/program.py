@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 from filelock import FileLock, Timeout
 
@@ -39,22 +40,13 @@ def clear_errors(program: str) -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError for an invalid command line. Until parse_args is called, -h is ignored."""
-    def __init__(self, prog: str, description: str):
-        super().__init__(prog=prog, description=description, allow_abbrev=False, add_help=False,
-                         formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Raises UserError for an invalid command line."""
+    def __init__(self, prog: str, description: str, **options):
+        super().__init__(prog=prog, description=description, allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str):
         raise UserError(message)
-
-    def parse_args(self, argv=None) -> argparse.Namespace:
-        # Added last, because the help for some flags depends on a value that parse_known_args finds first.
-        self.add_argument("-h", "--help", action="help", help="show this help")
-        flags, unknown = self.parse_known_args(argv)
-        if unknown:
-            valid = sorted(flag for flag in self._option_string_actions if not flag.startswith("--no-"))
-            self.error(f"unknown flag {unknown[0]}; the flags are {' '.join(valid)}")
-        return flags
 
 
 def path_of(text: str) -> Path:
@@ -78,25 +70,17 @@ def add_flags(parser: argparse.ArgumentParser, part: type, values: dict):
         value = values.get(field.name, field.default)
         shown = "" if value == "" else f" [{value}]"
         text = f"{comments[field.name]}{shown}".replace("%", "%%")  # argparse formats with %
-        how = dict(type=field.type, metavar=field.type.__name__.upper())
+        how = dict(type=field.type, metavar=getattr(field.type, "__name__", "").upper())
         if field.type is bool:
             how = dict(action=argparse.BooleanOptionalAction)
+        if get_origin(field.type) is Literal:
+            how = dict(choices=get_args(field.type))
         group.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text, **how)
 
 
 def fields_of(part: type, values: dict) -> dict:
     """The entries of `values` (given flags, for example) whose names are fields of a dataclass."""
     return {field.name: values[field.name] for field in fields(part) if field.name in values}
-
-
-def require(settings, *checks: tuple[str, bool, str]):
-    """Raises UserError for the first check (field, whether its value is allowed, advice) that fails, or for a number in
-    this dataclass that is negative or not finite."""
-    numbers = [field.name for field in fields(settings) if field.type in (int, float)]
-    finite = [(name, 0 <= getattr(settings, name) < math.inf, "a number from 0") for name in numbers]
-    for field, holds, advice in (*finite, *checks):
-        if not holds:
-            raise UserError(f"{field}={getattr(settings, field)!r}: use {advice}")
 
 
 # ---- 2. Files -----------------------------------------------------------------------------------------------

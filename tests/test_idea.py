@@ -74,7 +74,7 @@ def test_the_baseline_gets_the_steps_and_the_masks_of_the_idea(tmp_path, monkeyp
     output = printed(record, f"{names[1]} --seeds 11", tmp_path, monkeypatch, capsys)
     assert f"{names[1]} minus {names[0]}, by seed:" in output
     for command, word in (("relu", "relu"), ("mlm --seed 3", "--seeds"), ("mlm --foo 3", "--foo"),
-                          ("mlm --mask-rate 2", "mask_rate=2.0"), ("mlm --against relu", "relu")):
+                          ("mlm --rel-pos-buckets 7", "rel_pos_buckets=7"), ("mlm --against relu", "relu")):
         assert word in fails(lambda: idea.main(command.split()), capsys)
 
 

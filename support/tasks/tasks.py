@@ -5,9 +5,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from support.program import UserError, path_of, require, short_hash
+from support.program import UserError, path_of, short_hash
 from support.text.corpus import Text, docs_by_hash, hub_records, in_validation, ngrams, records_of, scored_docs
 from support.text.corpus import split_name
 from support.text.docs import LIBRARIES
@@ -56,22 +56,11 @@ class TuneConfig:
     seq_len: int = 512  # longest input in tokens; the encoder's own limit also applies
     dropout: float = 0.1  # dropout in encoder and head
     weight_decay: float = 0.01  # weight decay of all parameters
-    precision: str = "auto"  # auto | fp32 | bf16: for training; evaluation always uses fp32
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # for training; evaluation always uses fp32
     max_query: int = 64  # SQuAD: longest question in tokens, at most half of seq_len
     doc_stride: int = 128  # SQuAD: tokens between the starts of windows, at most half a window
     max_answer: int = 30  # SQuAD: longest answer in tokens
     l2: float = 0.0  # --frozen: strength of L2 regularization; 0 chooses it on the training split
-
-    def __post_init__(self):
-        require(
-            self,
-            ("epochs", 0 < self.epochs <= 10_000, "a number above 0, at most 10,000"),
-            ("batch_size", self.batch_size >= 1, "1 or more"),
-            ("warmup_share", self.warmup_share < 1, "0 or more, below 1"),
-            ("seq_len", self.seq_len >= 8, "8 or more"),
-            *[(name, getattr(self, name) >= 1, "1 or more") for name in ("max_query", "doc_stride", "max_answer")],
-            ("dropout", self.dropout < 1, "0 or more, below 1"),
-            ("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16"))
 
 
 DEFAULTS = {  # by group
