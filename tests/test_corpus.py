@@ -39,17 +39,16 @@ def documents_of(data, **settings):
 # ---- Documents ------------------------------------------------------------------------------------------------------
 def test_every_format_gives_the_same_documents(tmp_path):
     expected = little_documents(40)
-    plain = "\n \n".join(expected).encode()
+    plain = "\n\n".join(expected).encode()
     records = [{"id": 1, "text": text} for text in expected] + [{"text": None, "other": {"a": []}}, {"id": "x"}]
     records[-1]["text"] = " "
     lines = json_lines(records).encode()
     files = {"a.txt": b"\xef\xbb\xbf" + plain, "a.txt.xz": lzma.compress(plain), "a.jsonl": lines,
              "A.Jsonl.GZ": gzip.compress(lines), "a.json.bz2": bz2.compress(lines),
-             "a[1]/Book [vol 2].TXT": plain, "a[1]/.a.txt": b"hidden", "a[1]/a.csv": b"of another format"}
+             "a[1]/Book [vol 2].TXT": plain, "a[1]/a.csv": b"of another format"}
     (tmp_path / "a[1]").mkdir()
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    (tmp_path / "a[1]/link.txt").symlink_to("Book [vol 2].TXT")
     pyarrow.parquet.write_table(pyarrow.table({"text": [*expected, None], "n": range(41)}), tmp_path / "a.parquet")
     (tmp_path / "a+b").symlink_to(tmp_path / "a[1]")
     for name in (*list(files)[:6], "a.parquet", "a[1]", "a+b"):
@@ -63,14 +62,12 @@ def test_text_without_blank_lines_is_split_by_size(tmp_path):
     lines = [f"{sentence(i)}\n" for i in range(2000)]
     (tmp_path / "lines.txt").write_text("".join(lines))
     found = documents_of(tmp_path / "lines.txt")
-    assert "\n".join(found) == "".join(lines).strip()
-    assert {10_000 <= len(text) + 1 < 10_100 for text in found[:-1]} == {True}
-    (tmp_path / "line.txt").write_text("word " * 1_000_000)  # of 5 million characters
-    assert [len(text) for text in documents_of(tmp_path / "line.txt")] == [1 << 22, 5_000_000 - (1 << 22) - 2]
+    assert "".join("".join(found).split()) == "".join("".join(lines).split())
+    assert len(found) == -(-len("".join(lines)) // 100_000) and max(map(len, found)) <= 100_000
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl, record 1: needs text in .*; --column can be content, id"),
+    ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl: --column can be content, id, not text"),
     ("a.txt", b"good text\n\ncaf\xe9", "a.txt: cannot be read .*'utf-8' codec"),
     ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),
     ("a.txt", b"few", "its train split has . tokens, too few for a sequence of seq_len=64; .* --val-share"),
@@ -239,18 +236,11 @@ def test_a_corpus_is_used_again_until_something_that_shapes_it_changes(tmp_path,
     assert prepared("docs", tmp_path) != before and before.is_dir()
 
 
-def test_the_tokenizers_sample_is_spread_evenly(tmp_path, monkeypatch):
+def test_the_tokenizers_sample_is_spread_evenly():
     texts = [f"{number:05}" * 10 for number in range(1000)]
     found = [int(piece[:5]) for piece in corpus.sample(iter(texts), 5000)]
     assert 50 <= len(found) <= 100 == len(corpus.sample(iter(texts[:100]), 5000))
     assert set(np.diff(found)) == {found[1]} and found[-1] > 980
-    seen = []
-    monkeypatch.setattr(corpus.Tokenizer, "train", lambda texts, *_: seen.append(len([*texts])))
-    for words, share in ((1, 0.0), (20, 0.0), (20, 0.3)):  # without spaces between words, learning takes more memory
-        texts = [f"{i} {'w' * (600 // words)} " * words for i in range(160)]
-        (tmp_path / f"{words}.txt").write_text("\n\n".join(texts))
-        corpus.new_tokenizer(Text(data=f"{tmp_path}/{words}.txt", val_share=share))
-    assert seen == [10, 160, sum(not corpus.in_validation(text.strip(), 0.3) for text in texts)]
 
 
 def test_prepare_reports_what_it_made(tmp_path, capsys):

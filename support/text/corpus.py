@@ -24,11 +24,10 @@ from support.text.tokenizer import Tokenizer, split_long
 
 SPLITS = ("train", "val")
 FORMATS = {  # suffix -> kind of file, and options, for `datasets`
-    ".txt": ("text", dict(keep_linebreaks=True, encoding="utf-8-sig")),
+    ".txt": ("text", dict(sample_by="paragraph", encoding="utf-8-sig")),
     ".jsonl": ("json", {}), ".json": ("json", {}), ".parquet": ("parquet", {})}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-GROUPED = 10_000  # characters after which a document without a blank line ends
-LONGEST = 1 << 22  # characters after which a document is split; no book is that long
+LONGEST = 100_000  # characters after which a document is split, such as a file without blank lines
 NGRAM = 13  # documents that share this many consecutive words are near-duplicates
 SCORED = 150  # documentation strings per library on which the task `docs` is scored, and no model is trained
 SAMPLE = 200 * 10 ** 6  # largest number of bytes that the tokenizer learns from
@@ -58,13 +57,10 @@ def split_name(path: Path) -> tuple[str, str]:
 
 
 def files_of(source: str) -> list[Path]:
-    """A text file, or all text files in a folder and the folders in it, except hidden ones. Raises UserError if there
-    are none."""
+    """A text file, or all text files in a folder and the folders in it. Raises UserError if there are none."""
     root = path_of(source)
-    inside = [path for path in root.rglob("*") if not any(part[0] == "." for part in path.relative_to(root).parts)]
-    found = [path for path in [root, *inside] if path.is_file() and split_name(path)[1] in FORMATS]
-    files = sorted({path.resolve(): path for path in found}.values())  # a file and links to it only once
-    if not source or not files:
+    files = [path for path in sorted([root, *root.rglob("*")]) if path.is_file() and split_name(path)[1] in FORMATS]
+    if not files:
         raise UserError(f"--data {source}: has no file ending in {', '.join(FORMATS)}, plain or compressed; other "
                         "sources are docs and hf:NAME")
     return files
@@ -90,41 +86,19 @@ def hub_records(name: str, split: str = "train") -> Iterable[dict]:
     return datasets.load_dataset(path, config or None, split=split)
 
 
-def grouped(lines: Iterable[str]) -> Iterator[str]:
-    """Group lines into documents, which end at a blank line or with the line in which they reach GROUPED characters."""
-    document, size = [], 0
-    for line in itertools.chain(lines, [" "]):  # a blank line ends the last one
-        if not line.isspace():
-            document.append(line)
-            size += len(line)
-        if document and (line.isspace() or size >= GROUPED):
-            yield "".join(document)
-            document, size = [], 0
-
-
-def column_of(name: Path | str, records: Iterable[dict], column: str) -> Iterator[str]:
-    """The texts in a column of records, "" for null. Raises UserError if it is missing or holds something else."""
-    for number, record in enumerate(records, start=1):
-        text = record.get(column, 0)
-        if not isinstance(text, str | None):
-            raise UserError(f"{name}, record {number}: needs text in its field `{column}`; --column can be "
-                            f"{', '.join(record)}")
-        yield text or ""
-
-
 def texts_of(text: Text) -> Iterator[str]:
     """The texts of all sources, unchanged."""
     for source in text.sources():
         if source == "docs":
             yield from (document for _, document in read_docs(text.cache))
-        elif source.startswith("hf:"):
-            yield from column_of(source, hub_records(source), text.column)
-        else:
-            for file in files_of(source):
-                if split_name(file)[1] == ".txt":
-                    yield from grouped(record["text"] for record in records_of(file))
-                else:
-                    yield from column_of(file, records_of(file), text.column)
+            continue
+        files = {} if source.startswith("hf:") else {file: records_of(file) for file in files_of(source)}
+        for place, records in (files or {source: hub_records(source)}).items():
+            for record in records:
+                column = text.column if len(record) > 1 else next(iter(record))  # a single field holds the text
+                if column not in record:
+                    raise UserError(f"{place}: --column can be {', '.join(record)}, not {column}")
+                yield record[column] or ""
 
 
 def documents(text: Text) -> Iterator[str]:
@@ -199,9 +173,6 @@ def new_tokenizer(text: Text) -> Tokenizer:
     """Learn a tokenizer from a sample of the training split."""
     found = tqdm(split_documents(text), "reading", leave=False, disable=None)
     chosen = sample((document for split, document in found if split == "train"), SAMPLE)
-    words = sum(len(each.split()) for each in chosen)
-    if sum(map(len, chosen)) > 30 * words:  # without spaces between words, learning takes far more memory
-        chosen = chosen[::16]
     return Tokenizer.train(map(bytes.decode, chosen), text.vocab_size, text.uncased)
 
 
