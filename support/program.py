@@ -92,9 +92,6 @@ def atomic(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, path)
-    except OSError as error:
-        error.filename = error.filename or str(path)  # the error of a full disk lacks it
-        raise
     finally:
         temporary.unlink(missing_ok=True)
 

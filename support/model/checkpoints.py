@@ -4,9 +4,7 @@ A checkpoint of train.py (`step_*.pt`) holds its whole run: config (a Config), s
 preset, ablation, tokenizer (the content of tokenizer.json), corpus (the name of its folder), step, seconds, model and optimizers. The encoder.pt of finetune.py holds config, settings, tokenizer, model, and what the
 export of its head needs.
 """
-import io
 import pickle
-import zipfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,49 +24,37 @@ def checkpoints(out: Path) -> list[Path]:
 
 def write_checkpoint(path: Path, state: dict):
     """Write a checkpoint atomically. It may hold only tensors, numbers and texts, so that reading it runs no code."""
-    content = io.BytesIO()  # if PyTorch wrote the file, its error for a full disk would not say so
-    torch.save(state, content)
     with atomic(path) as temporary:
-        temporary.write_bytes(content.getbuffer())
+        torch.save(state, temporary)
 
 
-def read_checkpoint(path: Path, *wanted: str) -> dict:
+def read_checkpoint(path: Path) -> dict:
     """Read a checkpoint to the CPU. Its `config` becomes a Config, and its `tokenizer` a Tokenizer."""
     try:
-        with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()  # compares checksums, which torch.load does not
-        if damaged:
-            raise zipfile.BadZipFile(damaged)
         state = torch.load(path, map_location="cpu", weights_only=True)
-        state["config"] = Config(**state["config"])  # a missing field gets its default
-        state["tokenizer"] = Tokenizer.of_json(state["tokenizer"])
-        missing = {"settings", "model", *wanted} - state.keys()
-        if missing:
-            raise KeyError(missing)
-    except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError, KeyError, TypeError) as error:
+        return state | {"config": Config(**state["config"]), "tokenizer": Tokenizer.of_json(state["tokenizer"])}
+    except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError, TypeError) as error:
         raise UserError(f"{path}: damaged, or not of this version of train.py ({error!r:.75}); without it, the "
                         "checkpoint before it in its folder is used") from error
-    return state
 
 
-def load_checkpoint(path: Path | str, *wanted: str) -> dict:
+def load_checkpoint(path: Path | str) -> dict:
     """Read the checkpoint at a path, the newest in a run folder, or finetune.py's encoder.pt. Raises UserError if there
     is none."""
     path = path_of(str(path))
     files = [path] if path.suffix == ".pt" else [*checkpoints(path), *path.glob("encoder.pt")]
     if not files:
         raise UserError(f"{path}: no run folder with checkpoints; make one with train.py (a linear probe saves none)")
-    state = read_checkpoint(files[-1], *wanted)
-    last = state["settings"].get("max_steps")
-    step = state.get("step", last)  # finetune.py's encoder.pt has none
-    if last and step != last:
+    state = read_checkpoint(files[-1])
+    step, last = state.get("step"), state["settings"].get("max_steps")
+    if step and last and step != last:  # finetune.py's encoder.pt has no step
         print(f"{files[-1]}: step {step:,} of {last:,}; the run is unfinished")
     return state
 
 
 def load_model(path: Path | str) -> tuple[MAELM, Tokenizer]:
     """Load the model of a run folder or checkpoint, in evaluation mode, and its tokenizer."""
-    state = load_checkpoint(path, "step")  # encoder.pt of finetune.py has no step and no decoder
+    state = load_checkpoint(path)
     model = make_model(state["config"])
     model.load_state_dict(state["model"])
     return model.eval(), state["tokenizer"]
@@ -88,7 +74,7 @@ def load_encoder(path: Path | str) -> tuple[Encoder, dict]:
 def newest_checkpoint(out: Path) -> dict | None:
     """The newest checkpoint of a run, or None."""
     found = checkpoints(out)
-    return read_checkpoint(found[-1], "step") if found else None
+    return read_checkpoint(found[-1]) if found else None
 
 
 def restore(saved: dict, model: MAELM, optimizers: list):
