@@ -11,15 +11,15 @@ record has for this machine's text and precision are not made again. Repeat a co
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
+from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
@@ -40,7 +40,6 @@ EVALUATIONS = {"rank": "rank.py", "tuned": "finetune.py --task docs --seeds 3 --
                "mean": "finetune.py --task docs --frozen mean --init",
                "cls": "finetune.py --task docs --frozen cls --init"}
 SCORES = ["tuned", "mean", "cls"]  # accuracies of fine-tuned models, and of probes
-TRAINING = 0.73  # share of a model's time, about
 
 
 # ---- 1. Models ----------------------------------------------------------------------------------------------
@@ -53,9 +52,8 @@ class Model(NamedTuple):
     def beside(self, end: str) -> Path:
         return self.folder.with_name(self.folder.name + end)
 
-    def stages(self, environment: dict) -> Iterator[subprocess.Popen]:
-        """Yield the programs that train and measure the model. Each starts when the one before it has ended; after the
-        last, the model's line is written. Raises UserError if one fails."""
+    def make(self, environment: dict):
+        """Train and measure the model, and write its line. Raises UserError if a program fails."""
         folder = shlex.quote(str(self.folder))
         commands = [f"train.py --ablation {self.name} --seed {self.seed} --out {folder}"]
         commands += [f"{program} {folder} --out {folder}-{stage}" for stage, program in EVALUATIONS.items()]
@@ -64,19 +62,11 @@ class Model(NamedTuple):
         for command in commands:
             program, *arguments = shlex.split(command)
             with open(log, "ab") as file:
-                process = subprocess.Popen([sys.executable, ROOT / program, *arguments], stdout=file, stderr=file,
-                                           env=os.environ | environment)
-            yield process
-            if process.returncode != 0:
+                done = subprocess.run([sys.executable, ROOT / program, *arguments], stdout=file, stderr=file,
+                                      env=os.environ | environment)
+            if done.returncode != 0:
                 raise UserError(f"python {command}: failed; see {log}")
         write_json(self.beside(".json"), self.line())
-
-    def done(self) -> float:
-        """The share of the model's time that has passed, in [0, 1]."""
-        if self.beside(".json").is_file():
-            return 1.0
-        log = read_lines(self.folder / "log.jsonl")
-        return TRAINING * log[-1]["step"] / read_json(self.folder / "config.json")["max_steps"] if log else 0.0
 
     def line(self) -> dict:
         """The model's line in the record."""
@@ -122,33 +112,23 @@ def check(line: dict):
 
 def make(models: list[Model], jobs: int):
     """Train and measure models, `jobs` at a time. Raises UserError if a program fails."""
-    gpus = torch.cuda.device_count()
-    waiting = list(models)
-    running = {}  # place -> (stages of a model, the process of the present one)
-    start = sum(model.done() for model in models)
-    began = shown = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's end is like Ctrl-C
+    gpus, began = torch.cuda.device_count(), time.monotonic()
+    places = SimpleQueue()
+    for place in range(jobs):
+        places.put(place)
+
+    def make_one(model: Model):
+        place = places.get()
+        model.make({"CUDA_VISIBLE_DEVICES": str(place % gpus)} if gpus else {"OMP_NUM_THREADS": "1"})
+        places.put(place)
+
+    pool = ThreadPoolExecutor(jobs)
     try:
-        while waiting or running:
-            for place in range(jobs):
-                stages, process = running.pop(place, (None, None))
-                if stages is None and waiting:
-                    one = {"CUDA_VISIBLE_DEVICES": str(place % gpus)} if gpus else {"OMP_NUM_THREADS": "1"}
-                    stages = waiting.pop(0).stages(one)
-                if stages and (process is None or process.poll() is not None):
-                    process = next(stages, None)
-                if process:
-                    running[place] = stages, process
-            time.sleep(1)
-            now, done = time.monotonic(), sum(model.done() for model in models)
-            if now - shown > 30 and done > start:
-                left = (now - began) * (len(models) - done) / (done - start) / 60
-                print(f"{done:.1f} of {len(models)} models, {left:.0f} min left")
-                shown = now
-    finally:
-        for _, process in running.values():
-            process.terminate()  # train.py saves a checkpoint
-            process.wait()
+        for number, _ in enumerate(pool.map(make_one, models), start=1):
+            left = (time.monotonic() - began) / number * (len(models) - number) / 60
+            print(f"{number} of {len(models)} models, about {left:.0f} min left")
+    finally:  # after Ctrl-C, which train.py also gets, or an error
+        pool.shutdown(cancel_futures=True)
 
 
 # ---- 2. Comparing them --------------------------------------------------------------------------------------
@@ -232,7 +212,7 @@ def main(argv=None):
         if baseline:
             print(f"{against}: repeating the first steps of the record")
             check(baseline[0])
-        missing = [model for model in models if model.done() < 1]
+        missing = [model for model in models if not model.beside(".json").is_file()]
         print(f"{name}, against {against}: {len(missing)} models to train; logs are in {flags.out}")
         make(missing, flags.jobs or torch.cuda.device_count() or torch.get_num_threads())
         new = [read_json(model.beside(".json")) for model in models]

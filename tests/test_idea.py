@@ -90,7 +90,6 @@ def test_a_line_follows_from_the_files_of_the_programs(finished, tmp_path, monke
         answers = [{"prediction": "a", "label": "ba"[int(bit)]} for bit in bits]
         write_text(tmp_path / f"run-{score}/predictions.jsonl", json_lines(answers))
     model = idea.Model("mae-lm", 0, folder)
-    assert model.done() == idea.TRAINING  # all of its six steps
     found = model.line()
     log = read_log(finished)
     assert (found["name"], found["seed"], found["text"], found["code"]) == ("mae-lm", 0, "t", code_hash())
@@ -110,6 +109,24 @@ def test_a_recorded_baseline_is_not_used_with_code_that_changes_it(text, finishe
     monkeypatch.setattr(train, "learning_rate_factor", lambda *settings: 0.1)
     with pytest.raises(UserError, match="validation loss at step 3"):
         idea.check(recorded)
+
+
+def test_models_are_made_some_at_a_time_until_one_fails(tmp_path, monkeypatch, capsys):
+    made = []
+
+    def run(command, stdout, stderr, env):
+        made.append((command[1].name, env["OMP_NUM_THREADS"]))
+        return Mock(returncode=int("fails" in command))
+
+    monkeypatch.setattr(idea.subprocess, "run", run)
+    monkeypatch.setattr(idea.Model, "line", lambda model: {"seed": model.seed})
+    models = [idea.Model("mlm", seed, tmp_path / str(seed)) for seed in range(3)]
+    idea.make(models, 2)
+    assert [read_json(model.beside(".json")) for model in models] == [{"seed": seed} for seed in range(3)]
+    programs = ["train.py", "rank.py", "finetune.py", "finetune.py", "finetune.py"]
+    assert sorted(made) == sorted(3 * [(program, "1") for program in programs]) and "3 of 3" in capsys.readouterr().out
+    with pytest.raises(UserError, match="train.py --ablation fails --seed 9 .*: failed; see"):
+        idea.make([idea.Model("fails", 9, tmp_path / "9")], 1)
 
 
 def test_corrections_and_intervals_of_the_claims_follow_their_definitions():
