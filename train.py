@@ -221,7 +221,7 @@ def pretrain(config: Config, recipe: Recipe, flags: Namespace, worker: Worker) -
     with noted_signals() as signals:
         log.start_clock()
         while step < last_step:
-            # While a GPU computes, the CPU prepares the next batch: nothing waits for a step's result until it is logged.
+            # While a GPU computes, the CPU prepares the next batch: nothing waits for a result until it is logged.
             batches = batch_of_step(rows["train"], config, recipe, worker, step)
             log.add(train_step(network, optimizers, batches, step, recipe, worker))
             step += 1

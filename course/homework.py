@@ -89,7 +89,7 @@ def read(path: Path) -> dict[str, str]:
     """The texts of the homework's files, by their names, in a folder: of several with the same name, the nearest."""
     texts = {}
     for name, file in FILES.items():
-        found = [each for each in path.rglob(name) if each.is_file() and not each.is_symlink()]  # a link may lead to ours
+        found = [each for each in path.rglob(name) if each.is_file() and not each.is_symlink()]  # not ours
         if found:
             texts[file] = min(found, key=lambda each: len(each.parts)).read_text("utf-8-sig", "replace")
     return texts

@@ -147,7 +147,8 @@ def test_the_nearest_file_of_each_folder_is_graded(tmp_path, capsys, monkeypatch
     write(tmp_path / "anna/hand in/backup", {"maelm.py": one})
     write(tmp_path / "ben", {"maelm.py": "\ufeff" + one})
     found = grades(capsys, tmp_path / "anna", tmp_path / "ben", "--only", "attention", "corrupt")
-    assert [line.rpartition("/")[2] for line in found if "total" in line] == ["8", "8"] and "attention 0/4 as" in found[3]
+    assert [line for line in found if line.startswith("attention")] == [
+        f"attention {points}/4 as nothing has run" for points in (4, 0)]
     (tmp_path / "hal").mkdir()
     (tmp_path / "hal/maelm.py").symlink_to(ROOT / "maelm.py")
     assert "hal: has no file named" in fails(lambda: main(["--grade", str(tmp_path / "hal")]), capsys)

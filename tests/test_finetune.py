@@ -22,7 +22,7 @@ from conftest import tiny
 from maelm import CLS, SEP
 from support import export
 from support.model.heads import ClassifierHead
-from support.program import UserError, json_lines, read_json, read_lines, write_text
+from support.program import UserError, json_lines, read_json, read_lines
 from support.tasks import probe, tasks
 from support.tasks.classification import Classification, Encoded, batches, collate
 from support.tasks.squad import Spans
@@ -54,7 +54,7 @@ def test_windows_cover_the_context_and_hold_the_answers(uncased):
     encoded = kind.encode([*WORDS, Question("none", "what?", CONTEXT, ())])
     context = tokenizer.encode(CONTEXT).tolist()
     steps = []  # from each window of the first question to the next
-    for row, (_, last), (number, offsets) in zip(encoded.ids, encoded.targets.tolist(), encoded.windows):
+    for row, (_, last), (number, _) in zip(encoded.ids, encoded.targets.tolist(), encoded.windows):
         start = row.tolist().index(SEP) + 1
         assert last < len(row) - 1 < 24 and row[0] == CLS and row[start - 1] == row[-1] == SEP
         window = row[start:-1].tolist()

@@ -1,9 +1,7 @@
 """Claims about pre-training: train.py, support/training, support/model/optim.py, support/fill_mask.py."""
 import math
-import sys
 import time
 from dataclasses import asdict
-from unittest.mock import Mock
 
 import pytest
 import torch

@@ -1,11 +1,10 @@
 """Checkpoints: files of tensors with everything that a model needs, written atomically and read without running code.
 
-A checkpoint of train.py (`step_*.pt`) holds its whole run: config (a Config), settings (of a Recipe),
-preset, ablation, tokenizer (the content of tokenizer.json), corpus (the name of its folder), step, seconds, model and optimizers. The encoder.pt of finetune.py holds config, settings, tokenizer, model, and what the
-export of its head needs.
+A checkpoint of train.py (`step_*.pt`) holds its whole run: config (a Config), settings (of a Recipe), preset, ablation,
+tokenizer (the content of tokenizer.json), corpus (the name of its folder), step, seconds, model and optimizers. The
+encoder.pt of finetune.py holds config, settings, tokenizer, model, and what the export of its head needs.
 """
 import pickle
-from dataclasses import asdict
 from pathlib import Path
 
 import torch

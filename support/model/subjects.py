@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from maelm import CLS, MASK, NUM_SPECIAL, SEP, Config
+from maelm import CLS, MASK, NUM_SPECIAL, SEP
 from support.model.build import make_model
 from support.model.checkpoints import load_encoder
 from support.program import UserError, fields_of, short_hash
