@@ -3,13 +3,15 @@
     python -m course.assign --blank corrupt attention     # print maelm.py without the bodies of these functions
     python -m course.assign --handout homework            # make a folder for students
     python -m course.assign --gradescope autograder.zip   # make an autograder to upload
-    python -m course.assign --grade class/*               # grade students' folders
+    python -m course.assign --grade anna                  # grade a student's folder, or a folder of these
 """
 import zipfile
 from argparse import Namespace
 from pathlib import Path
 
-from course.grade import INI, TESTS, TOGETHER, grade, write_all
+import pandas
+
+from course.grade import INI, TESTS, TOGETHER, Result, grade, write_all
 from course.homework import FILES, HANDED_OUT, HOMEWORK, PROJECT, TASKS, read, without
 from support.program import ROOT, Parser, UserError, clear_errors, write_json
 
@@ -34,18 +36,32 @@ def make_autograder(path: Path, tasks: list[str]):
     print(f"{path}: upload it as the autograder")
 
 
-def grade_students(flags: Namespace):
-    """Grade submissions, with a line per task and one for the total."""
-    for path in flags.grade:
-        texts = read(path)
-        if not texts:
-            raise UserError(f"{path}: has no file named {', '.join(FILES)}")
-        results = grade(texts, flags.only, flags.time_limit)
-        total = f"{sum(row.score for row in results)}/{sum(row.max_score for row in results)}"
-        print(*[f"{row.name} {row.score}/{row.max_score} {row.output}" for row in results], sep="\n")
-        print(f"{path}: total {total}")
-        if flags.json:
-            write_json(flags.json, {"tests": [row._asdict() for row in results]})
+def grade_student(path: Path, flags: Namespace):
+    """Grade the files in a folder, with a line per task and one for the total. Raises UserError if there are none."""
+    texts = read(path)
+    if not texts:
+        raise UserError(f"{path}: has no file named {', '.join(FILES)}")
+    results = grade(texts, flags.only, flags.time_limit)
+    print(*[f"{row.name} {row.score}/{row.max_score} {row.output}" for row in results], sep="\n")
+    print(f"{path}: total {total(results)}")
+    if flags.json:
+        write_json(flags.json, {"tests": [row._asdict() for row in results]})
+
+
+def grade_class(folder: Path, flags: Namespace):
+    """Grade each folder in a folder, with a line per student here and in grades.csv there."""
+    rows = []
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        results = grade(read(path), flags.only, flags.time_limit)
+        print(f"{path.name}: {total(results)}; {', '.join(f'{row.name} {row.score}' for row in results)}")
+        points = {row.name: row.score for row in results}
+        rows.append({"student": path.name, "total": sum(points.values())} | points)
+        pandas.DataFrame(rows).to_csv(folder / "grades.csv", index=False)
+
+
+def total(results: list[Result]) -> str:
+    """The points of all tasks, such as 40/45."""
+    return f"{sum(row.score for row in results)}/{sum(row.max_score for row in results)}"
 
 
 def main(argv=None):
@@ -55,7 +71,7 @@ def main(argv=None):
         command("--blank", nargs="+", metavar="TASK", choices=[*HOMEWORK, "all"], help="print a file without these")
         command("--handout", type=Path, metavar="DIR", help="make a folder for students")
         command("--gradescope", type=Path, metavar="ZIP", help="make an autograder for Gradescope")
-        command("--grade", type=Path, nargs="+", metavar="DIR", help="grade the files in these folders")
+        command("--grade", type=Path, metavar="DIR", help="grade the files in a folder, or each folder in it")
         add = parser.add_argument
         tasks = [*HOMEWORK, TOGETHER]
         add("--only", nargs="+", metavar="TASK", choices=tasks, default=tasks, help="only these tasks")
@@ -68,8 +84,10 @@ def main(argv=None):
             make_autograder(flags.gradescope, flags.only)
         elif flags.blank:
             print(without(TASKS["maelm.py"] if "all" in flags.blank else flags.blank), end="")
+        elif flags.json or any((flags.grade / name).is_file() for name in FILES):
+            grade_student(flags.grade, flags)
         else:
-            grade_students(flags)
+            grade_class(flags.grade, flags)
 
 
 if __name__ == "__main__":

@@ -146,11 +146,13 @@ def test_the_nearest_file_of_each_folder_is_graded(tmp_path, capsys, monkeypatch
     write(tmp_path / "anna/hand in", both)
     write(tmp_path / "anna/hand in/backup", {"maelm.py": one})
     write(tmp_path / "ben", {"maelm.py": "\ufeff" + one})
-    found = grades(capsys, tmp_path / "anna", tmp_path / "ben", "--only", "attention", "corrupt")
-    assert [line for line in found if line.startswith("attention")] == [
-        f"attention {points}/4 as nothing has run" for points in (4, 0)]
     (tmp_path / "hal").mkdir()
     (tmp_path / "hal/maelm.py").symlink_to(ROOT / "maelm.py")
+    found = grades(capsys, tmp_path, "--only", "attention", "corrupt")  # a class
+    assert found == ["anna: 8/8; attention 4, corrupt 4", "ben: 4/8; attention 0, corrupt 4",
+                     "hal: 0/8; attention 0, corrupt 0"]
+    assert (tmp_path / "grades.csv").read_text().splitlines() == [
+        "student,total,attention,corrupt", "anna,8,4,4", "ben,4,0,4", "hal,0,0,0"]
     assert "hal: has no file named" in fails(lambda: main(["--grade", str(tmp_path / "hal")]), capsys)
 
 
