@@ -5,11 +5,14 @@
     python rank.py out/toy out/toy-mlm --probe docs        # and what can be read from each layer
 
 The effective rank of H (N, d) is the smallest number of singular values whose squares make up a fraction tau of the
-total. It is measured at layers 0 (embeddings) to L, in three ways (Figure 1; Table 3 uses the second way at L):
+total. It is measured at layers 0 (embeddings) to L, in three ways (Figure 1; Table 3 uses the second way at L), and
+with --controls in two more, which the paper does not have:
 
     with_mask     all tokens of the text with 15% [MASK], as an MLM reads it: H^l in section 2.2
     without_mask  all tokens of the unmasked text, as a downstream task reads it: H~^l in section 2.2
     mask_only     only the vectors at [MASK] in the masked text: H_M^l, Figure 1(b)
+    with_random   all tokens of the text with random tokens in place of [MASK]
+    token_only    only the vectors at one ordinary token in place of every [MASK]
 
 The paper's formula uses the singular values of H itself ("uncentered"), but the text speaks of variance ("centered":
 the mean vector is subtracted first). support/model/subjects.py loads the models and their texts.
@@ -103,13 +106,14 @@ class RankOptions:
     batch_size: int = 32  # sequences per batch
     seed: int = 0  # seed of the masks
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to measure
+    controls: bool = False  # also measure the text with random tokens, or one token, in place of [MASK]
     probe: Literal["", *PROBE_TASKS] = ""  # also probe each layer for the labels of a task of finetune.py, such as docs
     out: str = ""  # folder for rank.json and rank.png; default: out/rank-MODEL-MODEL...
 
 
 class Curve(NamedTuple):
     """Which of an encoder's vectors are measured, and how they are shown."""
-    masked: bool  # whether the encoder reads the masked text
+    text: str  # the name of the text that the encoder reads; see texts_for
     masked_only: bool  # whether only the vectors at masked positions count: Figure 1(b)
     style: str
     label: str  # in the figure
@@ -117,10 +121,24 @@ class Curve(NamedTuple):
 
 
 CURVES = {
-    "with_mask": Curve(True, False, "o-", "input with [MASK]", "with"),
-    "without_mask": Curve(False, False, "s--", "input without [MASK]", "without"),
-    "mask_only": Curve(True, True, "^-", "[MASK] vectors", "[MASK]"),
+    "with_mask": Curve("masked", False, "o-", "input with [MASK]", "with"),
+    "without_mask": Curve("unmasked", False, "s--", "input without [MASK]", "without"),
+    "mask_only": Curve("masked", True, "^-", "[MASK] vectors", "[MASK]"),
+    "with_random": Curve("random", False, "x:", "input with random tokens", "random"),  # controls
+    "token_only": Curve("one token", True, "x:", "vectors at one ordinary token", "token"),
 }
+
+
+def texts_for(subject: Subject, rows, maskable, masks, options: RankOptions) -> dict:
+    """The texts (N, n) int64 that the encoder reads, by name; they differ at the masked positions. Random tokens are
+    drawn from the text itself, and the ordinary token is its most frequent one."""
+    texts = {"masked": rows.masked_fill(masks, subject.mask_id), "unmasked": rows}
+    if options.controls:
+        real = rows[maskable]
+        drawn = torch.randint(len(real), rows.shape, generator=torch.Generator().manual_seed(options.seed))
+        texts["random"] = torch.where(masks, real[drawn], rows)
+        texts["one token"] = rows.masked_fill(masks, real.mode().values)
+    return texts
 
 
 @torch.no_grad()
@@ -140,15 +158,15 @@ def measure(subject: Subject, options: RankOptions) -> dict[str, list[Moments]]:
     # Masks of all sequences are drawn together, so that the batch size does not matter.
     positions = draw_masks(maskable, m, torch.Generator().manual_seed(options.seed))  # (N, m)
     masks = torch.zeros_like(maskable).scatter(1, positions, True)  # (N, n)
-    texts = {True: rows.masked_fill(masks, subject.mask_id), False: rows}
-    moments = {curve: [Moments() for _ in example] for curve in CURVES}
+    texts = texts_for(subject, rows, maskable, masks, options)
+    moments = {curve: [Moments() for _ in example] for curve in CURVES if CURVES[curve].text in texts}
     for start in tqdm(range(0, count, options.batch_size), subject.name, leave=False, disable=None):
         batch = slice(start, start + options.batch_size)
         is_masked = masks[batch].to(example[0].device)  # (B, n)
-        for masked, sequences in texts.items():
+        for text, sequences in texts.items():
             for layer, h in enumerate(subject.encode(sequences[batch])):  # H^l (B, n, d)
-                for curve in CURVES:
-                    if CURVES[curve].masked == masked:
+                for curve in moments:
+                    if CURVES[curve].text == text:
                         vectors = h[is_masked] if CURVES[curve].masked_only else h
                         moments[curve][layer].add(vectors)
     return moments
@@ -186,8 +204,8 @@ def table(name: str, entry: dict, tau: float) -> str:
 
 
 def draw(entries: dict[str, dict], tau: float, task: str, path: Path):
-    """Draw the uncentered ranks by layer: (a) of all tokens of a text, (b) of vectors at [MASK]. More panels have
-    the scores of probes."""
+    """Draw the uncentered ranks by layer: (a) of all tokens of a text, (b) of vectors at [MASK] or at a control. More
+    panels have the scores of probes."""
     probes = entries[next(iter(entries))].get("probe", {})
     with figure(path, panels=2 + len(probes)) as (left, right, *others):
         for number, (name, entry) in enumerate(entries.items()):

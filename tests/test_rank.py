@@ -82,20 +82,21 @@ def measure(seed, tau=0.9, size=7):
         return made_up(tokens)
 
     subject = subjects.Subject("made up", encode, rows.numpy(), "rows", maelm.MASK, [0, 1, 2, 3], True)
-    options = rank.RankOptions(batch_size=size, tau=tau, seed=seed)
+    options = rank.RankOptions(batch_size=size, tau=tau, seed=seed, controls=True)
     found = rank.model_ranks(subject, rank.measure(subject, options), tau)
     _, *batches = read  # the first is one sequence, read to count the layers
-    masked, unmasked = [torch.cat(batches[start::2]) for start in range(2)]
+    masked, unmasked, *controls = [torch.cat(batches[start::4]) for start in range(4)]
     assert torch.equal(unmasked, rows)
-    return rows, masked, found
+    return rows, masked, controls, found
 
 
 def test_curves_hold_the_states_they_name():
     for number, tau in enumerate(TAUS):
-        rows, masked, found = measure(0, tau)
+        rows, masked, (random, one), found = measure(0, tau)
         at = masked == maelm.MASK
         everywhere = torch.ones_like(at)
-        curves = {"with_mask": (masked, everywhere), "without_mask": (rows, everywhere), "mask_only": (masked, at)}
+        curves = {"with_mask": (masked, everywhere), "without_mask": (rows, everywhere), "mask_only": (masked, at),
+                  "with_random": (random, everywhere), "token_only": (one, at)}
         assert found["centered"].keys() == curves.keys()
         for curve, (tokens, chosen) in curves.items():
             assert found["n"][curve] == chosen.sum()
@@ -105,11 +106,14 @@ def test_curves_hold_the_states_they_name():
 
 
 def test_masks_are_15_percent_of_real_tokens_for_any_batch_size():
-    rows, masked, found = measure(0)
+    rows, masked, controls, found = measure(0)
     at = masked == maelm.MASK
     assert (at.sum(1) == 3).all() and rows[at].min() >= maelm.NUM_SPECIAL
     assert torch.equal(masked[~at], rows[~at]) and not torch.equal(masked, measure(1)[1])
-    assert torch.equal(masked, measure(0, size=40)[1]) and found == measure(0, size=40)[2]
+    assert torch.equal(masked, measure(0, size=40)[1]) and found == measure(0, size=40)[3]
+    random, one = controls
+    assert torch.equal(random[~at], rows[~at]) and random[at].min() >= 4 and len(random[at].unique()) > 80
+    assert one[at].unique().tolist() == [int(rows[rows >= 4].mode().values)] and torch.equal(one[~at], rows[~at])
 
 
 def test_the_command_writes_ranks_and_draws_them(text, finished, figures, tmp_path, capsys):
