@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
-from maelm import PAD, Config
+from maelm import MASK, NUM_SPECIAL, PAD, Config
 from support.model.build import make_model
 from support.model.checkpoints import load_checkpoint
-from support.model.subjects import transformers_library
+from support.model.subjects import hidden_states, transformers_library
 from support.program import ROOT, Parser, UserError, clear_errors, path_of, write_json
 from support.text.tokenizer import Tokenizer
+from support.training.evaluation import logits_at
 
 
 def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
@@ -88,7 +89,26 @@ def export(source: Path, out: Path):
     # Not save_file, which makes a file that only its owner can read.
     (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
     write_json(out / "config.json", hub_config(config, head, labels, state.get("scale", 1.0)))
+    check(out, head, state)
     print(f"{out}: for AutoModel{head} with trust_remote_code=True; another class would have a random head")
+
+
+@torch.no_grad()
+def check(out: Path, head: str, state: dict):
+    """Raises UserError if transformers computes other logits from the folder, or other vectors without a head."""
+    theirs = getattr(transformers_library(), f"AutoModel{head}").from_pretrained(out, trust_remote_code=True)
+    tokens = NUM_SPECIAL + torch.arange(8)[None]  # as in tuned.write_tuned
+    if "task" in state:
+        found, expected = torch.stack(theirs(tokens).to_tuple(), -1), state["scale"] * state["example"]
+    else:
+        model = make_model(state["config"]).eval()
+        model.load_state_dict(state["model"])
+        at = torch.tensor([[2, 5]])
+        found, expected = theirs(tokens)[0], hidden_states(model.encoder, tokens)[-1]
+        if head:
+            found, expected = theirs(tokens.scatter(1, at, MASK)).logits[:, at[0]], logits_at(model, tokens, at)
+    if not torch.allclose(found.flatten(), expected.flatten(), rtol=1e-3, atol=1e-3):
+        raise UserError(f"{out}: transformers computes other results; modeling_maelm.py may lack a change of maelm.py")
 
 
 def main(argv=None):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import save
 
 import finetune
+import maelm
 import rank
 import train
 from conftest import generator, model_and_batch
@@ -170,6 +171,12 @@ def test_a_fine_tuned_model_gives_the_same_logits(task, labels, scale, hub, tmp_
     score = hub.pipeline("text-classification", theirs, tokenizer=tokenizer)("a word")[0]["score"]
     logits = theirs(**tokenizer("a word", return_tensors="pt")).logits[0]
     assert_close(torch.tensor(score), logits.softmax(0).max() if labels else logits[0])
+
+
+def test_an_export_that_would_compute_something_else_is_refused(hub, tmp_path, monkeypatch, capsys):
+    logits = maelm.Head.forward
+    monkeypatch.setattr(maelm.Head, "forward", lambda self, *given: 1.5 * logits(self, *given))
+    assert "transformers computes other results" in fails(lambda: exported(tmp_path), capsys)
 
 
 @pytest.mark.parametrize("fields", [dict(), dict(aligned_positions=False), dict(rel_pos_buckets=0)])

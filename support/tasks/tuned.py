@@ -2,9 +2,10 @@
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from torch import nn
 
-from maelm import Encoder
+from maelm import NUM_SPECIAL, Encoder
 from support.model.checkpoints import write_checkpoint
 from support.model.subjects import Pretrained, hidden_states
 
@@ -22,8 +23,12 @@ class Tuned(nn.Module):
 
 def write_tuned(path: Path, model: Tuned, pretrained: Pretrained, **entries):
     """Write a fine-tuned model, which can be exported or fine-tuned further. For the export, `entries` have its `task`,
-    the names of its `labels` (list), the `scale` of its numbers, and the `longest` input of fine-tuning in tokens."""
+    the names of its `labels` (list), the `scale` of its numbers, and the `longest` input of fine-tuning in tokens. The
+    logits of `example`, a few tokens, are compared with those of the export."""
+    tokens = NUM_SPECIAL + torch.arange(8, device=next(model.parameters()).device)[None]
+    with torch.no_grad():
+        logits = model.eval()(tokens, tokens < 0)
     head = vars(type(model.head)).get("exported", ())  # not that of a class from which the head is derived
     write_checkpoint(path, entries | {
         "config": asdict(pretrained.config), "settings": pretrained.settings, "model": model.state_dict(),
-        "tokenizer": pretrained.tokenizer.to_json(), "head": list(head)})
+        "tokenizer": pretrained.tokenizer.to_json(), "head": list(head), "example": logits.cpu()})
