@@ -39,7 +39,7 @@ def documents_of(data, **settings):
 # ---- Documents ------------------------------------------------------------------------------------------------------
 def test_every_format_gives_the_same_documents(tmp_path):
     expected = little_documents(40)
-    plain = "\n\n".join(expected).encode()
+    plain = "\n \n".join(expected).encode()
     records = [{"id": 1, "text": text} for text in expected] + [{"text": None, "other": {"a": []}}, {"id": "x"}]
     records[-1]["text"] = " "
     lines = json_lines(records).encode()
@@ -62,8 +62,10 @@ def test_text_without_blank_lines_is_split_by_size(tmp_path):
     lines = [f"{sentence(i)}\n" for i in range(2000)]
     (tmp_path / "lines.txt").write_text("".join(lines))
     found = documents_of(tmp_path / "lines.txt")
-    assert "".join("".join(found).split()) == "".join("".join(lines).split())
-    assert len(found) == -(-len("".join(lines)) // 100_000) and max(map(len, found)) <= 100_000
+    assert "\n".join(found) == "".join(lines).strip()
+    assert {10_000 <= len(text) + 1 < 10_100 for text in found[:-1]} == {True}
+    (tmp_path / "line.txt").write_text("word " * 50_000)
+    assert [len(text) for text in documents_of(tmp_path / "line.txt")] == [99_999, 99_999, 49_999]
 
 
 @pytest.mark.parametrize("name, content, message", [

@@ -24,10 +24,11 @@ from support.text.tokenizer import Tokenizer, split_long
 
 SPLITS = ("train", "val")
 FORMATS = {  # suffix -> kind of file, and options, for `datasets`
-    ".txt": ("text", dict(sample_by="paragraph", encoding="utf-8-sig")),
+    ".txt": ("text", dict(keep_linebreaks=True, encoding="utf-8-sig")),
     ".jsonl": ("json", {}), ".json": ("json", {}), ".parquet": ("parquet", {})}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-LONGEST = 100_000  # characters after which a document is split, such as a file without blank lines
+GROUPED = 10_000  # characters after which a document of a .txt ends, also without a blank line
+LONGEST = 100_000  # characters after which any document is split
 NGRAM = 13  # documents that share this many consecutive words are near-duplicates
 SCORED = 150  # documentation strings per library on which the task `docs` is scored, and no model is trained
 SAMPLE = 200 * 10 ** 6  # largest number of bytes that the tokenizer learns from
@@ -72,9 +73,22 @@ def records_of(path: Path) -> Iterator[dict]:
     kind, options = FORMATS[split_name(path)[1]]
     file = glob.escape(str(path.absolute()))
     try:
-        yield from datasets.load_dataset(kind, data_files=[file], split="train", streaming=True, **options)
+        records = datasets.load_dataset(kind, data_files=[file], split="train", streaming=True, **options)
+        yield from grouped(record["text"] for record in records) if kind == "text" else records
     except Exception as error:  # each format has its own errors
         raise UserError(f"{path}: cannot be read ({error})") from error
+
+
+def grouped(lines: Iterable[str]) -> Iterator[dict]:
+    """Records of documents, which end at a blank line or with the line in which they reach GROUPED characters."""
+    document, size = [], 0
+    for line in itertools.chain(lines, [" "]):  # a blank line ends the last one
+        if not line.isspace():
+            document.append(line)
+            size += len(line)
+        if document and (line.isspace() or size >= GROUPED):
+            yield {"text": "".join(document)}
+            document, size = [], 0
 
 
 def hub_records(name: str, split: str = "train") -> Iterable[dict]:
