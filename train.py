@@ -67,6 +67,7 @@ class Recipe:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to train
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto is on for CUDA if encoder_dim is at least 256
     cache: str = CACHE  # folder for tokenized corpora
+    wandb: str = ""  # Weights & Biases project that also receives log.jsonl
 
     @property
     def last_step(self) -> int:

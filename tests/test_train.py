@@ -1,7 +1,9 @@
 """Claims about pre-training: train.py, support/training, support/model/optim.py, support/fill_mask.py."""
 import math
+import sys
 import time
 from dataclasses import asdict
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -149,6 +151,13 @@ def test_matrices_of_layers_go_to_muon_and_keys_are_not_joined_with_values():
 @pytest.mark.parametrize("ablation, expected", [("mae-lm", 338_826_571_776), ("mlm", 289_493_876_736)])
 def test_a_step_of_base_has_this_many_flops(ablation, expected):
     assert flops(make_config("base", ablation)) == expected
+
+
+def test_wandb_gets_every_number_of_the_log(text, tmp_path, monkeypatch):
+    wandb = Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    out = short_run(text, tmp_path / "run", "--wandb", "project")
+    assert [call.args[0] for call in wandb.init.return_value.log.call_args_list] == read_log(out)
 
 
 EVERY_PRESET = dict(  # from Table 4 and section 4.1

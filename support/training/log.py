@@ -1,4 +1,4 @@
-"""The reports of a run: log.jsonl, loss.png, lines in the terminal; and the cost of a step."""
+"""The reports of a run: log.jsonl, loss.png, lines in the terminal, Weights & Biases; and the cost of a step."""
 import json
 import math
 import shlex
@@ -59,12 +59,18 @@ class Log:
         others = {name: record[name] for name in ("preset", "ablation", "corpus")}
         write_json(out / "config.json", self.settings | others)
         write_text(out / "tokenizer.json", record["tokenizer"])
+        if self.settings["wandb"]:
+            import wandb  # pip install wandb
+            self.wandb = wandb.init(project=self.settings["wandb"], name=str(out), config=self.settings)
 
     def write(self, text: str, **line):
         """Append a line to log.jsonl and print a text."""
         if self.worker.is_main:
+            line = {"step": self.step} | line
             with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": self.step} | line) + "\n")
+                file.write(json.dumps(line) + "\n")
+            if self.settings["wandb"]:
+                self.wandb.log(line)
         print(text)
 
     def describe(self, model: MAELM, rows: dict[str, Rows], changed: dict[str, list]):
