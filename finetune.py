@@ -5,10 +5,11 @@
     python finetune.py --init out/base --task rte --sweep       # Table 5's grid, then five seeds
     python finetune.py --init out/base --task glue --data DIR   # all eight tasks, and their average
 
---task custom reads train, dev and, if there is one, test (.jsonl or .parquet) in --data, with the fields text,
-text2 (optional) and label. Labels with decimals mean regression. F1 treats the second of two labels as positive.
-The best of at most 20 checkpoints is chosen on dev, so its scores are slightly optimistic. predictions_test.jsonl
-is for test, which may lack labels. Repeat a command to complete missing runs.
+--task custom reads train, dev and, if there is one, test (.csv, .tsv, .jsonl or .parquet) in --data, with the
+columns text, text2 (optional) and label. Labels in tables are used as written (01 is not 1), and decimals mean
+regression. F1 treats the second of two labels as positive. Without dev, a tenth of train is dev. The best of at
+most 20 checkpoints is chosen on dev, so its scores are slightly optimistic. predictions_test.jsonl is for test,
+which may lack labels. Repeat a command to complete missing runs.
 """
 import argparse
 import copy
@@ -31,7 +32,8 @@ from support.model.subjects import Pretrained, hidden_states
 from support.program import Parser, UserError, add_flags, clear_errors, code_hash, compare, fields_of, json_lines
 from support.program import lock_folder, path_of, read_json, read_lines, short_name, write_json, write_text
 from support.tasks import probe
-from support.tasks.classification import Classification, Encoded, batches, by_length, collate, outputs_of, scores
+from support.tasks.classification import DIVERGED, Classification, Encoded, batches, by_length, collate, outputs_of
+from support.tasks.classification import scores, shown
 from support.tasks.squad import Spans
 from support.tasks.tasks import DEFAULTS, GLUE, PROBED, SWEPT, TASKS, TuneConfig, grid, hash_of, labels_of
 from support.tasks.tasks import read_task, tune_of
@@ -106,6 +108,8 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
         optimizer.zero_grad()
         if step + 1 in evaluate_after:
             value = evaluate(model, setup, tune, ["dev"])[0][setup.metric]
+            if value == DIVERGED:  # whatever earlier checkpoints scored
+                best = None
             if best is None or value > best["value"]:
                 best = {"value": value, "step": step + 1}
                 best_weights = copy.deepcopy(model.state_dict())
@@ -175,9 +179,9 @@ def finish(setup: Setup, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
             done = [run]
         runs += done
         seconds = runs[-1]["seconds"]
-        shown = {"l2": runs[-1]["l2"]} if setup.frozen else {name: runs[-1]["tune"][name] for name in SWEPT}
-        setting = "  ".join(f"{name} {x:g}" for name, x in shown.items())
-        print(f"{setup.task}  {setting}  seed {seed}  {setup.metric} {runs[-1]['value']:.2f}  {seconds:.0f} s  run "
+        varied = {"l2": runs[-1]["l2"]} if setup.frozen else {name: runs[-1]["tune"][name] for name in SWEPT}
+        setting = "  ".join(f"{name} {x:g}" for name, x in varied.items())
+        print(f"{setup.task}  {setting}  seed {seed}  {setup.metric} {shown(runs[-1]['value'])}  {seconds:.0f} s  run "
               f"{number} of {len(jobs)}, {timedelta(seconds=round((len(jobs) - number) * seconds))} left")
     return runs
 
@@ -205,8 +209,8 @@ def run_task(setup: Setup, tune: TuneConfig, flags: argparse.Namespace) -> dict:
                "steps": [run.get("step") for run in runs], "tune": asdict(tune), "sweep": sweep,
                "effective_rank": {"tau": 0.9, "d": dim, "before": before, "after": after}}
     write_json(setup.out / "result.json", summary)
-    print(f"{setup.task}  {'  '.join(f'{name} {x:.2f}' for name, x in metrics.items())}  (medians; seeds: "
-          f"{', '.join(f'{value:.2f}' for value in values)})")
+    print(f"{setup.task}  {'  '.join(f'{name} {shown(x)}' for name, x in metrics.items())}  (medians; seeds: "
+          f"{', '.join(map(shown, values))})")
     for name, rank in (before or {}).items():  # None if the dev split has too few tokens
         tuned = [each[name] for each in after if each]  # none of a frozen encoder
         change = f" -> {statistics.median(tuned):.0f}" if tuned else ""
@@ -220,7 +224,7 @@ def table1(summaries: list[dict], out: Path):
     medians = {summary["task"]: summary["median"] for summary in summaries}
     average = statistics.mean(medians.values())
     write_json(out / "result.json", {"task": "glue", "average": average, "medians": medians, "results": summaries})
-    print("  ".join(f"{task} {value:.2f}" for task, value in (medians | {"average": average}).items()))
+    print("  ".join(f"{task} {shown(value)}" for task, value in (medians | {"average": average}).items()))
 
 
 # ---- 4. Command line -----------------------------------------------------------------------------
@@ -234,7 +238,7 @@ def parse(argv) -> argparse.Namespace:
     add("--init", default="out/toy", help="run folder, checkpoint or random:FOLDER [%(default)s]")
     add("--out", type=path_of, help="folder for all results [out/TASK-INIT, and -mean or -cls with --frozen]")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="[%(default)s]")
-    add("--data", help="folder with the Hub's own files or, for custom, with train and dev [GLUE and SQuAD: the Hub]")
+    add("--data", help="folder with the Hub's own files or, for custom, with train [GLUE and SQuAD: the Hub]")
     add("--seeds", type=int, default=0, help="number of runs; the result is their median [5; 1 if nothing is random]")
     add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
     add("--frozen", choices=probe.POOLINGS, nargs="?", const="mean", default="", help="freeze the encoder, and fit a "

@@ -22,7 +22,7 @@ from conftest import tiny
 from maelm import CLS, SEP
 from support import export
 from support.model.heads import ClassifierHead
-from support.program import UserError, json_lines, read_json, read_lines
+from support.program import UserError, json_lines, read_json
 from support.tasks import probe, tasks
 from support.tasks.classification import Classification, Encoded, batches, collate
 from support.tasks.squad import Spans
@@ -205,10 +205,10 @@ def test_random_weights_are_drawn_by_the_seed(finished):
     assert trained.weights_hash() != fresh.weights_hash()
 
 
-def test_a_diverged_run_predicts_the_same_for_all_texts(finished, tmp_path):
+def test_a_diverged_run_counts_as_the_lowest(finished, tmp_path, capsys):
     result = tune(finished, "rte", tmp_path, "--learning-rate=1e38", "--epochs=0.1")  # one step, whose loss is finite
-    assert result["values"] == [50, 50] and result["effective_rank"]["after"] == [None, None]
-    assert len({line["prediction"] for line in read_lines(tmp_path / "out/predictions.jsonl")}) == 1
+    assert result["values"] == [-math.inf, -math.inf] and result["effective_rank"]["after"] == [None, None]
+    assert "accuracy diverged  (medians; seeds: diverged, diverged)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("labels, metrics", [(["01", "1", "1", "01"], {"accuracy", "f1"}),
@@ -222,6 +222,7 @@ def test_a_test_file_is_predicted_in_its_order_and_chooses_nothing(labels, metri
     run = functools.partial(tune, finished, "custom", tmp_path, f"--data={tmp_path}", flag, "--seeds=1")
     alone = run(out="alone")
     rows = [rows[3] | {"label": None}, rows[2], rows[1] | {"label": labels[0]}, {"text": texts[0], "text2": "b"}]
+    rows = [row | {"id": number} for number, row in enumerate(rows)]
     (tmp_path / "test.jsonl").write_text(json_lines(rows))
     found = run()
     assert [found[name] for name in ("values", "steps")] == [alone[name] for name in ("values", "steps")]
@@ -230,6 +231,7 @@ def test_a_test_file_is_predicted_in_its_order_and_chooses_nothing(labels, metri
     dev, test = [pandas.read_json(tmp_path / f"out/predictions{end}.jsonl", lines=True, dtype=False)
                  for end in ("", "_test")]
     assert [*dev.label, *test.label[1:3]] == [*labels, labels[2], labels[0]] and test.label[[0, 3]].isna().all()
+    assert [*test.id] == [0, 1, 2, 3]  # other columns are repeated
     for column in {*dev.columns} - {"label"}:
         assert [*test[column][::-1]] == [pytest.approx(cell) for cell in dev[column]]
     right = (test.prediction == test.label)[1:3].mean()
@@ -254,7 +256,7 @@ def fake_runs(monkeypatch, value):
 
 def test_an_interrupted_sweep_continues(finished, tmp_path, monkeypatch):
     rates = [rate * (768 / 32) ** 2 for rate in (2e-5, 3e-5, 4e-5, 5e-5)]  # for an encoder of 32 dimensions
-    found = dict(zip(rates, (-9.0, -3.0, 0.0, -1.0)))
+    found = dict(zip(rates, (-9.0, -math.inf, 0.0, -1.0)))
     seeds = fake_runs(monkeypatch, lambda setup, tune, seed: found[tune.learning_rate] + (seed == 2))
     flags = "--sweep --warmup-share 0.06 --batch-size 4".split()  # leaves a grid of four rates
     whole = tune(finished, "cola", tmp_path, *flags)

@@ -135,21 +135,42 @@ def test_custom_files_have_names_or_numbers_as_labels(tmp_path):
         assert splits["train"] == splits["dev"]
         return splits["train"], tasks.labels_of("custom", splits["train"])
 
+    def read_table(name, content):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        (tmp_path / name).write_text(content)
+        splits = tasks.read_task("custom", str(tmp_path), {})
+        return splits, tasks.labels_of("custom", splits["train"])
+
     examples, labels = read(["01", "1", "NA"], text2="b")
-    assert examples[0] == ("a 0", "b", "01") and labels == tasks.Labels(("accuracy",), ("01", "1", "NA"))
+    assert examples[0] == ("a 0", "b", "01", {}) and labels == tasks.Labels(("accuracy",), ("01", "1", "NA"))
     assert [labels.target(example.label) for example in examples] == [0, 1, 2] and labels.target(None) == 0
     examples, labels = read([3, 0, 3])
-    assert examples[0] == ("a 0", None, "3") and labels == tasks.Labels(("accuracy", "f1"), ("0", "3"))
+    assert examples[0] == ("a 0", None, "3", {}) and labels == tasks.Labels(("accuracy", "f1"), ("0", "3"))
     examples, labels = read([1.0, -2.5])
     assert labels == tasks.Labels(("spearman",), (), 2.5) and labels.target(examples[0].label) == 0.4
     for wrong, found in (("x", labels), (1.5, tasks.Labels((), ("a",)))):
         with pytest.raises(UserError, match="is not one of the training labels"):
             found.target(wrong)
-    for rows in ([{"text": "a"}], [{"label": "b"}], [{"text": "a", "label": ""}], [{"text": "a", "label": math.nan}]):
-        (tmp_path / "train.jsonl").write_text(json_lines(rows))
+    for row in ({"text": "a", "label": ""}, {"text": "a", "label": math.nan}, {"text": None, "label": "b"}):
+        (tmp_path / "train.jsonl").write_text(json_lines([row]))
         with pytest.raises(UserError, match="custom, train, row 1: needs text in text and text2, and a label"):
             tasks.read_task("custom", str(tmp_path), {})
-    (tmp_path / "train.jsonl").unlink()
+    # Cells are texts: 01 is not 1. Without dev, a tenth of train is dev.
+    rows = "".join(f'{i},"a, {i}",{"01" if i % 2 else "1"},None\n' for i in range(40))
+    splits, labels = read_table("train.csv", f"id,text,label,more\n{rows}")
+    assert [len(splits[name]) for name in ("train", "dev")] == [36, 4] and labels.names == ("01", "1")
+    found = {example.others["id"]: example for example in sum(splits.values(), [])}
+    assert len(found) == 40 and found["7"] == ("a, 7", None, "01", {"id": "7", "more": "None"})
+    rows = "".join(f'"a {i}\tb\t{i % 3}{".5" if i == 2 else ""}\n' for i in range(40))
+    splits, labels = read_table("train.tsv", f"text\ttext2\tlabel\n{rows}")
+    assert splits["train"][0][0][0] == '"' and labels == tasks.Labels(("spearman",), (), 2.5)
+    for content, message in (("text,name\na,b\n", "train.csv: needs the columns text, label, but has text, name"),
+                             ("text,label\na,b,c\n", "train.csv: its rows have more cells than the header"),
+                             ('text,label\n"a', "train.csv: cannot be read")):
+        with pytest.raises(UserError, match=message):
+            read_table("train.csv", content)
+    (tmp_path / "train.csv").unlink()
     with pytest.raises(UserError, match="its train split has no examples; see --data"):
         tasks.read_task("custom", str(tmp_path), {})
 

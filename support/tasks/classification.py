@@ -45,9 +45,15 @@ def f1(predicted, true) -> float:
     return 2 * float((predicted * true).sum()) / max(1, predicted.sum() + true.sum())
 
 
+DIVERGED = -math.inf  # in place of a metric, so that it is the lowest
 METRICS = {  # functions of predicted and true labels or numbers, (N,) each
     "accuracy": lambda predicted, true: float((predicted == true).mean()),
     "matthews": matthews, "spearman": spearman, "f1": f1}
+
+
+def shown(value: float) -> str:
+    """A metric as text."""
+    return "diverged" if value == DIVERGED else f"{value:.2f}"
 
 
 # ---- 2. Inputs and batches ----------------------------------------------------------------------------------
@@ -125,7 +131,7 @@ class Classification:
         labels = ", ".join(self.labels.names) or "numbers as labels"
         [(label, count)] = Counter(example.label for example in examples).most_common(1)
         label = label or "without a label"
-        remark = (f"{len(ids):,} examples ({labels:.200}), of which {count / len(ids):.1%} are {label:.40}; "
+        remark = (f"{len(ids):,} examples ({labels:.200}), of which {count / len(ids):.1%} are {str(label):.40}; "
                   f"{truncated:,} are cut off at the limit of {self.n} tokens")
         return Encoded(ids, torch.tensor(targets), examples, [], remark)
 
@@ -145,17 +151,18 @@ class Classification:
 
     def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
         """Logits (N, C) -> metrics in percent of examples with labels, and predictions.jsonl with each example's label,
-        prediction and, for labels with names, all probabilities."""
+        prediction and, for labels with names, all probabilities, beside the other columns of its record."""
         names = self.labels.names
         lines = []
         for example, output in zip(encoded.examples, torch.from_numpy(outputs)):
             label = example.label
             if names:
                 scores = dict(zip(names, output.softmax(0).tolist()))
-                lines.append({"label": label, "prediction": names[output.argmax()], "scores": scores})
+                found = {"label": label, "prediction": names[output.argmax()], "scores": scores}
             else:
                 number = float(f"{self.labels.scale * output.item():.6g}")  # without float32's rounding errors
-                lines.append({"label": label, "prediction": number})
+                found = {"label": None if label is None else float(label), "prediction": number}
+            lines.append(example.others | found)
         files = {"predictions.jsonl": json_lines(lines)}
         labeled = [line for line in lines if line["label"] is not None]
         if not labeled:
@@ -168,11 +175,13 @@ class Classification:
 # ---- 4. Scores of any task ----------------------------------------------------------------------------------
 def scores(outputs: dict, kind, splits: dict[str, Encoded]) -> tuple[dict, dict[str, str]]:
     """Outputs (N, K) by split -> metrics, and the texts of prediction files by name; names end in _mm or _test for
-    splits other than dev. The kind is a Classification or a squad.Spans. NaN counts as 0: a model that has diverged
-    predicts the same for all inputs."""
+    splits other than dev. The kind is a Classification or a squad.Spans. If the model has diverged, each metric is
+    DIVERGED, and the files show it as if NaN were 0."""
     metrics, files = {}, {}
     for split, each in outputs.items():
         found, texts = kind.score(each.nan_to_num().numpy(), splits[split])
+        if each.isnan().any():
+            found = dict.fromkeys(found, DIVERGED)
         end = {"dev": "", "dev_mm": "_mm", "test": "_test"}[split]
         metrics |= {name + end: value for name, value in found.items()}
         files |= {name.replace(".", f"{end}."): text for name, text in texts.items()}

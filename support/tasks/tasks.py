@@ -1,11 +1,16 @@
 """The fine-tuning tasks of Table 1: their settings (Tables 5 and 6), examples and labels. `docs` classifies
 documentation strings by library and needs no download; `custom` reads your own files."""
+import csv
 import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, NamedTuple
+
+import numpy as np
+import pandas
 
 from support.program import UserError, path_of, short_hash
 from support.text.corpus import Text, docs_by_hash, hub_records, in_validation, ngrams, records_of, scored_docs
@@ -19,7 +24,7 @@ class Task(NamedTuple):
     group: str  # small | large | squad | docs: determines the defaults and the grid
     metrics: tuple[str, ...] = ("accuracy",)  # the first selects checkpoints; F1 is computed for the second label
     labels: tuple[str, ...] = ()  # in the Hub's order; if empty, see labels_of
-    columns: tuple[str, ...] = ("sentence1", "sentence2")  # of one or two texts
+    columns: tuple[str, ...] = ("sentence1", "sentence2")  # of one or two texts; SQuAD: of all that is read
     dev: tuple[str, ...] = ("validation",)  # the dev split and, for MNLI, the mismatched one, for custom, test
     kind: str = "classification"  # or spans; see KINDS in finetune.py
     hub: str = ""  # data set on the Hub, NAME[:CONFIG]; default: nyu-mll/glue:TASK
@@ -37,7 +42,8 @@ TASKS = {
     "rte": Task("small", labels=ENTAILMENT),
     "mrpc": Task("small", ("accuracy", "f1"), YES_NO),
     "stsb": Task("small", ("spearman",)),
-    "squad2": Task("squad", ("f1",), kind="spans", hub="rajpurkar/squad_v2"),
+    "squad2": Task("squad", ("f1",), columns=("id", "question", "context", "answers"), kind="spans",
+                   hub="rajpurkar/squad_v2"),
     "docs": Task("docs", columns=("text",), labels=LIBRARIES),
     "custom": Task("small", ("accuracy", "f1"), columns=("text", "text2"), dev=("dev", "test")),
 }
@@ -107,6 +113,7 @@ class Example(NamedTuple):
     text: str
     text2: str | None
     label: str | float | None
+    others: dict = {}  # the other columns of its record, which predictions repeat
 
 
 class Question(NamedTuple):
@@ -115,6 +122,9 @@ class Question(NamedTuple):
     question: str
     context: str
     answers: tuple[tuple[int, str], ...]
+
+
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d\d?)?", re.IGNORECASE)
 
 
 class Labels(NamedTuple):
@@ -127,37 +137,41 @@ class Labels(NamedTuple):
         """A label in the form of the model's output: the index of its name, or a number; 0 if there is none."""
         if label is None:
             return 0
-        if isinstance(label, str) != bool(self.names) or (self.names and label not in self.names):
+        if label in self.names:
+            return self.names.index(label)
+        if self.names or not NUMBER.fullmatch(str(label)):
             known = ", ".join(self.names[:20]) or "numbers"
             raise UserError(f"label {label!r} is not one of the training labels ({known})")
-        return self.names.index(label) if self.names else label / self.scale
+        return float(label) / self.scale
 
 
 def labels_of(name: str, train: list) -> Labels:
-    """The labels of task `name`: those of the release, numbers if the training labels are floats, or else the distinct
-    training labels in alphabetical order."""
+    """The labels of task `name`: those of the release, numbers if the training labels are numbers and some have
+    decimals, or else the distinct training labels in alphabetical order."""
     task = TASKS[name]
     if task.labels or task.kind != "classification":
         return Labels(task.metrics, task.labels)
-    values = {example.label for example in train}
-    if all(isinstance(value, float) for value in values):
-        return Labels(("spearman",), scale=max(map(abs, values)) or 1.0)  # 5 for STS-B, as in the official code
-    names = tuple(sorted(map(str, values)))
+    names = tuple(sorted({str(example.label) for example in train}))
+    if all(map(NUMBER.fullmatch, names)) and any("." in label for label in names):
+        largest = max(abs(float(label)) for label in names)  # 5 for STS-B, as in the official code
+        return Labels(("spearman",), scale=largest or 1.0)
     return Labels(tuple(metric for metric in task.metrics if metric != "f1" or len(names) == 2), names)
 
 
 # ---- 4. Reading examples ------------------------------------------------------------------------------------
 def read_task(name: str, data: str | None, settings: dict) -> dict[str, list]:
     """The examples or questions of each split: train, dev, dev_mm of MNLI, and test of custom. `data` is a folder with
-    files of records, such as the Hub's; None means the Hub. For docs, `settings` of the pre-training run has the
-    fraction that it held out and its cache."""
+    files of records, such as the Hub's; None means the Hub. Without dev, a tenth of train is dev. For docs, `settings`
+    of the pre-training run has the fraction that it held out and its cache."""
     task = TASKS[name]
     if name == "docs":
         splits = read_docs_task(settings.get("val_share", Text.val_share), settings.get("cache", Text.cache))
     else:
-        splits = {split: [*records(task.hub or f"nyu-mll/glue:{name}", data, part)] for split, part in
+        splits = {split: [*records(name, data, part)] for split, part in
                   zip(("train", "dev", "test" if name == "custom" else "dev_mm"), ("train", *task.dev))}
         splits = {split: read for split, read in splits.items() if read or split in ("train", "dev")}
+        if name == "custom" and not splits["dev"]:
+            splits |= with_dev(splits["train"])
         if task.kind == "spans":
             splits = {split: questions_of(read) for split, read in splits.items()}
             splits["train"] = with_answers(name, splits["train"])
@@ -189,14 +203,49 @@ def read_docs_task(val_share: float, cache: str) -> dict[str, list[Example]]:
             for split, chosen in {"train": train, "dev": scored}.items()}
 
 
-def records(hub: str, data: str | None, part: str) -> Iterable[dict]:
-    """The records of a split: on the Hub, or in files PART*.parquet or PART*.jsonl, in a folder `data` or the task's
-    folder inside."""
+def records(name: str, data: str | None, part: str) -> Iterable[dict]:
+    """The records of a split: on the Hub, or in files such as PART.csv or PART-00000-of-00001.parquet, in a folder
+    `data` or the task's folder inside. Raises UserError if a file lacks a column."""
+    task = TASKS[name]
+    hub = task.hub or f"nyu-mll/glue:{name}"
     if data is None:
         return hub_records(f"hf:{hub}", part)
     inside = path_of(data) / re.split("[/:]", hub)[-1]
     files = sorted((inside if inside.is_dir() else path_of(data)).glob(f"{part}*"))
-    return [record for file in files if split_name(file)[1] in (".parquet", ".jsonl") for record in records_of(file)]
+    needed = task.columns[:1] if name == "custom" else task.columns  # its second text is optional
+    if task.kind == "classification" and part != "test":
+        needed += ("label",)
+    found = []
+    for file in [file for file in files if split_name(file)[1] in READERS]:
+        rows = [*READERS[split_name(file)[1]](file)]
+        if rows and not rows[0].keys() >= {*needed}:
+            raise UserError(f"{file}: needs the columns {', '.join(needed)}, but has {', '.join(rows[0])}")
+        found += rows
+    return found
+
+
+def table_rows(path: Path) -> list[dict]:
+    """The rows of a .csv or .tsv file, whose cells are texts, as written. Raises UserError if it cannot be read."""
+    # A .tsv has no quotes, as in GLUE's own files.
+    how = dict(sep="\t", quoting=csv.QUOTE_NONE) if split_name(path)[1] == ".tsv" else {}
+    try:
+        table = pandas.read_csv(path, dtype=str, keep_default_na=False, **how)
+    except ValueError as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(table.index, pandas.RangeIndex):  # where pandas has taken the first cells for names of the rows
+        raise UserError(f"{path}: its rows have more cells than the header")
+    return table.to_dict("records")
+
+
+READERS = {".csv": table_rows, ".tsv": table_rows, ".jsonl": records_of, ".parquet": records_of}
+
+
+def with_dev(train: list[dict]) -> dict[str, list[dict]]:
+    """Nine tenths of the training records as train, and one tenth, drawn at random, as dev."""
+    order = np.random.default_rng(0).permutation(len(train))
+    count = len(train) // 10
+    print(f"--data has no file dev: {count:,} of {len(train):,} examples in train are dev")
+    return {"train": [train[i] for i in order[count:]], "dev": [train[i] for i in order[:count]]}
 
 
 def examples_of(name: str, split: str, found: list[dict]) -> list[Example]:
@@ -210,7 +259,8 @@ def examples_of(name: str, split: str, found: list[dict]) -> list[Example]:
         if not all(isinstance(text, str) for text in texts) or (label is None and split != "test"):
             raise UserError(f"--task {name}, {split}, row {number}: needs text in {' and '.join(task.columns)}, and a "
                             f"label, but has {record!r:.200}")
-        examples.append(Example(texts[0], texts[1] if len(texts) == 2 else None, label))
+        others = {column: cell for column, cell in record.items() if column not in (*task.columns, "label")}
+        examples.append(Example(texts[0], texts[1] if len(texts) == 2 else None, label, others))
     return examples
 
 
