@@ -65,7 +65,7 @@ def model_and_batch(**fields):
     torch.manual_seed(0)
     kind = maelm.MAELM
     if config.decoder != "bi":
-        from support.model.cross_attention import DECODERS  # here, because students do not have it
+        from support.cross_attention import DECODERS  # here, because students do not have it
         kind = DECODERS[config.decoder]
     model = kind(config).eval()
     for name, parameter in model.named_parameters():  # zeros and ones could hide errors

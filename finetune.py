@@ -26,18 +26,18 @@ from torch import nn
 from tqdm import tqdm
 
 from rank import CENTERINGS, VECTORS_PER_DIM, Moments, tau_rank
-from support.model.build import seed_of
-from support.model.optim import set_rates
-from support.model.subjects import Pretrained, hidden_states
+from support.model import seed_of
+from support.optim import set_rates
+from support.subjects import Pretrained, hidden_states
 from support.program import Parser, UserError, add_flags, clear_errors, code_hash, compare, fields_of, json_lines
 from support.program import lock_folder, path_of, read_json, read_lines, short_name, write_json, write_text
-from support.tasks import probe
-from support.tasks.classification import DIVERGED, Classification, Encoded, batches, by_length, collate, outputs_of
-from support.tasks.classification import scores, shown
-from support.tasks.squad import Spans
-from support.tasks.tasks import DEFAULTS, GLUE, PROBED, SWEPT, TASKS, TuneConfig, grid, hash_of, labels_of
-from support.tasks.tasks import read_task, tune_of
-from support.tasks.tuned import Tuned, write_tuned
+from support import probe
+from support.classification import DIVERGED, Classification, Encoded, batches, by_length, collate, outputs_of
+from support.classification import scores, shown
+from support.squad import Spans
+from support.tasks import DEFAULTS, GLUE, PROBED, SWEPT, TASKS, TuneConfig, grid, hash_of, labels_of
+from support.tasks import read_task, tune_of
+from support.tuned import Tuned, write_tuned
 from support.worker import Worker, make_worker
 from train import learning_rate_factor
 

@@ -15,7 +15,7 @@ with --controls in two more, which the paper does not have:
     token_only    only the vectors at one ordinary token in place of every [MASK]
 
 The paper's formula uses the singular values of H itself ("uncentered"), but the text speaks of variance ("centered":
-the mean vector is subtracted first). support/model/subjects.py loads the models and their texts.
+the mean vector is subtracted first). support/subjects.py loads the models and their texts.
 """
 import math
 from dataclasses import asdict, dataclass
@@ -27,11 +27,11 @@ import torch
 from tqdm import tqdm
 
 from maelm import Config, draw_masks
-from support.model.subjects import Subject, subject_of_hub, subject_of_run
+from support.subjects import Subject, subject_of_hub, subject_of_run
 from support.program import Parser, UserError, add_flags, clear_errors, fields_of, figure, path_of, short_name
 from support.program import write_json
-from support.tasks.tasks import TASKS
-from support.text.corpus import Text, evenly_spaced
+from support.tasks import TASKS
+from support.corpus import Text, evenly_spaced
 from support.worker import make_worker
 
 CENTERINGS = {"uncentered": False, "centered": True}
@@ -253,7 +253,7 @@ def main(argv=None):
                 subject = subject_of_run(name, selected, options.tokens, device)
             entries[name] = model_ranks(subject, measure(subject, options), options.tau)
             if options.probe:
-                from support.tasks.probe import scores_by_layer  # here, because its code is also homework
+                from support.probe import scores_by_layer  # here, because its code is also homework
                 entries[name]["probe"] = scores_by_layer(name, options.probe, device)
             print(table(name, entries[name], options.tau))
             # Now, because another model may fail.

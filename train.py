@@ -22,14 +22,14 @@ import torch
 from torch import nn
 
 from maelm import ABLATIONS, MAELM, Config, corrupt
-from support.model.build import check, make_model, seed_of
-from support.model.checkpoints import newest_checkpoint, restore, save_run
-from support.model.optim import Muon, parameter_groups, set_rates
+from support.model import check, make_model, seed_of
+from support.checkpoints import newest_checkpoint, restore, save_run
+from support.optim import Muon, parameter_groups, set_rates
 from support.program import CACHE, Parser, UserError, add_flags, clear_errors, compare, fields_of, lock_folder, path_of
-from support.text.corpus import SPLITS, Rows, Text, corpus_of_run, indices_of_step, prepared_corpus
-from support.text.tokenizer import Tokenizer
-from support.training.evaluation import evaluate
-from support.training.log import Log, draw_loss, losses_of
+from support.corpus import SPLITS, Rows, Text, corpus_of_run, indices_of_step, prepared_corpus
+from support.tokenizer import Tokenizer
+from support.evaluation import evaluate
+from support.run import Log, draw_loss, losses_of
 from support.worker import Worker, compile_model, joined_processes, make_worker, noted_signals
 
 

@@ -31,7 +31,7 @@ import train
 from maelm import ABLATIONS
 from support.program import ROOT, Parser, UserError, clear_errors, code_hash, fields_of, json_lines, path_of
 from support.program import read_json, read_lines, write_json, write_text
-from support.text.corpus import Text, prepared_corpus
+from support.corpus import Text, prepared_corpus
 from support.worker import make_worker
 
 RECORD = ROOT / "bench/results/ideas.jsonl"

@@ -16,9 +16,9 @@ import torch
 from torch.utils.benchmark import Timer
 
 from maelm import NUM_SPECIAL, corrupt
-from support.model.build import make_model
+from support.model import make_model
 from support.program import Parser, clear_errors, path_of, write_json
-from support.training.log import commit, flops
+from support.run import commit, flops
 from support.worker import compile_model, make_worker
 from train import PRESETS, make_optimizers, parse, train_step
 

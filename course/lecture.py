@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 
 import maelm
 from maelm import MAELM, MASK, NUM_SPECIAL, Attention, Corruption, corrupt
-from support.text.tokenizer import Tokenizer
+from support.tokenizer import Tokenizer
 
 # The color of a cell by its text; cells with other texts are gray. Purple always means [MASK].
 SHADES = {"": "white", "[MASK]": "#b8a1dd", "e_[MASK]": "#e4daf5"}

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from maelm import MASK, NUM_SPECIAL, PAD, Config
-from support.model.build import make_model
-from support.model.checkpoints import load_checkpoint
-from support.model.subjects import hidden_states, transformers_library
+from support.model import make_model
+from support.checkpoints import load_checkpoint
+from support.subjects import hidden_states, transformers_library
 from support.program import ROOT, Parser, UserError, clear_errors, path_of, write_json
-from support.text.tokenizer import Tokenizer
-from support.training.evaluation import logits_at
+from support.tokenizer import Tokenizer
+from support.evaluation import logits_at
 
 
 def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
@@ -28,7 +28,7 @@ def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
         # Other decoders cannot fill in a [MASK] in a text, so only the encoder is exported.
         return {name: weight for name, weight in weights.items() if name.startswith("encoder.")}, "", []
     if not state.get("head"):
-        raise UserError("its head names no class of support/model/modeling_maelm.py; see support/model/heads.py")
+        raise UserError("its head names no class of support/modeling_maelm.py; see support/heads.py")
     name_there, suffix = state["head"]
     labels = []
     if suffix == "ForSequenceClassification":
@@ -82,7 +82,7 @@ def export(source: Path, out: Path):
         if name.startswith("encoder.") or head == "ForMaskedLM":
             weights.setdefault(name, buffer)
     out.mkdir(parents=True, exist_ok=True)
-    for code in ("support/model/modeling_maelm.py", "support/model/heads.py", "maelm.py"):
+    for code in ("support/modeling_maelm.py", "support/heads.py", "maelm.py"):
         shutil.copy(ROOT / code, out)
     # The inputs of fine-tuning may be shorter than those of pre-training.
     save_tokenizer(state["tokenizer"], min(longest, state.get("longest", longest)), head, out)

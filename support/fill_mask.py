@@ -2,9 +2,9 @@
 
     python -m support.fill_mask out/toy "Return the [MASK] of the array."
 """
-from support.model.checkpoints import load_model
+from support.checkpoints import load_model
 from support.program import Parser, clear_errors, path_of
-from support.training.evaluation import format_guess, guess_masks
+from support.evaluation import format_guess, guess_masks
 
 
 def main(argv=None):

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map_only
 import train
 from maelm import ABLATIONS
 from conftest import TINY
-from support.model.checkpoints import checkpoints
+from support.checkpoints import checkpoints
 from support.program import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent

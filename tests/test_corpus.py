@@ -16,9 +16,9 @@ import pytest
 import train
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
 from support.program import json_lines, read_json
-from support.text import corpus, docs
-from support.text.corpus import Rows, Text, indices_of_step
-from support.text.tokenizer import SPECIALS, Tokenizer
+from support import corpus, docs
+from support.corpus import Rows, Text, indices_of_step
+from support.tokenizer import SPECIALS, Tokenizer
 from tests.common import contents, fails, little_documents, sentence, write_corpus
 
 ODD = ["The cat sees a tree.", "naïve café — ∑ 数学 🙂\t\r\n  x", "\x00\x7f ~", "a" * 500, "İstanbul ẞ", " ", "",

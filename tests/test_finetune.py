@@ -21,13 +21,13 @@ import tests.test_tasks
 from conftest import tiny
 from maelm import CLS, SEP
 from support import export
-from support.model.heads import ClassifierHead
+from support.heads import ClassifierHead
 from support.program import UserError, json_lines, read_json
-from support.tasks import probe, tasks
-from support.tasks.classification import Classification, Encoded, batches, collate
-from support.tasks.squad import Spans
-from support.tasks.tasks import Example, Labels, Question
-from support.text.tokenizer import Tokenizer
+from support import probe, tasks
+from support.classification import Classification, Encoded, batches, collate
+from support.squad import Spans
+from support.tasks import Example, Labels, Question
+from support.tokenizer import Tokenizer
 from tests.common import fails, little_documents, sentence
 from tests.test_tasks import write_glue
 

@@ -10,7 +10,7 @@ import maelm
 import rank
 import train
 from conftest import generator, task, tiny
-from support.tasks import classification
+from support import classification
 
 TAUS = (0.5, 0.8, 0.9, 0.95, 0.99)
 LOSS, DEVIATION = 0.72, 0.04  # of our solutions after 50 steps, over seeds 0 to 4

@@ -18,13 +18,13 @@ import train
 from conftest import generator, model_and_batch
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
 from support import export
-from support.model.checkpoints import load_model, write_checkpoint
-from support.model.heads import ClassifierHead, SpanHead
-from support.model.subjects import Pretrained
-from support.tasks.tuned import write_tuned
-from support.text.corpus import Text, documents
-from support.text.tokenizer import SPECIALS, Tokenizer
-from support.training.evaluation import logits_at
+from support.checkpoints import load_model, write_checkpoint
+from support.heads import ClassifierHead, SpanHead
+from support.subjects import Pretrained
+from support.tuned import write_tuned
+from support.corpus import Text, documents
+from support.tokenizer import SPECIALS, Tokenizer
+from support.evaluation import logits_at
 from support.program import json_lines, read_lines
 from tests.common import QUICK, ROOT, arguments, fails, little_documents, sentence, write_corpus
 from tests.test_corpus import ODD

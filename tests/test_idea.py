@@ -11,7 +11,7 @@ import torch
 import train
 from bench import claims, idea, speed
 from support.program import UserError, code_hash, json_lines, read_json, write_json, write_text
-from support.training.log import flops
+from support.run import flops
 from tests.common import arguments, fails, losses, make_config, read_log
 
 HERE = {"text": "t", "dtype": "d"}

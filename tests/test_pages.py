@@ -13,9 +13,9 @@ import finetune
 import rank
 import train
 from maelm import ABLATIONS
-from support.model.checkpoints import load_model
+from support.checkpoints import load_model
 from support.program import read_json, read_lines
-from support.tasks import classification, probe, tasks
+from support import classification, probe, tasks
 from tests.common import ROOT, last_checkpoint, read_log, same, sentence, short_run
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("[bcd]*/*.md")]

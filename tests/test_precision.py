@@ -4,7 +4,7 @@ import torch
 
 from conftest import close, generator, model_and_batch, random_tokens
 from maelm import ABLATIONS, attention, corrupt
-from support.model.build import make_model
+from support.model import make_model
 from support.worker import Worker, make_worker
 from tests.common import PAPER_ROWS, losses, make_config, short_run
 

@@ -8,9 +8,9 @@ import torch
 import maelm
 import rank
 from conftest import generator
-from support.model import subjects
-from support.text import corpus
-from support.model.checkpoints import checkpoints, load_encoder
+from support import subjects
+from support import corpus
+from support.checkpoints import checkpoints, load_encoder
 from support.program import read_json
 from tests.common import little_documents, sentence
 from tests.test_homework import TAUS

@@ -15,15 +15,15 @@ import rank
 from conftest import generator
 from maelm import CLS, SEP, apply_masks, corrupt, draw_masks
 from support import export
-from support.model.build import make_model, seed_of
-from support.model.checkpoints import load_encoder, load_model
-from support.model.heads import ClassifierHead
+from support.model import make_model, seed_of
+from support.checkpoints import load_encoder, load_model
+from support.heads import ClassifierHead
 from support.program import json_lines, read_json, read_lines
-from support.tasks import probe
-from support.tasks.classification import Encoded, batches, collate
-from support.model.subjects import Pretrained
-from support.text.corpus import indices_of_step
-from support.training.log import draw_loss, flops
+from support import probe
+from support.classification import Encoded, batches, collate
+from support.subjects import Pretrained
+from support.corpus import indices_of_step
+from support.run import draw_loss, flops
 from tests.common import last_checkpoint, losses, read_log, sentence, short_run
 
 FACTORS = 0.5, 1, 1, 0.75, 0.5, 0.25  # of the peak rate, in the six steps of a short run

@@ -16,9 +16,9 @@ import finetune
 import rank
 import train
 from support import worker
-from support.model import checkpoints
+from support import checkpoints
 from support.program import lock_folder, write_json
-from support.text import corpus
+from support import corpus
 from tests.common import ROOT, arguments, contents, fails, last_checkpoint, losses, read_log, same, short_run
 from tests.common import write_corpus
 
@@ -235,7 +235,7 @@ import os
 import signal
 import torch
 import train
-from support.text import corpus
+from support import corpus
 
 prepare, compiled, train_step = corpus.prepare, torch.nn.Module.compile, train.train_step
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 import maelm
 from conftest import generator, model_and_batch, tiny
-from support.model import cross_attention
-from support.model.build import make_model
+from support import cross_attention
+from support.model import make_model
 from test_maelm import all_learn, at_positions, close, copy_attention, copy_layer, exact
 from tests.common import PAPER_ROWS
 

@@ -10,9 +10,9 @@ import scipy.stats
 import sklearn.metrics
 
 from support.program import UserError, json_lines
-from support.tasks import classification as metrics, squad, tasks
-from support.text import corpus
-from support.text.corpus import in_validation
+from support import classification as metrics, squad, tasks
+from support import corpus
+from support.corpus import in_validation
 from tests.common import SUBJECTS, sentence
 
 GLUE = {name: task for name, task in tasks.TASKS.items() if name in tasks.GLUE}

@@ -1,4 +1,4 @@
-"""Claims about pre-training: train.py, support/training, support/model/optim.py, support/fill_mask.py."""
+"""Claims about pre-training: train.py, support/training, support/optim.py, support/fill_mask.py."""
 import math
 import sys
 import time
@@ -12,10 +12,10 @@ import train
 from conftest import generator, model_and_batch, random_tokens, tiny
 from maelm import MAELM, NUM_SPECIAL, Config, Corruption, Decoder, Encoder, Head, apply_masks, draw_masks
 from support import fill_mask
-from support.model import optim
-from support.model.checkpoints import load_model
-from support.text.corpus import indices_of_step
-from support.training.log import flops
+from support import optim
+from support.checkpoints import load_model
+from support.corpus import indices_of_step
+from support.run import flops
 from support.worker import Worker
 from tests.common import read_log, make_config, short_run
 

@@ -13,9 +13,9 @@ import numpy as np
 import pandas
 
 from support.program import UserError, path_of, short_hash
-from support.text.corpus import Text, docs_by_hash, hub_records, in_validation, ngrams, records_of, scored_docs
-from support.text.corpus import split_name
-from support.text.docs import LIBRARIES
+from support.corpus import Text, docs_by_hash, hub_records, in_validation, ngrams, records_of, scored_docs
+from support.corpus import split_name
+from support.docs import LIBRARIES
 
 
 # ---- 1. Tasks -----------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from maelm import MAELM, Config, Encoder
-from support.model.build import make_model
+from support.model import make_model
 from support.program import UserError, atomic, path_of
-from support.text.tokenizer import Tokenizer
+from support.tokenizer import Tokenizer
 
 
 # ---- 1. Files -----------------------------------------------------------------------------------------------

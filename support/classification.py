@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from maelm import PAD, Config
-from support.model.heads import ClassifierHead
+from support.heads import ClassifierHead
 from support.program import json_lines
-from support.tasks.tasks import Example, Labels, TuneConfig
-from support.text.tokenizer import Tokenizer
+from support.tasks import Example, Labels, TuneConfig
+from support.tokenizer import Tokenizer
 
 
 # ---- 1. Metrics ---------------------------------------------------------------------------------------------

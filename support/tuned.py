@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from maelm import NUM_SPECIAL, Encoder
-from support.model.checkpoints import write_checkpoint
-from support.model.subjects import Pretrained, hidden_states
+from support.checkpoints import write_checkpoint
+from support.subjects import Pretrained, hidden_states
 
 
 class Tuned(nn.Module):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP
-from support.model.build import make_model
-from support.model.checkpoints import load_encoder
+from support.model import make_model
+from support.checkpoints import load_encoder
 from support.program import UserError, fields_of, short_hash
-from support.text.corpus import Rows, Text, corpus_of_run, documents, in_validation, sample
+from support.corpus import Rows, Text, corpus_of_run, documents, in_validation, sample
 
 
 # ---- 1. An encoder of a run ----------------------------------------------------------------------------------

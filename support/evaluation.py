@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from maelm import MAELM, MASK, NUM_SPECIAL, Config, apply_masks, draw_masks
 from support.program import UserError
-from support.text.corpus import Rows, evenly_spaced
-from support.text.tokenizer import Tokenizer
+from support.corpus import Rows, evenly_spaced
+from support.tokenizer import Tokenizer
 from support.worker import Worker
 
 Guess = list[tuple[str, float]]  # the three best tokens at a position, with their probabilities

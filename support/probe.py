@@ -5,10 +5,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from support.model.subjects import Pretrained, hidden_states
+from support.subjects import Pretrained, hidden_states
 from support.program import UserError
-from support.tasks.classification import METRICS, Classification, Encoded, outputs_of, scores
-from support.tasks.tasks import labels_of, read_task, tune_of
+from support.classification import METRICS, Classification, Encoded, outputs_of, scores
+from support.tasks import labels_of, read_task, tune_of
 
 STRENGTHS = np.logspace(-1, 3, 9)  # of L2 regularization, to choose from
 FOLDS = 5  # of the training split, on which the strength is chosen

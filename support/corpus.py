@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from maelm import CLS, NUM_SPECIAL, SEP
 from support.program import CACHE, UserError, lock_folder, path_of, read_json, short_hash, write_json, write_text
-from support.text.docs import LIBRARIES, read_docs, versions
-from support.text.tokenizer import Tokenizer, split_long
+from support.docs import LIBRARIES, read_docs, versions
+from support.tokenizer import Tokenizer, split_long
 
 SPLITS = ("train", "val")
 FORMATS = {  # suffix -> kind of file, and options, for `datasets`

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from maelm import PAD, SEP, Config
-from support.model.heads import SpanHead
-from support.tasks.classification import Encoded
-from support.tasks.tasks import Labels, Question, TuneConfig
-from support.text.tokenizer import Tokenizer
+from support.heads import SpanHead
+from support.classification import Encoded
+from support.tasks import Labels, Question, TuneConfig
+from support.tokenizer import Tokenizer
 
 
 # ---- 1. Metrics ---------------------------------------------------------------------------------------------

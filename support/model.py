@@ -3,7 +3,7 @@ import numpy as np
 import torch
 
 from maelm import MAELM, Config
-from support.model.cross_attention import DECODERS
+from support.cross_attention import DECODERS
 from support.program import UserError
 
 

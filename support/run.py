@@ -11,9 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from maelm import MAELM, Config, Corruption
-from support.model.build import make_model
+from support.model import make_model
 from support.program import ROOT, UserError, figure, json_lines, read_lines, write_json, write_text
-from support.text.corpus import Rows, evenly_spaced, unigram_entropy
+from support.corpus import Rows, evenly_spaced, unigram_entropy
 from support.worker import Worker
 
 
