@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from rank import CENTERINGS, VECTORS_PER_DIM, Moments, tau_rank
 from support.model import seed_of
-from support.optim import set_rates
-from support.subjects import Pretrained, hidden_states
-from support.program import Parser, UserError, add_flags, clear_errors, code_hash, compare, fields_of, json_lines
+from support.optim import take_step
+from support.checkpoints import Pretrained, Tuned, hidden_states
+from support.program import Parser, UserError, clear_errors, code_hash, compare, fields_of, json_lines
 from support.program import lock_folder, path_of, read_json, read_lines, short_name, write_json, write_text
 from support import probe
 from support.classification import DIVERGED, Classification, Encoded, batches, by_length, collate, outputs_of
@@ -37,7 +37,6 @@ from support.classification import scores, shown
 from support.squad import Spans
 from support.tasks import DEFAULTS, GLUE, PROBED, SWEPT, TASKS, TuneConfig, grid, hash_of, labels_of
 from support.tasks import read_task, tune_of
-from support.tuned import Tuned, write_tuned
 from support.worker import Worker, make_worker
 from train import learning_rate_factor
 
@@ -102,10 +101,7 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
             logits = model(tokens, padding)
         loss = setup.kind.loss(logits, targets, tokens)
         loss.backward()
-        factor = learning_rate_factor(step, round(tune.warmup_share * steps), steps)
-        set_rates(optimizer, factor)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step([optimizer], learning_rate_factor(step, round(tune.warmup_share * steps), steps))
         if step + 1 in evaluate_after:
             value = evaluate(model, setup, tune, ["dev"])[0][setup.metric]
             if value == DIVERGED:  # whatever earlier checkpoints scored
@@ -117,8 +113,8 @@ def run_once(setup: Setup, tune: TuneConfig, seed: int) -> dict:
     model.load_state_dict(best_weights)
     metrics, files = evaluate(model, setup, tune, [*setup.splits])
     if seed == FIRST_SEED:
-        write_tuned(setup.out / "encoder.pt", model, setup.pretrained, task=setup.task,
-                    labels=list(setup.kind.labels.names), scale=setup.kind.labels.scale, longest=tune.seq_len)
+        model.save(setup.out / "encoder.pt", setup.pretrained, task=setup.task,
+                   labels=list(setup.kind.labels.names), scale=setup.kind.labels.scale, longest=tune.seq_len)
     return best | {"metrics": metrics, "files": files, "ranks": ranks(model.encoder, setup, tune)}
 
 
@@ -243,7 +239,7 @@ def parse(argv) -> argparse.Namespace:
     add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
     add("--frozen", choices=probe.POOLINGS, nargs="?", const="mean", default="", help="freeze the encoder, and fit a "
         "linear model to the mean vector (also without a value), or to the vector at [CLS]")
-    add_flags(parser, TuneConfig, {} if task == "glue" else DEFAULTS[TASKS[task].group])
+    parser.add_fields(TuneConfig, {} if task == "glue" else DEFAULTS[TASKS[task].group])
     flags = parser.parse_args(argv)
     given = fields_of(TuneConfig, vars(flags))
     if flags.task == "docs" and flags.data:
@@ -267,7 +263,7 @@ def main(argv=None):
         summaries = []
         for task in tasks:
             out = folder / task if flags.task == "glue" else folder
-            with lock_folder(out, "config.json"):  # a folder with other files is refused
+            with lock_folder(out):
                 tune = tune_of(task, fields_of(TuneConfig, vars(flags)), pretrained.config.encoder_dim)
                 setup = make_setup(task, pretrained, tune, examples[task], out, flags, worker)
                 summaries.append(run_task(setup, tune, flags))

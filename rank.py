@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from maelm import Config, draw_masks
 from support.subjects import Subject, subject_of_hub, subject_of_run
-from support.program import Parser, UserError, add_flags, clear_errors, fields_of, figure, path_of, short_name
+from support.program import Parser, UserError, clear_errors, fields_of, figure, path_of, short_name
 from support.program import write_json
 from support.tasks import TASKS
 from support.corpus import Text, evenly_spaced
@@ -231,7 +231,7 @@ def main(argv=None):
     with clear_errors("rank.py"):
         parser = Parser("rank.py", __doc__)
         parser.add_argument("models", nargs="+", metavar="MODEL", help="run folder, checkpoint, random:RUN or hf:MODEL")
-        add_flags(parser, RankOptions, {})
+        parser.add_fields(RankOptions, {})
         flags = parser.parse_args(argv)
         options = RankOptions(**fields_of(RankOptions, vars(flags)))
         for name in flags.models:  # checked before the first measurement

@@ -2,6 +2,7 @@
 
     python train.py                                  # the toy, in minutes; nothing is downloaded
     python train.py --ablation mlm                   # a standard MLM, a row of Table 2
+    python train.py --init out/toy --data texts/     # continue pre-training on other text
     python train.py --data texts/ --prepare          # tokenize into --cache, and do not train
     torchrun --standalone --nproc_per_node 8 train.py --preset base --data texts/
 
@@ -19,28 +20,25 @@ from signal import SIGTERM
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from maelm import ABLATIONS, MAELM, Config, corrupt
-from support.model import check, make_model, seed_of
-from support.checkpoints import newest_checkpoint, restore, save_run
-from support.optim import Muon, parameter_groups, set_rates
-from support.program import CACHE, Parser, UserError, add_flags, clear_errors, compare, fields_of, lock_folder, path_of
-from support.corpus import SPLITS, Rows, Text, corpus_of_run, indices_of_step, prepared_corpus
-from support.tokenizer import Tokenizer
-from support.evaluation import evaluate
-from support.run import Log, draw_loss, losses_of
-from support.worker import Worker, compile_model, joined_processes, make_worker, noted_signals
+from maelm import ABLATIONS, MAELM, NUM_SPECIAL, Config, apply_masks, corrupt, draw_masks
+from support.checkpoints import load_checkpoint
+from support.corpus import Corpus, Rows, Text, evenly_spaced, indices_of_step, open_corpus
+from support.model import check, losses_of, make_model, seed_of
+from support.optim import Muon, split_parameters, take_step
+from support.program import Parser, UserError, clear_errors, fields_of, lock_folder, path_of, short_name
+from support.run import Run
+from support.worker import Worker, joined_processes, make_worker, noted_signals
 
 
 # ---- 1. Settings: Table 4 ------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Recipe:
-    """The settings of training. The defaults are the paper's base model's. A field's comment is also its help."""
-    data: str = "docs"  # docs, a file, a folder, or hf:NAME[:CONFIG]; join several with +
-    column: str = "text"  # field that holds the text of a record (.jsonl, .parquet, hf:)
-    uncased: bool = True  # whether to lower-case all text
-    val_share: float = 0.01  # share of documents held out for validation
+class Recipe(Text):
+    """The settings of training, after those of Text. The defaults are the paper's base model's. A field's comment is
+    also its help."""
+    init: str = ""  # run folder or checkpoint with which to begin: its settings, tokenizer and weights
     batch_size: int = 2048  # sequences per optimizer step, over all processes
     max_steps: int = 125_000  # training steps, and length of the learning-rate schedule
     warmup_steps: int = 10_000  # steps until the peak learning rate; the rate then falls to 0
@@ -66,7 +64,6 @@ class Recipe:
     keep_checkpoints: int = 2  # number of checkpoints to keep; 0 keeps all, for Figure 3
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to train
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto is on for CUDA if encoder_dim is at least 256
-    cache: str = CACHE  # folder for tokenized corpora
     wandb: str = ""  # Weights & Biases project that also receives log.jsonl
 
     @property
@@ -108,8 +105,8 @@ for name, row in (PRESETS | ABLATIONS).items():
     if unknown:
         raise UserError(f"{name}: no preset or row can set {', '.join(unknown)}, only fields of Config and Recipe")
 # The settings that stay when a run continues: they decide the model, the text, its order, and old checkpoints.
-FIXED = asdict(Config()).keys() | {"data", "column", "uncased", "val_share", "batch_size", "optimizer", "position_init",
-                                   "keep_checkpoints"}
+FIXED = asdict(Config()).keys() | {"data", "column", "uncased", "val_share", "init", "batch_size", "optimizer",
+                                   "position_init", "keep_checkpoints"}
 
 
 # ---- 2. One training step ---------------------------------------------------------------------------
@@ -120,49 +117,6 @@ def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
     return (max_steps - step) / (max_steps - warmup_steps)
 
 
-def batch_of_step(rows: Rows, config: Config, recipe: Recipe, worker: Worker, step: int) -> list[tuple]:
-    """This process's micro-batches (tokens, corruption) of a step. The seed decides order and masks."""
-    indices = indices_of_step(recipe.seed, step, recipe.batch_size, len(rows))  # (B,)
-    tokens = torch.from_numpy(rows[indices])  # (B, n)
-    generator = torch.Generator().manual_seed(seed_of(recipe.seed, step, 0, 0))  # last: 0 for masks, 1 for dropout
-    corruption = corrupt(tokens, config, generator)
-    m = corruption.masked.shape[1]
-    expected = config.num_masked(tokens.shape[1])
-    if m != expected:
-        raise UserError(f"corrupt masks {m} tokens; FLOPs and shapes need the {expected} of mask_rate="
-                        f"{config.mask_rate}")
-    return [worker.pin(batch) for batch in worker.micro_batches(tokens, corruption, recipe.micro_batch_size)]
-
-
-def train_step(network: nn.Module, optimizers: list, batches: list[tuple], step: int, recipe: Recipe, worker: Worker):
-    """Take one optimizer step. Returns scalars by name: this process's mean `loss` and, if it is a sum, the means of
-    its terms, and the unclipped `grad_norm`."""
-    means = defaultdict(float)
-    share = sum(len(tokens) for tokens, _ in batches)  # sequences of this process
-    for i, batch in enumerate(batches):  # gradients accumulate in p.grad
-        number = worker.rank * len(batches) + i  # of this micro-batch in the whole batch
-        torch.manual_seed(seed_of(recipe.seed, step, number, 1))
-        tokens, corruption = worker.put(batch)
-        averaging = nullcontext()
-        if worker.world_size > 1 and i < len(batches) - 1:
-            # In the last backward pass, DDP takes the mean over all processes, whose shares are equal.
-            averaging = network.no_sync()
-        with averaging:
-            with worker.autocast():
-                losses = losses_of(network(tokens, corruption))
-            part = len(tokens) / share  # the last may be smaller
-            (losses["loss"] * part).backward()
-        for name, loss in losses.items():
-            means[name] += loss.detach() * part
-    means["grad_norm"] = nn.utils.clip_grad_norm_(network.parameters(), recipe.clip_norm or inf)
-    factor = learning_rate_factor(step, recipe.warmup_steps, recipe.max_steps)
-    for optimizer in optimizers:
-        set_rates(optimizer, factor)
-        optimizer.step()
-        optimizer.zero_grad()
-    return means
-
-
 def make_optimizers(model: MAELM, recipe: Recipe, dtype: torch.dtype) -> list:
     """AdamW and, with optimizer "muon", Muon in `dtype` for the matrices of the layers."""
     betas = recipe.adam_beta1, recipe.adam_beta2
@@ -170,106 +124,173 @@ def make_optimizers(model: MAELM, recipe: Recipe, dtype: torch.dtype) -> list:
                     weight_decay=recipe.weight_decay, fused=True)
     if recipe.optimizer == "adamw":
         return [adamw(model.parameters())]
-    single, double, rest = parameter_groups(model)
-    groups = [{"params": single, "parts": 1}, {"params": double, "parts": 2}]
-    return [adamw(rest), Muon(groups, recipe.muon_learning_rate, recipe.muon_weight_decay, dtype)]
+    matrices, rest = split_parameters(model)
+    return [adamw(rest), Muon(matrices, recipe.muon_learning_rate, recipe.muon_weight_decay, dtype)]
+
+
+class Trainer:
+    """A model, its optimizers, and this process's part of each step."""
+    def __init__(self, config: Config, recipe: Recipe, worker: Worker):
+        self.config, self.recipe, self.worker = config, recipe, worker
+        torch.manual_seed(recipe.seed)
+        self.model = make_model(config, recipe.position_init).to(worker.device)
+        self.optimizers = make_optimizers(self.model, recipe, worker.dtype)
+        self.network = worker.parallel(self.model, recipe.compile)  # only for `step`
+
+    def batches(self, rows: Rows, step: int) -> list[tuple]:
+        """This process's micro-batches (tokens, corruption) of a step. The seed decides order and masks."""
+        recipe = self.recipe
+        indices = indices_of_step(recipe.seed, step, recipe.batch_size, len(rows))  # (B,)
+        tokens = torch.from_numpy(rows[indices])  # (B, n)
+        generator = torch.Generator().manual_seed(seed_of(recipe.seed, step, 0, 0))  # last: 0 for masks, 1 for dropout
+        corruption = corrupt(tokens, self.config, generator)
+        m = corruption.masked.shape[1]
+        expected = self.config.num_masked(tokens.shape[1])
+        if m != expected:
+            raise UserError(f"corrupt masks {m} tokens; FLOPs and shapes need the {expected} of mask_rate="
+                            f"{self.config.mask_rate}")
+        batches = self.worker.micro_batches(tokens, corruption, recipe.micro_batch_size)
+        return [self.worker.pin(batch) for batch in batches]
+
+    def step(self, batches: list[tuple], step: int) -> dict:
+        """Take one optimizer step. Returns scalars by name: this process's mean `loss` and, if it is a sum, the means
+        of its terms, and the unclipped `grad_norm`."""
+        recipe, worker = self.recipe, self.worker
+        means = defaultdict(float)
+        share = sum(len(tokens) for tokens, _ in batches)  # sequences of this process
+        for i, batch in enumerate(batches):  # gradients accumulate in p.grad
+            number = worker.rank * len(batches) + i  # of this micro-batch in the whole batch
+            torch.manual_seed(seed_of(recipe.seed, step, number, 1))
+            tokens, corruption = worker.put(batch)
+            averaging = nullcontext()
+            if worker.world_size > 1 and i < len(batches) - 1:
+                # In the last backward pass, DDP takes the mean over all processes, whose shares are equal.
+                averaging = self.network.no_sync()
+            with averaging:
+                with worker.autocast():
+                    losses = losses_of(self.network(tokens, corruption))
+                part = len(tokens) / share  # the last may be smaller
+                (losses["loss"] * part).backward()
+            for name, loss in losses.items():
+                means[name] += loss.detach() * part
+        means["grad_norm"] = nn.utils.clip_grad_norm_(self.network.parameters(), recipe.clip_norm or inf)
+        take_step(self.optimizers, learning_rate_factor(step, recipe.warmup_steps, recipe.max_steps))
+        return means
+
+    @torch.no_grad()
+    def validate(self, rows: Rows) -> tuple[float, float]:
+        """Mean loss in nats, and accuracy in [0, 1], on `eval_rows` sequences, with single tokens masked at the paper's
+        rate: the same for all runs, whatever their masks and their loss in training. (The decoder of uni+cross, which
+        reads true tokens in training, reads [MASK] here.)"""
+        self.model.eval()
+        tokens = evenly_spaced(rows, self.recipe.eval_rows)
+        generator = torch.Generator().manual_seed(0)
+        m = max(1, Config().num_masked(tokens.shape[1]))
+        masked = draw_masks(tokens >= NUM_SPECIAL, m, generator)
+        corruption = apply_masks(tokens, masked, self.config, generator)
+        total = 0.0
+        right = 0
+        for batch in self.worker.micro_batches(tokens, corruption, self.recipe.micro_batch_size):
+            truth, masks = self.worker.put(batch)
+            with self.worker.autocast():
+                logits = self.model.logits(masks)  # (B, m, V)
+            targets = truth.gather(1, masks.masked)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            total += loss.item() * len(truth)  # the last batch may be smaller
+            right += int((logits.argmax(-1) == targets).sum())
+        self.model.train()
+        total, right = self.worker.all_reduce(total, right)
+        return total / len(tokens), right / masked.numel()
 
 
 # ---- 3. A run ------------------------------------------------------------------------------------
 def pretrain(config: Config, recipe: Recipe, flags: Namespace, worker: Worker) -> int:
     """Begin or continue the run in flags.out, and train it to its end. Returns 0, or 128 + the signal that ended
     training."""
-    out = flags.out
-    last_step = recipe.last_step
-    settings = asdict(config) | asdict(recipe)
-    saved = newest_checkpoint(out)
-    step = saved["step"] if saved else 0
-    if worker.all_reduce(step)[0] != step * worker.world_size:
-        raise UserError(f"--out {out}: the processes find different checkpoints; use a folder that all of them share")
-    changed = {}
-    if saved:
-        before = asdict(saved["config"]) | asdict(Recipe(**fields_of(Recipe, saved["settings"])))
-        changed = compare(out, before, settings, FIXED)
-        if step >= last_step:
-            print(f"{out} is finished at step {step}; for more, use a larger --max-steps or --stop-at")
-            return 0
-
-    # Data: the tokens and their order
-    text = Text(**fields_of(Text, settings))
-    folder = corpus_of_run(text, saved) if saved else prepared_corpus(text)
-    tokenizer = saved["tokenizer"] if saved else Tokenizer.load(folder)
-    rows = {split: Rows(folder, split, config.seq_len) for split in SPLITS}
     if recipe.batch_size % worker.world_size > 0:  # the mean of the processes' gradients would be another
         raise UserError(f"batch_size={recipe.batch_size}: use a multiple of the {worker.world_size} processes")
-
-    # The model and its optimizers
-    torch.manual_seed(recipe.seed)
-    model = make_model(config, recipe.position_init).to(worker.device)
-    optimizers = make_optimizers(model, recipe, worker.dtype)
-    if saved:
-        restore(saved, model, optimizers)
-    compile_model(model, recipe.compile, worker.device)
-    network = worker.parallel(model)  # only for train_step
-
-    # The loop
-    record = {"config": asdict(config), "settings": asdict(recipe), "preset": flags.preset,
-              "ablation": flags.ablation, "tokenizer": tokenizer.to_json(), "corpus": folder.name}
-    log = Log(out, record, step, last_step, saved["seconds"] if saved else 0.0, worker)
-    log.describe(model, rows, changed)
-    validate = partial(evaluate, model, rows["val"], recipe.eval_rows, recipe.micro_batch_size, worker)
-    if step == 0:
-        log.validation(*validate())
+    run = Run(flags.out, config, recipe, FIXED, worker)
+    if run.step >= recipe.last_step:
+        print(f"{run.out} is finished at step {run.step}; for more, use a larger --max-steps or --stop-at")
+        return 0
+    corpus = open_corpus(recipe, config, run.saved, flags.start and flags.start["tokenizer"])
+    trainer = Trainer(config, recipe, worker)
+    if flags.start:
+        load_start(flags.start, trainer.model)
+    run.restore(trainer.model, trainer.optimizers)
+    run.begin(trainer.model, corpus, preset=flags.preset, ablation=flags.ablation)
+    if run.step == 0:
+        run.log_validation(*trainer.validate(corpus.val))
     with noted_signals() as signals:
-        log.start_clock()
-        while step < last_step:
-            # While a GPU computes, the CPU prepares the next batch: nothing waits for a result until it is logged.
-            batches = batch_of_step(rows["train"], config, recipe, worker, step)
-            log.add(train_step(network, optimizers, batches, step, recipe, worker))
-            step += 1
-            # All processes stop together. The check makes them wait, hence only every fourth step.
-            stopped = False
-            if worker.world_size == 1 or step % 4 == 0:
-                stopped = worker.all_reduce(len(signals))[0] > 0
-            saving = stopped or step == last_step or step % recipe.checkpoint_interval == 0
-            evaluating = step == last_step or step % recipe.eval_interval == 0
-            # All processes log and evaluate, because they exchange losses; only the first one saves.
-            if saving or evaluating or step % recipe.log_interval == 0:
-                log.steps(optimizers)
-                if evaluating:
-                    log.validation(*validate())
-                if saving and worker.is_main:
-                    save_run(out, record, step, log.seconds, model, optimizers, recipe.keep_checkpoints)
-                    draw_loss(out)
-                log.start_clock()
-            if stopped:
-                break
+        train_and_report(trainer, run, corpus, signals)
     worker.all_reduce(0)  # waits until the first process has saved
-    signal = 0
-    if step < last_step:
+    if run.step < recipe.last_step:
         signal = signals[0] if signals else SIGTERM  # another process may have received it
         print(f"stopped by signal {signal}; repeat the command to continue")
-    else:
-        print(f"{out}: {', '.join(sorted(path.name for path in out.glob('[!.]*.*')))}; to see its guesses:")
-        print(f'python -m support.fill_mask {out} "Return the [MASK] of the array."')
-    return 128 + signal if signal else 0
+        return 128 + signal
+    print(f"{run.out}: {', '.join(sorted(path.name for path in run.out.glob('[!.]*.*')))}; to see its guesses:")
+    print(f'python -m support.fill_mask {run.out} "Return the [MASK] of the array."')
+    return 0
+
+
+def train_and_report(trainer: Trainer, run: Run, corpus: Corpus, signals: list[int]):
+    """Train until the last step or a signal. On the way, log, evaluate and save."""
+    recipe = trainer.recipe
+    stopped = False
+    run.start_clock()
+    while run.step < recipe.last_step and not stopped:
+        # While a GPU computes, the CPU prepares the next batch: nothing waits for a result until it is logged.
+        batches = trainer.batches(corpus.train, run.step)
+        run.add(trainer.step(batches, run.step))
+        stopped = trainer.worker.must_stop(signals, run.step)
+        is_last = run.step == recipe.last_step
+        evaluating = is_last or run.step % recipe.eval_interval == 0
+        saving = is_last or stopped or run.step % recipe.checkpoint_interval == 0
+        # All processes log and evaluate, because they exchange losses; only the first one saves.
+        if saving or evaluating or run.step % recipe.log_interval == 0:
+            run.log_steps(trainer.optimizers)
+            if evaluating:
+                run.log_validation(*trainer.validate(corpus.val))
+            if saving:
+                run.save(trainer.model, trainer.optimizers)
+            run.start_clock()
+
+
+def load_start(start: dict, model: MAELM):
+    """Load the weights of --init. Raises UserError if they have another shape."""
+    try:
+        model.load_state_dict(start["model"])
+    except RuntimeError as error:
+        raise UserError(f"--init: its weights have another shape; leave out flags that change it ({error})") from None
 
 
 # ---- 4. Command line -----------------------------------------------------------------------------
 def parse(argv) -> tuple[Config, Recipe, Namespace]:
-    """Read the command line. The Namespace lacks fields that are not given."""
+    """Read the command line. The Namespace lacks fields that are not given; `start` is the checkpoint of --init."""
     first = Parser("train.py", __doc__, add_help=False)
-    first.add_argument("--preset", choices=PRESETS, default="toy", help="size and recipe (Table 4) [toy]")
-    preset = first.parse_known_args(argv)[0].preset  # whose values -h shows
+    first.add_argument("--preset", choices=PRESETS, help="size and recipe (Table 4) [toy]")
+    preset = first.parse_known_args(argv)[0].preset or "toy"  # whose values -h shows
     parser = Parser("train.py", __doc__, parents=[first])
     add = parser.add_argument
-    add("--ablation", choices=ABLATIONS, default="mae-lm", help="a row of Table 2 [mae-lm]")
-    add("--out", type=path_of, help="run folder [out/PRESET[-ABLATION]]")
+    add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm]")
+    add("--out", type=path_of, help="run folder [out/PRESET[-ABLATION], or out/RUN-more with --init]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
     for part in (Config, Recipe):
-        add_flags(parser, part, PRESETS[preset])
+        parser.add_fields(part, PRESETS[preset])
     flags = parser.parse_args(argv)
-    flags.out = flags.out or Path("out", preset if flags.ablation == "mae-lm" else f"{preset}-{flags.ablation}")
-    values = PRESETS[preset] | ABLATIONS[flags.ablation]
+    ablation = flags.ablation or "mae-lm"
+    values = PRESETS[preset] | ABLATIONS[ablation]
+    name = preset if ablation == "mae-lm" else f"{preset}-{ablation}"
+    flags.start = None
+    if "init" in flags:
+        if flags.preset or flags.ablation:
+            raise UserError("--init: the settings are those of that run; leave out --preset and --ablation")
+        flags.start = load_checkpoint(flags.init)
+        values = asdict(flags.start["config"]) | flags.start["settings"]
+        values |= {"seed": values["seed"] + 1, "stop_at": 0}  # another order and other masks
+        name = f"{short_name(flags.init)}-more"
+    flags.out = flags.out or Path("out", name)
+    flags.preset, flags.ablation = preset, ablation
     if "max_steps" in flags:  # warm up for the same share of the steps
         recipe = Recipe(**fields_of(Recipe, values))
         values["warmup_steps"] = round(recipe.warmup_steps / recipe.max_steps * flags.max_steps)
@@ -282,11 +303,10 @@ def main(argv=None):
         config, recipe, flags = parse(argv)
         worker = make_worker(recipe.precision, recipe.device, config.encoder_dim)
         if flags.prepare:
-            text = Text(**fields_of(Text, asdict(config) | asdict(recipe)))
-            print(f"{prepared_corpus(text)}: prepared")
+            corpus = open_corpus(recipe, config, None, flags.start and flags.start["tokenizer"])
+            print(f"{corpus.folder}: prepared")
         else:
-            lock = lock_folder(flags.out, "log.jsonl", "step_*.pt") if worker.is_main else nullcontext()
-            with lock:  # refuses a folder with other files
+            with lock_folder(flags.out) if worker.is_main else nullcontext():
                 code = pretrain(config, recipe, flags, worker)
     if code:
         raise SystemExit(code)

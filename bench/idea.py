@@ -16,7 +16,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
-from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from queue import SimpleQueue
@@ -29,9 +28,9 @@ from scipy import stats
 
 import train
 from maelm import ABLATIONS
-from support.program import ROOT, Parser, UserError, clear_errors, code_hash, fields_of, json_lines, path_of
+from support.program import ROOT, Parser, UserError, clear_errors, code_hash, json_lines, path_of
 from support.program import read_json, read_lines, write_json, write_text
-from support.corpus import Text, prepared_corpus
+from support.corpus import prepared_corpus
 from support.worker import make_worker
 
 RECORD = ROOT / "bench/results/ideas.jsonl"
@@ -93,7 +92,7 @@ class Model(NamedTuple):
 def origin(name: str) -> dict:
     """The text and the precision of a model on this machine. Raises UserError if a flag of the model is wrong."""
     config, recipe, _ = train.parse(["--ablation", *shlex.split(name)])
-    meta = read_json(prepared_corpus(Text(**fields_of(Text, asdict(config) | asdict(recipe)))) / "meta.json")
+    meta = read_json(prepared_corpus(recipe, config.vocab_size) / "meta.json")
     worker = make_worker(recipe.precision, recipe.device, config.encoder_dim)
     return {"text": f"{meta['tokenizer']}-{meta['tokens']['train']}", "dtype": str(worker.dtype)}
 
@@ -196,7 +195,7 @@ def main(argv=None):
         if flags.row is None:
             print(table(recorded))
             return
-        wrong = {"--seed", "--ablation"} & {word.partition("=")[0] for word in words}
+        wrong = {"--seed", "--ablation", "--init"} & {word.partition("=")[0] for word in words}
         if wrong:
             raise UserError(f"{', '.join(wrong)}: not here; use --seeds, and a row")
         given = vars(train.parse(["--ablation", flags.row, *words])[-1])

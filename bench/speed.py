@@ -9,6 +9,7 @@ The models take turns, so that noise affects all of them alike. All n tokens of 
 import platform
 import shlex
 import statistics
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +17,11 @@ import torch
 from torch.utils.benchmark import Timer
 
 from maelm import NUM_SPECIAL, corrupt
-from support.model import make_model
+from support.model import flops
 from support.program import Parser, clear_errors, path_of, write_json
-from support.run import commit, flops
-from support.worker import compile_model, make_worker
-from train import PRESETS, make_optimizers, parse, train_step
+from support.run import commit
+from support.worker import make_worker
+from train import PRESETS, Trainer, parse
 
 
 def main(argv=None):
@@ -40,15 +41,12 @@ def main(argv=None):
         for name in flags.models:
             config, recipe, *_ = parse(["--preset", flags.preset, "--ablation", *shlex.split(name)])
             rows = flags.rows or recipe.batch_size
-            torch.manual_seed(0)
-            model = make_model(config, recipe.position_init).to(worker.device)
-            if flags.compile:
-                compile_model(model, "on", worker.device)
+            trainer = Trainer(config, replace(recipe, compile="on" if flags.compile else "off"), worker)
             generator = torch.Generator().manual_seed(0)
             tokens = torch.randint(NUM_SPECIAL, config.vocab_size, (rows, config.seq_len), generator=generator)
             batch = worker.put((tokens, corrupt(tokens, config, generator)))
             batches = worker.micro_batches(*batch, recipe.micro_batch_size)
-            step = partial(train_step, model, make_optimizers(model, recipe, worker.dtype), batches, 0, recipe, worker)
+            step = partial(trainer.step, batches, 0)
             timers[name] = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
             size[name], cost[name] = rows * config.seq_len, flops(config) / config.seq_len  # tokens; FLOPs per token
             timers[name].timeit(3)  # compile, warm up

@@ -1,17 +1,20 @@
 """Checkpoints: files of tensors with everything that a model needs, written atomically and read without running code.
+And the models that they hold.
 
 A checkpoint of train.py (`step_*.pt`) holds its whole run: config (a Config), settings (of a Recipe), preset, ablation,
 tokenizer (the content of tokenizer.json), corpus (the name of its folder), step, seconds, model and optimizers. The
 encoder.pt of finetune.py holds config, settings, tokenizer, model, and what the export of its head needs.
 """
 import pickle
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
-from maelm import MAELM, Config, Encoder
+from maelm import MAELM, NUM_SPECIAL, Config, Encoder
 from support.model import make_model
-from support.program import UserError, atomic, path_of
+from support.program import UserError, atomic, path_of, short_hash
 from support.tokenizer import Tokenizer
 
 
@@ -59,36 +62,58 @@ def load_model(path: Path | str) -> tuple[MAELM, Tokenizer]:
     return model.eval(), state["tokenizer"]
 
 
-def load_encoder(path: Path | str) -> tuple[Encoder, dict]:
-    """Load an encoder as load_checkpoint finds it, in evaluation mode, and the other entries of its checkpoint."""
-    state = load_checkpoint(path)
-    encoder = Encoder(state["config"])
-    prefix, weights = "encoder.", state.pop("model")
-    encoder.load_state_dict({name.removeprefix(prefix): weight for name, weight in weights.items()
-                             if name.startswith(prefix)})
-    return encoder.eval(), state
+# ---- 2. Encoders -------------------------------------------------------------------------------------------
+class Pretrained:
+    """The encoder of a run; `random:` keeps only its shape and tokenizer. Raises UserError if it is missing."""
+    def __init__(self, name: str):
+        self.state = load_checkpoint(name.removeprefix("random:"))
+        self.tokenizer = self.state["tokenizer"]
+        self.settings = self.state["settings"]
+        self.config = self.state["config"]
+        self.step = self.state.get("step")  # None for finetune.py's encoder.pt
+        self.is_random = name.startswith("random:")
+
+    def weights_hash(self) -> str:
+        """A hash of the weights or, if they are random, of the weights that seed 0 draws."""
+        weights = [tensor.numpy().tobytes() for tensor in self.new_encoder(seed=0).state_dict().values()]
+        return short_hash(b"".join(weights))
+
+    def new_encoder(self, seed: int) -> nn.Module:
+        """A copy of the encoder. If its weights are random, the seed determines them."""
+        torch.manual_seed(seed)
+        encoder = make_model(self.config, self.settings.get("position_init", "normal")).encoder
+        if not self.is_random:
+            weights = self.state["model"]
+            encoder.load_state_dict({name: weights[f"encoder.{name}"] for name in encoder.state_dict()})
+        return encoder
 
 
-# ---- 2. Runs of train.py ------------------------------------------------------------------------------------
-def newest_checkpoint(out: Path) -> dict | None:
-    """The newest checkpoint of a run, or None."""
-    found = checkpoints(out)
-    return read_checkpoint(found[-1]) if found else None
+def hidden_states(encoder: nn.Module, tokens, padding=None) -> list[Tensor]:
+    """H^0 ... H^L (B, t, d) for tokens (B, t) int64 at the positions 0 to t - 1. padding (B, t) bool hides keys."""
+    device = next(encoder.parameters()).device
+    positions = torch.arange(tokens.shape[1], device=device)[None]
+    return encoder.hidden_states(tokens.to(device), positions, padding)
 
 
-def restore(saved: dict, model: MAELM, optimizers: list):
-    """Load the weights and the optimizers' states of a checkpoint. The settings of the optimizers' groups stay: they
-    come from flags."""
-    model.load_state_dict(saved["model"])
-    for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
-        optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
+# ---- 3. Fine-tuned models -----------------------------------------------------------------------------------
+class Tuned(nn.Module):
+    """An encoder with a head."""
+    def __init__(self, encoder: Encoder, head: nn.Module):
+        super().__init__()
+        self.encoder, self.head = encoder, head
 
+    def forward(self, tokens, padding):
+        """tokens (B, t) int64, padding (B, t) bool -> the head's float32 logits."""
+        return self.head(hidden_states(self.encoder, tokens, padding)[-1], padding).float()
 
-def save_run(out: Path, record: dict, step: int, seconds: float, model: MAELM, optimizers: list, keep: int):
-    """Write the checkpoint of a run, whose `record` stays the same, and remove older ones except the last `keep`."""
-    write_checkpoint(out / f"step_{step:07d}.pt", record | {
-        "step": step, "seconds": seconds, "model": model.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers]})
-    if keep > 0:
-        for old in checkpoints(out)[:-keep]:
-            old.unlink()
+    def save(self, path: Path, pretrained: Pretrained, **entries):
+        """Write a fine-tuned model, which can be exported or fine-tuned further. For the export, `entries` have its
+        `task`, the names of its `labels` (list), the `scale` of its numbers, and the `longest` input of fine-tuning in
+        tokens. The logits of `example`, a few tokens, are compared with those of the export."""
+        tokens = NUM_SPECIAL + torch.arange(8, device=next(self.parameters()).device)[None]
+        with torch.no_grad():
+            logits = self.eval()(tokens, tokens < 0)
+        head = vars(type(self.head)).get("exported", ())  # not that of a class from which the head is derived
+        write_checkpoint(path, entries | {
+            "config": asdict(pretrained.config), "settings": pretrained.settings, "model": self.state_dict(),
+            "tokenizer": pretrained.tokenizer.to_json(), "head": list(head), "example": logits.cpu()})

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from maelm import CLS, NUM_SPECIAL, SEP
+from maelm import CLS, NUM_SPECIAL, SEP, Config
 from support.program import CACHE, UserError, lock_folder, path_of, read_json, short_hash, write_json, write_text
 from support.docs import LIBRARIES, read_docs, versions
 from support.tokenizer import Tokenizer, split_long
@@ -34,15 +35,15 @@ SCORED = 150  # documentation strings per library on which the task `docs` is sc
 SAMPLE = 200 * 10 ** 6  # largest number of bytes that the tokenizer learns from
 
 
+# The comment after a field is also its text in -h.
 @dataclass(frozen=True)
 class Text:
-    """The settings that select a corpus; see train.Recipe."""
-    data: str = "docs"
-    column: str = "text"
-    uncased: bool = True
-    val_share: float = 0.01
-    vocab_size: int = 32768
-    cache: str = CACHE
+    """The settings that select a text."""
+    data: str = "docs"  # docs, a file, a folder, or hf:NAME[:CONFIG]; join several with +
+    column: str = "text"  # field that holds the text of a record (.jsonl, .parquet, hf:)
+    uncased: bool = True  # whether to lower-case all text
+    val_share: float = 0.01  # share of documents held out for validation
+    cache: str = CACHE  # folder for tokenized corpora
 
     def sources(self) -> list[str]:
         """The sources that + joins in `data`: docs, hf:NAME[:CONFIG], or paths."""
@@ -183,19 +184,19 @@ def sample(texts: Iterable[str], most: int) -> list[bytes]:
     return kept
 
 
-def new_tokenizer(text: Text) -> Tokenizer:
+def new_tokenizer(text: Text, vocab_size: int) -> Tokenizer:
     """Learn a tokenizer from a sample of the training split."""
     found = tqdm(split_documents(text), "reading", leave=False, disable=None)
     chosen = sample((document for split, document in found if split == "train"), SAMPLE)
-    return Tokenizer.train(map(bytes.decode, chosen), text.vocab_size, text.uncased)
+    return Tokenizer.train(map(bytes.decode, chosen), vocab_size, text.uncased)
 
 
-def prepare(text: Text, folder: Path):
-    """Write a corpus to a folder. Raises UserError if there is no text."""
+def prepare(text: Text, vocab_size: int, tokenizer: Tokenizer | None, folder: Path):
+    """Write a corpus to a folder, with a new tokenizer if none is given. Raises UserError if there is no text."""
     print(f"preparing {text.data}")
-    tokenizer = new_tokenizer(text)
+    tokenizer = tokenizer or new_tokenizer(text, vocab_size)
     write_text(folder / "tokenizer.json", tokenizer.to_json())
-    dtype = np.dtype("uint16" if text.vocab_size <= 1 << 16 else "uint32")
+    dtype = np.dtype("uint16" if vocab_size <= 1 << 16 else "uint32")
     tokens = dict.fromkeys(SPLITS, 0)
     count = Counter(tokens)  # of documents
     size = 0  # in bytes of text
@@ -217,10 +218,12 @@ def prepare(text: Text, folder: Path):
           f"{size / sum(tokens.values()):.2f} bytes of text per token")
 
 
-def folder_of(text: Text) -> Path:
+def folder_of(text: Text, vocab_size: int, tokenizer: Tokenizer | None) -> Path:
     """The folder of a corpus, such as docs-2048-90ab12cd34ef56ab: the name ends with a hash of all that decides its
     tokens, with the sizes and times of its files. Data sets on the Hub have only their names."""
-    made_from = [text.column, text.uncased, text.val_share, text.vocab_size]
+    made_from = [text.column, text.uncased, text.val_share, vocab_size]
+    if tokenizer:
+        made_from.append(tokenizer.to_json())
     names = []
     for source in text.sources():
         names.append(re.sub(r"[^\w.]+", "_", path_of(source).resolve().name))
@@ -231,27 +234,30 @@ def folder_of(text: Text) -> Path:
         else:
             files = [(str(file.resolve()), file.stat()) for file in files_of(source)]
             made_from += [(name, status.st_size, status.st_mtime) for name, status in files]
-    return path_of(text.cache) / f"{'+'.join(names)[:100]}-{text.vocab_size}-{short_hash(repr(made_from))}"
+    return path_of(text.cache) / f"{'+'.join(names)[:100]}-{vocab_size}-{short_hash(repr(made_from))}"
 
 
-def prepared_corpus(text: Text) -> Path:
+def prepared_corpus(text: Text, vocab_size: int, tokenizer: Tokenizer | None = None) -> Path:
     """The folder of a corpus. If it is missing, one process prepares it; others wait."""
-    folder = folder_of(text)
+    folder = folder_of(text, vocab_size, tokenizer)
     meta = folder / "meta.json"
     if not meta.is_file():  # otherwise nothing is written: the disk may be read-only
         with lock_folder(folder, wait=True):
             if not meta.is_file():
-                prepare(text, folder)
+                prepare(text, vocab_size, tokenizer, folder)
     return folder
 
 
 def corpus_of_run(text: Text, saved: dict) -> Path:
     """The corpus that a checkpoint names, prepared again if it is gone. Raises UserError if it would be another."""
     folder = path_of(text.cache) / saved["corpus"]
-    if not (folder / "meta.json").is_file() and folder_of(text) != folder:
+    if (folder / "meta.json").is_file():
+        return folder
+    given = saved["tokenizer"] if saved["settings"].get("init") else None
+    if folder_of(text, saved["config"].vocab_size, given) != folder:
         raise UserError(f"--data {text.data}: the tokens of this run, {folder}, are gone, and the text has changed; "
                         "restore one of them, or begin another run")
-    return folder if (folder / "meta.json").is_file() else prepared_corpus(text)
+    return prepared_corpus(text, saved["config"].vocab_size, given)
 
 
 # ---- 3. Its sequences ---------------------------------------------------------------------------------------
@@ -273,6 +279,23 @@ class Rows:
     def __getitem__(self, indices):
         """Sequences (B, seq_len) int64 at indices (B,)."""
         return np.insert(self.pieces[indices].astype(np.int64), 0, CLS, axis=1)
+
+
+class Corpus(NamedTuple):
+    """A prepared corpus."""
+    folder: Path
+    tokenizer: Tokenizer
+    train: Rows
+    val: Rows
+
+
+def open_corpus(text: Text, config: Config, saved: dict | None = None, tokenizer: Tokenizer | None = None) -> Corpus:
+    """The corpus of a `saved` run or, for a new run, of a text, with a new tokenizer if none is given."""
+    if tokenizer and tokenizer.uncased != text.uncased:
+        raise UserError(f"uncased={text.uncased}: the tokenizer is that of --init; leave out this flag")
+    folder = corpus_of_run(text, saved) if saved else prepared_corpus(text, config.vocab_size, tokenizer)
+    tokenizer = saved["tokenizer"] if saved else Tokenizer.load(folder)
+    return Corpus(folder, tokenizer, Rows(folder, "train", config.seq_len), Rows(folder, "val", config.seq_len))
 
 
 def evenly_spaced(rows: Rows | np.ndarray, most: int):

@@ -11,11 +11,11 @@ import torch
 
 from maelm import MASK, NUM_SPECIAL, PAD, Config
 from support.model import make_model
-from support.checkpoints import load_checkpoint
-from support.subjects import hidden_states, transformers_library
+from support.checkpoints import hidden_states, load_checkpoint
+from support.subjects import transformers_library
 from support.program import ROOT, Parser, UserError, clear_errors, path_of, write_json
 from support.tokenizer import Tokenizer
-from support.evaluation import logits_at
+from support.fill_mask import logits_at
 
 
 def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
@@ -97,7 +97,7 @@ def export(source: Path, out: Path):
 def check(out: Path, head: str, state: dict):
     """Raises UserError if transformers computes other logits from the folder, or other vectors without a head."""
     theirs = getattr(transformers_library(), f"AutoModel{head}").from_pretrained(out, trust_remote_code=True)
-    tokens = NUM_SPECIAL + torch.arange(8)[None]  # as in tuned.write_tuned
+    tokens = NUM_SPECIAL + torch.arange(8)[None]  # as in Tuned.save
     if "task" in state:
         found, expected = torch.stack(theirs(tokens).to_tuple(), -1), state["scale"] * state["example"]
     else:

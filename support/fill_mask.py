@@ -2,9 +2,42 @@
 
     python -m support.fill_mask out/toy "Return the [MASK] of the array."
 """
+from dataclasses import replace
+
+import torch
+
+from maelm import MAELM, MASK, apply_masks
 from support.checkpoints import load_model
-from support.program import Parser, clear_errors, path_of
-from support.evaluation import format_guess, guess_masks
+from support.program import Parser, UserError, clear_errors, path_of
+from support.tokenizer import Tokenizer
+
+Guess = list[tuple[str, float]]  # the three best tokens at a position, with their probabilities
+
+
+@torch.no_grad()
+def logits_at(model: MAELM, tokens, at):
+    """The logits (1, k, V) for tokens (1, n) int64 when those at the positions `at` (1, k) int64 are masked. As in an
+    exported model, the encoder sees all of them or none."""
+    config = replace(model.config, mask_in_encoder=float(model.config.mask_in_encoder > 0.5))
+    return model.logits(apply_masks(tokens, at, config, torch.Generator().manual_seed(0)))
+
+
+def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[Guess]:
+    """Guess each [MASK] in a text. Raises UserError if the text has no [MASK] or too many tokens."""
+    tokens = torch.tensor([tokenizer.with_masks().encode(text).ids])
+    if MASK not in tokens:
+        raise UserError(f"{text!r:.40}: has no [MASK]")
+    if tokens.shape[1] > model.config.seq_len:
+        raise UserError(f"{text!r:.40}: has {tokens.shape[1] - 2} tokens; at most {model.config.seq_len - 2} fit")
+    at = (tokens[0] == MASK).nonzero().mT  # (1, k)
+    best = logits_at(model, tokens, at)[0].float().softmax(-1).topk(3)
+    return [[(tokenizer.decode([i]).strip() or repr(tokenizer.decode([i])), p) for i, p in zip(ids, probabilities)]
+            for ids, probabilities in zip(best.indices.tolist(), best.values.tolist())]
+
+
+def format_guess(guess: Guess) -> str:
+    """A guess as text, such as `the 0.61  a 0.20  its 0.03`."""
+    return "  ".join(f"{word} {p:.2f}" for word, p in guess)
 
 
 def main(argv=None):

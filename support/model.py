@@ -1,8 +1,9 @@
-"""Models for any Config, and seeds."""
+"""Models for any Config, their losses and FLOPs, and seeds."""
 import numpy as np
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from maelm import MAELM, Config
+from maelm import MAELM, Config, Corruption
 from support.cross_attention import DECODERS
 from support.program import UserError
 
@@ -49,3 +50,22 @@ def check(config: Config) -> Config:
         if not holds:
             raise UserError(f"{field}={getattr(c, field)!r}: use {advice}")
     return config
+
+
+def losses_of(result) -> dict:
+    """The result of MAELM.forward, a loss or a dictionary of its terms, as the whole loss and the terms by name."""
+    if isinstance(result, dict):
+        return {"loss": sum(result.values())} | {f"loss_{name}": term for name, term in result.items()}
+    return {"loss": result}
+
+
+def flops(config: Config) -> int:
+    """FLOPs of all matrix products in a training step on one sequence; a multiply-add counts as 2."""
+    n = config.seq_len
+    m = config.num_masked(n)
+    r = n - m + round(config.mask_in_encoder * m)  # tokens that the encoder sees
+    # Meta tensors have shapes but no data. There, attention runs as matrix products; a GPU kernel would go uncounted.
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        tokens, masked, kept = [torch.zeros(1, length, dtype=torch.int64) for length in (n, m, r)]
+        losses_of(make_model(config)(tokens, Corruption(tokens, masked, kept)))["loss"].backward()
+    return counter.get_total_flops()

@@ -49,15 +49,18 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(parameters, list(update), alpha=-group["lr"] * scale)
 
 
-def set_rates(optimizer: torch.optim.Optimizer, factor: float):
-    """Set the learning rate of each group of parameters to a fraction of its peak, with which the group was made."""
-    for group in optimizer.param_groups:
-        peak = group.setdefault("peak", group["lr"])  # here, so that it works for every optimizer
-        group["lr"] = factor * peak
+def take_step(optimizers: list[torch.optim.Optimizer], factor: float):
+    """Take a step at a fraction of the rates with which the groups were made, and clear the gradients."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            peak = group.setdefault("peak", group["lr"])  # here, so that it works for every optimizer
+            group["lr"] = factor * peak
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def parameter_groups(model: MAELM) -> tuple[list, list, list]:
-    """The matrices of the layers, those that hold two matrices (W^K above W^V), and all other parameters."""
+def split_parameters(model: MAELM) -> tuple[list[dict], list]:
+    """Muon's groups, which hold the matrices of the layers, and all other parameters. W^K stands above W^V."""
     single, double, rest = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.ndim != 2 or ".blocks." not in name:
@@ -66,4 +69,4 @@ def parameter_groups(model: MAELM) -> tuple[list, list, list]:
             double.append(parameter)
         else:
             single.append(parameter)
-    return single, double, rest
+    return [{"params": single, "parts": 1}, {"params": double, "parts": 2}], rest

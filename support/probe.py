@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from support.subjects import Pretrained, hidden_states
+from support.checkpoints import Pretrained, hidden_states
 from support.program import UserError
 from support.classification import METRICS, Classification, Encoded, outputs_of, scores
 from support.tasks import labels_of, read_task, tune_of

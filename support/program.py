@@ -48,6 +48,23 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(message)
 
+    def add_fields(self, part: type, values: dict):
+        """Add a flag for every field of a dataclass. Its help joins the field's comment and its value in `values`. A
+        flag that is not given is absent from the result, so that the value of the preset applies."""
+        source = "".join(inspect.getsource(each) for each in part.__mro__[:-1])
+        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.MULTILINE))
+        group = self.add_argument_group(part.__name__)
+        for field in fields(part):
+            value = values.get(field.name, field.default)
+            shown = "" if value == "" else f" [{value}]"
+            text = f"{comments[field.name]}{shown}".replace("%", "%%")  # argparse formats with %
+            how = dict(type=field.type, metavar=getattr(field.type, "__name__", "").upper())
+            if field.type is bool:
+                how = dict(action=argparse.BooleanOptionalAction)
+            if get_origin(field.type) is Literal:
+                how = dict(choices=get_args(field.type))
+            group.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text, **how)
+
 
 def path_of(text: str) -> Path:
     """A path on the command line; ~ is the home folder, as in a shell."""
@@ -59,23 +76,6 @@ def short_name(model: str) -> str:
     prefix = "random-" if model.startswith("random:") else ""
     path = path_of(model.removeprefix("random:").removeprefix("hf:")).resolve()
     return prefix + (f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.name)
-
-
-def add_flags(parser: argparse.ArgumentParser, part: type, values: dict):
-    """Add a flag for every field of a dataclass. Its help joins the field's comment and its value in `values`. A flag
-    that is not given is absent from the result, so that the value of the preset applies."""
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(part), re.MULTILINE))
-    group = parser.add_argument_group(part.__name__)
-    for field in fields(part):
-        value = values.get(field.name, field.default)
-        shown = "" if value == "" else f" [{value}]"
-        text = f"{comments[field.name]}{shown}".replace("%", "%%")  # argparse formats with %
-        how = dict(type=field.type, metavar=getattr(field.type, "__name__", "").upper())
-        if field.type is bool:
-            how = dict(action=argparse.BooleanOptionalAction)
-        if get_origin(field.type) is Literal:
-            how = dict(choices=get_args(field.type))
-        group.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text, **how)
 
 
 def fields_of(part: type, values: dict) -> dict:
@@ -143,16 +143,11 @@ def code_hash() -> str:
 
 # ---- 3. Folders, and figures in them ------------------------------------------------------------------------
 @contextmanager
-def lock_folder(folder: Path, *signs: str, wait: bool = False) -> Iterator[None]:
-    """Make a folder and lock it. Raises UserError if another process uses the folder and `wait` is False, or if the
-    folder has files but none of the `signs`, which are patterns of names."""
-    if signs and any(folder.glob("[!.]*")) and not any(any(folder.glob(sign)) for sign in signs):
-        raise UserError(f"{folder}: not empty, and not written by this program; choose another folder")
+def lock_folder(folder: Path, wait: bool = False) -> Iterator[None]:
+    """Make a folder and lock it. Raises UserError if another process uses the folder and `wait` is False."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(folder / ".lock", timeout=-1 if wait else 0):  # freed by the system when the process ends
-            for stale in folder.glob(".*.[0-9]*.tmp"):  # left by a process that was killed while writing
-                stale.unlink()
+        with FileLock(folder / ".lock", timeout=-1 if wait else 0):  # freed when the process ends
             yield
     except Timeout:
         raise UserError(f"{folder}: another process is working there; wait for it, or choose another --out") from None

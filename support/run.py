@@ -1,19 +1,21 @@
-"""The reports of a run: log.jsonl, loss.png, lines in the terminal, Weights & Biases; and the cost of a step."""
+"""A run of train.py: where it stands, its checkpoints, and its reports in the terminal, log.jsonl and loss.png."""
 import json
 import math
 import shlex
 import socket
 import subprocess
 import time
+from collections.abc import Container
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from maelm import MAELM, Config, Corruption
-from support.model import make_model
-from support.program import ROOT, UserError, figure, json_lines, read_lines, write_json, write_text
-from support.corpus import Rows, evenly_spaced, unigram_entropy
+from maelm import MAELM, Config
+from support.checkpoints import checkpoints, read_checkpoint, write_checkpoint
+from support.corpus import Corpus, evenly_spaced, unigram_entropy
+from support.model import flops
+from support.program import ROOT, UserError, compare, fields_of, figure, json_lines, read_lines, write_json, write_text
 from support.worker import Worker
 
 
@@ -24,117 +26,132 @@ def commit() -> str | None:
     return None if failed else output
 
 
-def losses_of(result) -> dict:
-    """The result of MAELM.forward, a loss or a dictionary of its terms, as the whole loss and the terms by name."""
-    if isinstance(result, dict):
-        return {"loss": sum(result.values())} | {f"loss_{name}": term for name, term in result.items()}
-    return {"loss": result}
+class Run:
+    """A run in the folder `out`. All processes have one; only the first process writes files. A checkpoint holds its
+    `record`, which stays the same, and step, seconds, model and optimizers."""
+    def __init__(self, out: Path, config: Config, recipe, fixed: Container[str], worker: Worker):
+        """Find the newest checkpoint. Raises UserError if one of its settings named in `fixed` is another."""
+        self.out, self.config, self.recipe, self.worker = out, config, recipe, worker
+        self.settings = asdict(config) | asdict(recipe)
+        self.step = 0
+        self.seconds = 0.0  # of training, without evaluations and checkpoints
+        self.recent = []  # what `add` got since the last line
+        self.changed = {}  # settings: name -> [before, now]
+        found = checkpoints(out)
+        self.saved = read_checkpoint(found[-1]) if found else None
+        if self.saved:
+            self.step, self.seconds = self.saved["step"], self.saved["seconds"]
+            then = type(recipe)(**fields_of(type(recipe), self.saved["settings"]))  # what it lacks has its default
+            self.changed = compare(out, asdict(self.saved["config"]) | asdict(then), self.settings, fixed)
+        if worker.all_reduce(self.step)[0] != self.step * worker.world_size:
+            raise UserError(f"--out {out}: the processes find different checkpoints; use a folder that all share")
 
+    # ---- Checkpoints ----------------------------------------------------------------------------------------
+    def restore(self, model: MAELM, optimizers: list):
+        """Load weights and optimizers' states, if there is a checkpoint. The settings of the optimizers' groups stay:
+        they come from flags."""
+        if self.saved:
+            model.load_state_dict(self.saved["model"])
+            for optimizer, state in zip(optimizers, self.saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
+        self.saved = None  # frees its memory
 
-def flops(config: Config) -> int:
-    """FLOPs of all matrix products in a training step on one sequence; a multiply-add counts as 2."""
-    n = config.seq_len
-    m = config.num_masked(n)
-    r = n - m + round(config.mask_in_encoder * m)  # tokens that the encoder sees
-    # Meta tensors have shapes but no data. There, attention runs as matrix products; a GPU kernel would go uncounted.
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        tokens, masked, kept = [torch.zeros(1, length, dtype=torch.int64) for length in (n, m, r)]
-        losses_of(make_model(config)(tokens, Corruption(tokens, masked, kept)))["loss"].backward()
-    return counter.get_total_flops()
-
-
-class Log:
-    """Reports a run to the terminal and log.jsonl. Only the first process reports."""
-    def __init__(self, out: Path, record: dict, step: int, last_step: int, seconds: float, worker: Worker):
-        """The `record` is that of the run's checkpoints. Lines of log.jsonl after `step` go: the steps are repeated."""
-        self.out, self.worker, self.step, self.last_step = out, worker, step, last_step
-        self.settings = record["config"] | record["settings"]
-        self.seconds = seconds  # of training, without evaluations and checkpoints
-        self.recent = []  # since the last line
-        if not worker.is_main:
+    def save(self, model: MAELM, optimizers: list):
+        """Write a checkpoint, remove older ones except the last `keep_checkpoints`, and draw loss.png."""
+        if not self.worker.is_main:
             return
-        kept = [line for line in read_lines(out / "log.jsonl") if line["step"] <= step and step > 0]
-        write_text(out / "log.jsonl", json_lines(kept))  # first, because it marks the folder as ours
-        # Copies for people; checkpoints hold the same.
-        others = {name: record[name] for name in ("preset", "ablation", "corpus")}
-        write_json(out / "config.json", self.settings | others)
-        write_text(out / "tokenizer.json", record["tokenizer"])
-        if self.settings["wandb"]:
-            import wandb  # pip install wandb
-            self.wandb = wandb.init(project=self.settings["wandb"], name=str(out), config=self.settings)
+        write_checkpoint(self.out / f"step_{self.step:07d}.pt", self.record | {
+            "step": self.step, "seconds": self.seconds, "model": model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers]})
+        if self.recipe.keep_checkpoints > 0:
+            for old in checkpoints(self.out)[:-self.recipe.keep_checkpoints]:
+                old.unlink()
+        draw_loss(self.out)
 
-    def write(self, text: str, **line):
-        """Append a line to log.jsonl and print a text."""
+    # ---- Reports --------------------------------------------------------------------------------------------
+    def begin(self, model: MAELM, corpus: Corpus, **names: str):
+        """Begin or continue the log, and describe the run. `names` go into its record."""
+        self.record = names | {"config": asdict(self.config), "settings": asdict(self.recipe),
+                               "tokenizer": corpus.tokenizer.to_json(), "corpus": corpus.folder.name}
         if self.worker.is_main:
-            line = {"step": self.step} | line
-            with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-            if self.settings["wandb"]:
-                self.wandb.log(line)
-        print(text)
+            # Lines after the checkpoint go: their steps are repeated.
+            kept = [line for line in read_lines(self.out / "log.jsonl") if line["step"] <= self.step and self.step > 0]
+            write_text(self.out / "log.jsonl", json_lines(kept))
+            # Copies for people; checkpoints hold the same.
+            write_json(self.out / "config.json", self.settings | names | {"corpus": corpus.folder.name})
+            write_text(self.out / "tokenizer.json", self.record["tokenizer"])
+            if self.recipe.wandb:
+                import wandb  # pip install wandb
+                self.wandb = wandb.init(project=self.recipe.wandb, name=str(self.out), config=self.settings)
+        self.describe(model, corpus)
 
-    def describe(self, model: MAELM, rows: dict[str, Rows], changed: dict[str, list]):
+    def describe(self, model: MAELM, corpus: Corpus):
         """Print the sizes of model and text, and log the machine."""
-        values, worker, config = self.settings, self.worker, model.config
-        self.available = len(rows["train"])  # sequences for training
-        entropy = unigram_entropy(evenly_spaced(rows["val"], values["eval_rows"]))
+        config, recipe, worker = self.config, self.recipe, self.worker
+        entropy = unigram_entropy(evenly_spaced(corpus.val, recipe.eval_rows))
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        epochs = values["batch_size"] * self.last_step / self.available
-        micro_batch = min(values["batch_size"] // worker.world_size, values["micro_batch_size"])
-        case = " in lower case (--no-uncased keeps its case)" if values["uncased"] else ""
+        epochs = recipe.batch_size * recipe.last_step / len(corpus.train)
+        micro_batch = min(recipe.batch_size // worker.world_size, recipe.micro_batch_size)
+        case = " in lower case (--no-uncased keeps its case)" if recipe.uncased else ""
         lines = [
             f"{self.out}: {parameters:,} parameters, encoder {config.encoder_layers} x {config.encoder_dim}, decoder "
             f"{config.decoder_layers} x {config.decoder_width}",
-            f"{epochs:.2f} epochs of {values['data']}{case}, which has {self.available * config.seq_len / 1e6:,.1f} M "
+            f"{epochs:.2f} epochs of {recipe.data}{case}, which has {len(corpus.train) * config.seq_len / 1e6:,.1f} M "
             "tokens",
             f"{worker.world_size} x {worker.device.type} in {str(worker.dtype).removeprefix('torch.')}, {micro_batch} "
             f"sequences at a time, {'continuing at' if self.step else 'from'} step {self.step}",
-            *[f"changed: {name}={now!r}, before {before!r}" for name, (before, now) in changed.items()],
+            *[f"changed: {name}={now!r}, before {before!r}" for name, (before, now) in self.changed.items()],
             f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context"]
         self.write("\n".join(lines), unigram_entropy=entropy, start={
             "commit": commit(), "torch": torch.__version__, "host": socket.gethostname(), "micro_batch": micro_batch,
-            "processes": worker.world_size, "flops_per_token": flops(config) / config.seq_len, "changed": changed})
+            "processes": worker.world_size, "flops_per_token": flops(config) / config.seq_len, "changed": self.changed})
 
-    def validation(self, loss: float, accuracy: float):
-        """Print and log the validation loss in nats, and the accuracy at the masks."""
-        self.write(f"step {self.step:>6,}/{self.last_step:,}  validation loss {loss:.3f}  accuracy {accuracy:.1%}",
-                   val_loss=loss, val_accuracy=accuracy, seconds=self.seconds)
+    def write(self, text: str, **line):
+        """Append a line to log.jsonl and print a text."""
+        line = {"step": self.step} | line
+        if self.worker.is_main:
+            with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            if self.recipe.wandb:
+                self.wandb.log(line)
+        print(text)
 
     def start_clock(self):
-        """From here on, time is training time. `steps` stops the clock."""
+        """From here on, time is training time. `log_steps` stops the clock."""
         self.since = time.perf_counter()
 
     def add(self, values: dict):
-        """Note a step's loss, its terms and its gradient norm, scalars on any device by name, for the next line."""
+        """Count a step, and note its loss, terms and gradient norm (scalars on any device by name), for a line."""
         self.recent.append(values)
         self.step += 1
 
-    def steps(self, optimizers: list):
+    def log_steps(self, optimizers: list):
         """Log the speed and the means since the last line. Raises UserError if a loss or norm is not finite."""
-        count = len(self.recent)
+        recipe, count = self.recipe, len(self.recent)
         names = [*self.recent[0]]
         sums = [sum(torch.stack([values[name] for values in self.recent]).tolist()) for name in names]
         sums = self.worker.all_reduce(*sums)  # processes have equal shares of a batch
         means = {name: total / count / self.worker.world_size for name, total in zip(names, sums)}
-        loss = means["loss"]
         self.recent = []
         if not math.isfinite(sum(sums)):
             raise UserError(f"steps {self.step - count + 1} to {self.step}: a loss or a gradient's norm is not finite; "
                             "continue with a lower --learning-rate, a lower --clip-norm or another --seed")
         lap = time.perf_counter() - self.since  # the losses are known, so the GPU has finished
         self.seconds += lap
-        sequences = self.step * self.settings["batch_size"]
-        speed = count * self.settings["batch_size"] * self.settings["seq_len"] / lap
-        line = means | {"seconds": self.seconds, "tokens_per_second": speed,
-                        "tokens": sequences * self.settings["seq_len"], "epoch": round(sequences / self.available, 4)}
+        tokens_per_step = recipe.batch_size * self.config.seq_len
+        speed = count * tokens_per_step / lap
+        line = means | {"seconds": self.seconds, "tokens_per_second": speed, "tokens": self.step * tokens_per_step}
         for optimizer in optimizers:  # "lr" is that of the first one, and muon_lr that of Muon
             name = "lr" if optimizer is optimizers[0] else f"{type(optimizer).__name__.lower()}_lr"
             line[name] = optimizer.param_groups[0]["lr"]
-        if self.worker.device.type == "cuda":
-            line["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        left = (self.last_step - self.step) * self.seconds / self.step / 60
-        self.write(f"step {self.step:>6,}/{self.last_step:,}  loss {loss:.3f}  {speed:,.0f} tokens/s  "
+        left = (recipe.last_step - self.step) * self.seconds / self.step / 60
+        self.write(f"step {self.step:>6,}/{recipe.last_step:,}  loss {means['loss']:.3f}  {speed:,.0f} tokens/s  "
                    f"{left:.1f} min left", **line)
+
+    def log_validation(self, loss: float, accuracy: float):
+        """Log the validation loss in nats, and the accuracy at the masks."""
+        self.write(f"step {self.step:>6,}/{self.recipe.last_step:,}  validation loss {loss:.3f}  accuracy "
+                   f"{accuracy:.1%}", val_loss=loss, val_accuracy=accuracy, seconds=self.seconds)
 
 
 def draw_loss(out: Path):

@@ -1,4 +1,4 @@
-"""Encoders from runs, for fine-tuning, probes and ranks; from the Hub, for ranks; and the texts that these read."""
+"""The encoders that rank.py measures, from runs and from the Hub, and the texts that they read."""
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -6,46 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP
-from support.model import make_model
-from support.checkpoints import load_encoder
-from support.program import UserError, fields_of, short_hash
+from support.checkpoints import Pretrained, hidden_states
+from support.program import UserError, fields_of
 from support.corpus import Rows, Text, corpus_of_run, documents, in_validation, sample
-
-
-# ---- 1. An encoder of a run ----------------------------------------------------------------------------------
-class Pretrained:
-    """The encoder of a run; `random:` keeps only its shape and tokenizer. Raises UserError if it is missing."""
-    def __init__(self, name: str):
-        encoder, self.state = load_encoder(name.removeprefix("random:"))
-        self.tokenizer = self.state["tokenizer"]
-        self.settings = self.state["settings"]
-        self.config = self.state["config"]
-        self.step = self.state.get("step")  # None for finetune.py's encoder.pt
-        self.weights = None if name.startswith("random:") else encoder.state_dict()
-
-    def weights_hash(self) -> str:
-        """A hash of the weights or, if they are random, of the weights that seed 0 draws."""
-        weights = [tensor.numpy().tobytes() for tensor in self.new_encoder(seed=0).state_dict().values()]
-        return short_hash(b"".join(weights))
-
-    def new_encoder(self, seed: int) -> nn.Module:
-        """A copy of the encoder. If its weights are random, the seed determines them."""
-        torch.manual_seed(seed)
-        encoder = make_model(self.config, self.settings.get("position_init", "normal")).encoder
-        if self.weights is not None:
-            encoder.load_state_dict(self.weights)
-        return encoder
-
-
-def hidden_states(encoder: nn.Module, tokens, padding=None) -> list[Tensor]:
-    """H^0 ... H^L (B, t, d) for tokens (B, t) int64 at the positions 0 to t - 1. padding (B, t) bool hides keys."""
-    device = next(encoder.parameters()).device
-    positions = torch.arange(tokens.shape[1], device=device)[None]
-    return encoder.hidden_states(tokens.to(device), positions, padding)
 
 
 def transformers_library():

@@ -2,7 +2,7 @@
 import matplotlib.figure
 import pytest
 
-import train
+from support import run
 from tests.common import short_run, write_corpus
 
 
@@ -23,7 +23,7 @@ def alone(tmp_path_factory, tmp_path, monkeypatch):
     """Each test has its own folder and a new home, and draws no figures of short runs, which would take longer."""
     monkeypatch.setenv("HOME", str(tmp_path_factory.getbasetemp()))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "draw_loss", lambda out: None)
+    monkeypatch.setattr(run, "draw_loss", lambda out: None)
 
 
 @pytest.fixture

@@ -25,10 +25,10 @@ ODD = ["The cat sees a tree.", "naïve café — ∑ 数学 🙂\t\r\n  x", "\x0
        bytes(range(256)).decode("latin-1"), "ΑΣ ΣΑΣ. Σ ὈΔΥΣΣΕΎΣ"]
 
 
-def prepared(data, cache, **change):
+def prepared(data, cache, vocab_size=320, tokenizer=None, **change):
     """Prepare a corpus in the folder `cache`; returns the folder of the corpus."""
-    how = dict(data=str(data), cache=str(cache), vocab_size=320, val_share=0.1)
-    return corpus.prepared_corpus(Text(**how | change))
+    how = dict(data=str(data), cache=str(cache), val_share=0.1)
+    return corpus.prepared_corpus(Text(**how | change), vocab_size, tokenizer)
 
 
 def documents_of(data, **settings):

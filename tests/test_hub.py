@@ -18,13 +18,11 @@ import train
 from conftest import generator, model_and_batch
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
 from support import export
-from support.checkpoints import load_model, write_checkpoint
+from support.checkpoints import Pretrained, load_model, write_checkpoint
 from support.heads import ClassifierHead, SpanHead
-from support.subjects import Pretrained
-from support.tuned import write_tuned
 from support.corpus import Text, documents
 from support.tokenizer import SPECIALS, Tokenizer
-from support.evaluation import logits_at
+from support.fill_mask import logits_at
 from support.program import json_lines, read_lines
 from tests.common import QUICK, ROOT, arguments, fails, little_documents, sentence, write_corpus
 from tests.test_corpus import ODD
@@ -148,7 +146,7 @@ def test_a_fine_tuned_model_gives_the_same_logits(task, labels, scale, hub, tmp_
     head = SpanHead(32) if task == "squad2" else ClassifierHead(32, max(1, len(labels)), 0.0)
     tuned = finetune.Tuned(model.encoder, head).eval()
     pretrained = Pretrained(str(tmp_path / "run"))
-    write_tuned(tmp_path / "run" / "encoder.pt", tuned, pretrained, task=task, labels=labels, scale=scale, longest=N)
+    tuned.save(tmp_path / "run" / "encoder.pt", pretrained, task=task, labels=labels, scale=scale, longest=N)
     export.main([str(tmp_path / "run"), str(tmp_path / "hub")])
     tokens, real = texts()
     inputs = dict(input_ids=tokens, attention_mask=real.long())

@@ -10,7 +10,7 @@ import rank
 from conftest import generator
 from support import subjects
 from support import corpus
-from support.checkpoints import checkpoints, load_encoder
+from support.checkpoints import Pretrained, checkpoints
 from support.program import read_json
 from tests.common import little_documents, sentence
 from tests.test_homework import TAUS
@@ -144,7 +144,7 @@ def test_a_text_is_sampled_evenly_and_as_the_run_held_it_out(finished, tmp_path)
     data = dict(data=f"{tmp_path}/a.txt+{tmp_path}/b.txt")
     found = [subjects.subject_of_run(str(finished), data | share, 2000, CPU)
              for share in ({}, dict(val_share=0.1), dict(val_share=1.0))]
-    decode = load_encoder(finished)[1]["tokenizer"].decode
+    decode = Pretrained(str(finished)).tokenizer.decode
     texts = [decode(torch.from_numpy(subject.rows).flatten()) for subject in found]
     assert texts[0] == texts[1] and len(texts[2]) > len(texts[0])  # the run held out a tenth
     few = decode(corpus.evenly_spaced(found[2].rows, 84).flatten())

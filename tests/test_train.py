@@ -1,5 +1,6 @@
-"""Claims about pre-training: train.py, support/training, support/optim.py, support/fill_mask.py."""
+"""Claims about pre-training: train.py, support/run.py, support/optim.py, support/fill_mask.py."""
 import math
+import shutil
 import sys
 import time
 from dataclasses import asdict
@@ -15,9 +16,10 @@ from support import fill_mask
 from support import optim
 from support.checkpoints import load_model
 from support.corpus import indices_of_step
-from support.run import flops
+from support.model import flops
+from support.run import Run
 from support.worker import Worker
-from tests.common import read_log, make_config, short_run
+from tests.common import fails, last_checkpoint, make_config, read_log, short_run, write_corpus
 
 CPU = torch.device("cpu")
 TINY = tiny()
@@ -42,8 +44,9 @@ def batch(rank, world, size=4, step=7, **given):
     """The micro-batches of at most `size` sequences that a process has in a step of 24 sequences."""
     flags = dict(mask_in_encoder=0.5, encoder_fill="random", batch_size=24, micro_batch_size=size) | given
     config, recipe = train.make_settings(asdict(TINY) | flags)
-    worker = Worker(rank, world, CPU, torch.float32)
-    return train.batch_of_step(random_tokens(200).numpy(), config, recipe, worker, step)
+    trainer = train.Trainer(config, recipe, Worker(0, 1, CPU, torch.float32))
+    trainer.worker = Worker(rank, world, CPU, torch.float32)
+    return trainer.batches(random_tokens(200).numpy(), step)
 
 
 def joined(batches):
@@ -76,8 +79,36 @@ def test_validation_masks_single_tokens_at_the_papers_rate_in_every_run():
         true = tokens.gather(1, masked)
         expected = -log_p.gather(2, true[:, :, None]).mean().item(), (log_p.argmax(-1) == true).double().mean().item()
         for size in (20, 3):
-            found = train.evaluate(model, tokens.numpy(), 2048, size, Worker(0, 1, CPU, torch.float32))
-            assert found == pytest.approx(expected) and model.training
+            recipe = train.Recipe(micro_batch_size=size)
+            trainer = train.Trainer(model.config, recipe, Worker(0, 1, CPU, torch.float32))
+            trainer.model = model
+            assert trainer.validate(tokens.numpy()) == pytest.approx(expected) and model.training
+
+
+# ---- Continued pre-training -----------------------------------------------------------------------------------------
+def test_init_gives_settings_tokenizer_and_weights_but_flags_win(text, finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = write_corpus(tmp_path / "other.txt", 300)
+    flags = ["--init", str(finished), "--data", str(other), "--cache", "cache", "--max-steps"]
+    train.main([*flags, "12", "--stop-at", "2"])
+    out = tmp_path / "out/run-more"
+    first, last = last_checkpoint(finished), last_checkpoint(out)
+    expected = first["settings"] | dict(init=str(finished), data=str(other), cache="cache", max_steps=12, stop_at=2,
+                                        warmup_steps=4, seed=1)
+    assert last["config"] == first["config"] and last["settings"] == expected
+    assert last["tokenizer"] == first["tokenizer"] and last["corpus"].startswith("other.txt-300-")
+    assert read_log(out)[1]["val_loss"] < 0.97 * read_log(finished)[1]["val_loss"]  # at step 0
+    shutil.rmtree(tmp_path / "cache")  # made again, with the same tokenizer
+    train.main([*flags, "12"])
+    assert last_checkpoint(out)["step"] == 12
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--encoder-layers 1", "--init: its weights have another shape"), ("--no-uncased", "uncased=False: the tokenizer"),
+    ("--preset toy", "leave out --preset and --ablation"), ("--ablation mlm", "leave out --preset and --ablation")])
+def test_what_init_decides_cannot_be_changed(flags, message, text, finished, tmp_path, capsys):
+    command = [f"--init={finished}", f"--cache={text.parent / 'cache'}", f"--out={tmp_path / 'run'}", *flags.split()]
+    assert message in fails(lambda: train.main(command), capsys)
 
 
 def test_warm_up_keeps_its_share_of_the_steps():
@@ -100,10 +131,10 @@ def test_a_step_follows_precision_dropout_and_the_clock(text, tmp_path, monkeypa
             forwards.append((model.training, is_bf16, rates, torch.initial_seed()))
         return real_forward(model, tokens, corruption)
 
-    real_forward, save = MAELM.forward, train.save_run
+    real_forward, save = MAELM.forward, Run.save
     monkeypatch.setattr(MAELM, "forward", forward)
     monkeypatch.setattr(time, "perf_counter", clock)
-    monkeypatch.setattr(train, "save_run", lambda *given: (clock(1000), save(*given)))
+    monkeypatch.setattr(Run, "save", lambda *given: (clock(1000), save(*given)))
     out = short_run(text, tmp_path / "run", "--log-interval", 3, "--precision", "bf16")
     assert len({seed for *_, seed in forwards}) == 12 == len(forwards)  # each micro-batch has dropout of its own
     assert all(forward[:3] == (True, True, {0.1}) for forward in forwards)
