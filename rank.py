@@ -91,6 +91,10 @@ class Moments:
         squares = torch.linalg.eigvalsh(gram).flip(0)  # the eigenvalues of H^T H
         return squares.clamp(min=0)  # rounding can push them below 0
 
+    def ranks(self, tau: float) -> dict[str, int]:
+        """rank_tau, uncentered and centered."""
+        return {name: tau_rank(self.spectrum(centered), tau) for name, centered in CENTERINGS.items()}
+
 
 # ---- 2. Measuring a model -----------------------------------------------------------------------------------
 # The comment after a field is also its text in -h.
@@ -180,10 +184,9 @@ def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float)
     entry = {"step": subject.step, "text": subject.text, "trained_on_mask": subject.reads_mask,
              "d": len(moments["with_mask"][-1].total),
              "n": {curve: layers[-1].count for curve, layers in moments.items()}}
-    for centering, centered in CENTERINGS.items():
-        entry[centering] = {}
-        for curve, layers in moments.items():
-            entry[centering][curve] = [tau_rank(layer.spectrum(centered), tau) for layer in layers]
+    ranks = {curve: [layer.ranks(tau) for layer in layers] for curve, layers in moments.items()}
+    for centering in CENTERINGS:
+        entry[centering] = {curve: [rank[centering] for rank in layers] for curve, layers in ranks.items()}
     return entry
 
 

@@ -3,7 +3,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -51,13 +51,9 @@ METRICS = {  # functions of predicted and true labels or numbers, (N,) each
     "matthews": matthews, "spearman": spearman, "f1": f1}
 
 
-def shown(value: float) -> str:
-    """A metric as text."""
-    return "diverged" if value == DIVERGED else f"{value:.2f}"
-
-
 # ---- 2. Inputs and batches ----------------------------------------------------------------------------------
-class Encoded(NamedTuple):
+@dataclass
+class Encoded:
     """A split of a task as tokens."""
     ids: list[np.ndarray]  # per input, (length,) int64
     targets: Tensor  # labels (N,) int64 or float32; SQuAD: first and last token of the answer (N, 2) int64
@@ -65,55 +61,66 @@ class Encoded(NamedTuple):
     windows: list[tuple]  # SQuAD: each input's question (index), and its tokens' places in the text (length, 2)
     remark: str
 
+    def batch(self, chosen, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Chosen inputs (B,) -> tokens (B, t) int64, padding (B, t) bool, targets. The longest has t tokens."""
+        ids = [torch.from_numpy(self.ids[i]) for i in chosen]
+        tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD).to(device)
+        lengths = torch.tensor([len(each) for each in ids], device=device)
+        padding = torch.arange(tokens.shape[1], device=device) >= lengths[:, None]  # PAD is a word elsewhere
+        return tokens, padding, self.targets[chosen].to(device)
 
-def collate(encoded: Encoded, chosen, device: torch.device):
-    """Chosen inputs (B,) of a split -> tokens (B, t) int64, padding (B, t) bool, targets. The longest has t tokens."""
-    ids = [torch.from_numpy(encoded.ids[i]) for i in chosen]
-    tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD).to(device)
-    lengths = torch.tensor([len(each) for each in ids], device=device)
-    padding = torch.arange(tokens.shape[1], device=device) >= lengths[:, None]  # PAD is a word of other vocabularies
-    return tokens, padding, encoded.targets[chosen].to(device)
+    def by_length(self, batch_size: int, device: torch.device) -> Iterator[tuple]:
+        """Yield all inputs in batches of similar length: their indices, and what `batch` returns."""
+        order = np.argsort([len(ids) for ids in self.ids], kind="stable")
+        for start in range(0, len(order), batch_size):
+            chosen = order[start:start + batch_size]
+            yield chosen, *self.batch(chosen, device)
 
+    @torch.no_grad()
+    def outputs(self, function: Callable[[Tensor, Tensor], Tensor], batch_size: int, device: torch.device) -> Tensor:
+        """function(tokens, padding) for all inputs, as one tensor (N, ...) in their order."""
+        outputs = {}
+        for chosen, tokens, padding, _ in self.by_length(batch_size, device):
+            outputs |= zip(chosen, function(tokens, padding).cpu())
+        return torch.stack([outputs[i] for i in range(len(outputs))])
 
-def by_length(encoded: Encoded, batch_size: int, device: torch.device) -> Iterator[tuple]:
-    """Yield all inputs of a split in batches of similar length: their indices, and what collate returns."""
-    order = np.argsort([len(ids) for ids in encoded.ids], kind="stable")
-    for start in range(0, len(order), batch_size):
-        chosen = order[start:start + batch_size]
-        yield chosen, *collate(encoded, chosen, device)
-
-
-@torch.no_grad()
-def outputs_of(function: Callable[[Tensor, Tensor], Tensor], encoded: Encoded, batch_size: int, device: torch.device):
-    """function(tokens, padding) for all inputs of a split, as one tensor (N, ...) in their order."""
-    outputs = {}
-    for chosen, tokens, padding, _ in by_length(encoded, batch_size, device):
-        outputs |= zip(chosen, function(tokens, padding).cpu())
-    return torch.stack([outputs[i] for i in range(len(outputs))])
-
-
-def batches(encoded: Encoded, seed: int, batch_size: int) -> Iterator[np.ndarray]:
-    """Yield the indices of each step's inputs, (batch_size,) int64 or, at the end of an epoch, fewer. Every epoch is a
-    new permutation of all inputs. Those of sixteen batches are sorted by length, which saves padding."""
-    lengths = np.array([len(ids) for ids in encoded.ids])
-    for epoch in itertools.count():
-        random = np.random.default_rng((seed, epoch))
-        order = random.permutation(len(lengths))
-        for start in range(0, len(order), 16 * batch_size):
-            group = order[start:start + 16 * batch_size]
-            group = group[np.argsort(lengths[group], kind="stable")]
-            cut = [group[i:i + batch_size] for i in range(0, len(group), batch_size)]
-            # Shuffle the batches, so that inputs do not grow longer from step to step.
-            yield from [cut[i] for i in random.permutation(len(cut))]
+    def shuffled(self, seed: int, batch_size: int) -> Iterator[np.ndarray]:
+        """Yield the indices of each step's inputs, (batch_size,) int64 or, at the end of an epoch, fewer. Every epoch
+        is a new permutation of all inputs. Those of sixteen batches are sorted by length, which saves padding."""
+        lengths = np.array([len(ids) for ids in self.ids])
+        for epoch in itertools.count():
+            random = np.random.default_rng((seed, epoch))
+            order = random.permutation(len(lengths))
+            for start in range(0, len(order), 16 * batch_size):
+                group = order[start:start + 16 * batch_size]
+                group = group[np.argsort(lengths[group], kind="stable")]
+                cut = [group[i:i + batch_size] for i in range(0, len(group), batch_size)]
+                # Shuffle the batches, so that inputs do not grow longer from step to step.
+                yield from [cut[i] for i in random.permutation(len(cut))]
 
 
 # ---- 3. The kind of task ------------------------------------------------------------------------------------
-class Classification:
-    """Inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`. The target is a label or a number.
+class Kind:
+    """A kind of task. It has `labels` and these methods: `encode` turns a split into tokens; `head` makes one; `loss`
+    compares its outputs with the targets of a batch; `decode` takes from the outputs of a batch what `score` needs,
+    (B, K), which becomes (N, K) for the whole split; `score` gives metrics and prediction files."""
+    def scores(self, outputs: dict[str, Tensor], splits: dict[str, Encoded]) -> tuple[dict, dict[str, str]]:
+        """Outputs (N, K) by split -> metrics, and the texts of prediction files by name; names end in _mm or _test for
+        splits other than dev. If the model has diverged, each metric is DIVERGED, and the files show it as if NaN were
+        0."""
+        metrics, files = {}, {}
+        for split, each in outputs.items():
+            found, texts = self.score(each.nan_to_num().numpy(), splits[split])
+            if each.isnan().any():
+                found = dict.fromkeys(found, DIVERGED)
+            end = {"dev": "", "dev_mm": "_mm", "test": "_test"}[split]
+            metrics |= {name + end: value for name, value in found.items()}
+            files |= {name.replace(".", f"{end}."): text for name, text in texts.items()}
+        return metrics, files
 
-    Every kind of task has these methods: `encode` turns a split into tokens; `head` makes a head; `loss` compares its
-    outputs with the targets of a batch; `decode` takes from the outputs of a batch what `score` needs, (B, K), of which
-    finetune.py makes (N, K) for the whole split; `score` gives metrics and prediction files."""
+
+class Classification(Kind):
+    """Inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`. The target is a label or a number."""
     def __init__(self, tokenizer: Tokenizer, config: Config, tune: TuneConfig, labels: Labels):
         self.config, self.labels = config, labels
         self.n = min(tune.seq_len, config.seq_len)
@@ -170,19 +177,3 @@ class Classification:
         columns = [[line[name] for line in labeled] for name in ("prediction", "label")]  # scores are those of the file
         predicted, true = [np.array([names.index(cell) if names else cell for cell in column]) for column in columns]
         return {name: 100 * METRICS[name](predicted, true) for name in self.labels.metrics}, files
-
-
-# ---- 4. Scores of any task ----------------------------------------------------------------------------------
-def scores(outputs: dict, kind, splits: dict[str, Encoded]) -> tuple[dict, dict[str, str]]:
-    """Outputs (N, K) by split -> metrics, and the texts of prediction files by name; names end in _mm or _test for
-    splits other than dev. The kind is a Classification or a squad.Spans. If the model has diverged, each metric is
-    DIVERGED, and the files show it as if NaN were 0."""
-    metrics, files = {}, {}
-    for split, each in outputs.items():
-        found, texts = kind.score(each.nan_to_num().numpy(), splits[split])
-        if each.isnan().any():
-            found = dict.fromkeys(found, DIVERGED)
-        end = {"dev": "", "dev_mm": "_mm", "test": "_test"}[split]
-        metrics |= {name + end: value for name, value in found.items()}
-        files |= {name.replace(".", f"{end}."): text for name, text in texts.items()}
-    return metrics, files

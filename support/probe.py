@@ -7,8 +7,9 @@ from torch import nn
 
 from support.checkpoints import Pretrained, hidden_states
 from support.program import UserError
-from support.classification import METRICS, Classification, Encoded, outputs_of, scores
-from support.tasks import labels_of, read_task, tune_of
+from support.classification import METRICS, Encoded
+from support.kinds import make_kind
+from support.tasks import TuneConfig, read_task, tune_of
 
 STRENGTHS = np.logspace(-1, 3, 9)  # of L2 regularization, to choose from
 FOLDS = 5  # of the training split, on which the strength is chosen
@@ -28,7 +29,7 @@ def vectors_of(encoder: nn.Module, encoded: Encoded, pooling: str, layers: list[
         states = hidden_states(encoder, tokens, padding)
         vectors = [POOLINGS[pooling](states[layer].float(), (~padding)[:, :, None]) for layer in layers]
         return torch.stack(vectors, dim=1)
-    return outputs_of(pool, encoded, batch_size, next(encoder.parameters()).device).numpy()
+    return encoded.outputs(pool, batch_size, next(encoder.parameters()).device).numpy()
 
 
 def fit(x: np.ndarray, targets: np.ndarray, strengths: np.ndarray, metric: str):
@@ -71,10 +72,18 @@ def probe(vectors: dict[str, np.ndarray], train: Encoded, splits: dict[str, Enco
     x = {split: each.astype(np.float64) for split, each in vectors.items()}
     model = fit(x["train"], train.targets.numpy(), np.array([l2]) if l2 else STRENGTHS, kind.labels.metrics[0])
     classes = len(kind.labels.names)
-    outputs = {split: logits_of(model, x[split], classes) for split in splits}
-    metrics, files = scores(outputs, kind, splits)
+    metrics, files = kind.scores({split: logits_of(model, x[split], classes) for split in splits}, splits)
     linear = model[-1]
     return metrics, files, float(linear.alpha_ if classes == 0 else 1 / linear.C_)
+
+
+def probe_layers(encoder: nn.Module, kind, train: Encoded, splits: dict[str, Encoded], pooling: str, layers: list[int],
+                 tune: TuneConfig) -> list[tuple]:
+    """What `probe` returns for the vectors of each of these layers."""
+    vectors = {split: vectors_of(encoder, each, pooling, layers, tune.batch_size)
+               for split, each in {"train": train, **splits}.items()}
+    return [probe({split: each[:, i] for split, each in vectors.items()}, train, splits, kind, tune.l2)
+            for i in range(len(layers))]
 
 
 def scores_by_layer(name: str, task: str, device: torch.device) -> dict[str, list[float]]:
@@ -83,18 +92,12 @@ def scores_by_layer(name: str, task: str, device: torch.device) -> dict[str, lis
     pretrained = Pretrained(name)
     encoder = pretrained.new_encoder(seed=1).to(device).eval()
     examples = read_task(task, None, pretrained.settings)
-    labels = labels_of(task, examples["train"])
     tune = tune_of(task, {}, pretrained.config.encoder_dim)
-    kind = Classification(pretrained.tokenizer, pretrained.config, tune, labels)
-    encoded = {split: kind.encode(examples[split]) for split in ("train", "dev")}
-    dev = {"dev": encoded["dev"]}
+    kind = make_kind(task, pretrained.tokenizer, pretrained.config, tune, examples["train"])
+    train, dev = [kind.encode(examples[split]) for split in ("train", "dev")]
     layers = [*range(pretrained.config.encoder_layers + 1)]
-    found = {pooling: [] for pooling in POOLINGS}
-    for pooling, values in found.items():
-        vectors = {split: vectors_of(encoder, each, pooling, layers, tune.batch_size)
-                   for split, each in encoded.items()}
-        for layer in layers:
-            x = {split: each[:, layer] for split, each in vectors.items()}
-            metrics, _, _ = probe(x, encoded["train"], dev, kind, tune.l2)
-            values.append(metrics[labels.metrics[0]])
+    found = {}
+    for pooling in POOLINGS:
+        results = probe_layers(encoder, kind, train, {"dev": dev}, pooling, layers, tune)
+        found[pooling] = [metrics[kind.labels.metrics[0]] for metrics, *_ in results]
     return found

@@ -12,7 +12,7 @@ from torch import nn
 
 from maelm import PAD, SEP, Config
 from support.heads import SpanHead
-from support.classification import Encoded
+from support.classification import Encoded, Kind
 from support.tasks import Labels, Question, TuneConfig
 from support.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ def squad_metrics(questions: list, predictions: dict[str, str]) -> dict[str, flo
 
 
 # ---- 2. The kind of task ------------------------------------------------------------------------------------
-class Spans:
+class Spans(Kind):
     """Inputs `[CLS] question [SEP] window of the context [SEP]`. The target is the answer's first and last token, or
     [CLS] if the answer is elsewhere."""
     def __init__(self, tokenizer: Tokenizer, config: Config, tune: TuneConfig, labels: Labels):

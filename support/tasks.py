@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import pandas
 
-from support.program import UserError, path_of, short_hash
+from support.program import UserError, path_of
 from support.corpus import Text, docs_by_hash, hub_records, in_validation, ngrams, records_of, scored_docs
 from support.corpus import split_name
 from support.docs import LIBRARIES
@@ -89,9 +89,14 @@ RATES = {  # group -> learning rates to try for base's width and, from 1,024 dim
 SWEPT = ("learning_rate", *dict.fromkeys(name for sweep in SWEEPS.values() for name in sweep))
 
 
+def defaults_of(task: str) -> dict:
+    """The settings of a task that differ from the fields' values; none for glue."""
+    return DEFAULTS[TASKS[task].group] if task in TASKS else {}
+
+
 def tune_of(task: str, given: dict, dim: int) -> TuneConfig:
     """The settings of a task for an encoder of width `dim`: given values, else those of its group, else the fields'."""
-    tune = TuneConfig(**(DEFAULTS[TASKS[task].group] | given))
+    tune = TuneConfig(**(defaults_of(task) | given))
     rate = 8e-4 / 36 if task == "docs" else 3e-5  # for base; a narrower encoder needs a higher one
     return replace(tune, learning_rate=tune.learning_rate or rate * (768 / dim) ** 2)
 
@@ -181,11 +186,6 @@ def read_task(name: str, data: str | None, settings: dict) -> dict[str, list]:
         if not examples:
             raise UserError(f"--task {name}: its {split} split has no examples; see --data")
     return splits
-
-
-def hash_of(splits: dict[str, list]) -> str:
-    """A hash of the examples or questions of all splits, wherever they were read from."""
-    return short_hash(repr([[tuple(each) for each in examples] for examples in splits.values()]))
 
 
 def read_docs_task(val_share: float, cache: str) -> dict[str, list[Example]]:

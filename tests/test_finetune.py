@@ -23,8 +23,8 @@ from maelm import CLS, SEP
 from support import export
 from support.heads import ClassifierHead
 from support.program import UserError, json_lines, read_json
-from support import probe, tasks
-from support.classification import Classification, Encoded, batches, collate
+from support import probe, results, tasks
+from support.classification import Classification, Encoded
 from support.squad import Spans
 from support.tasks import Example, Labels, Question
 from support.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ def test_windows_cover_the_context_and_hold_the_answers(uncased):
     assert steps == [*range(0, steps[-1] + 1, 4)] and max(map(len, encoded.ids)) == 24
     assert steps[-1] + 15 >= len(context) > steps[-2] + 15  # a window has room for 15 tokens
     # A model that is certain of the targets finds every answer, and predicts [CLS] if there is none.
-    tokens, padding, targets = collate(encoded, range(len(encoded.ids)), "cpu")
+    tokens, padding, targets = encoded.batch(range(len(encoded.ids)), "cpu")
     logits = 10.0 * torch.nn.functional.one_hot(targets, tokens.shape[1]).mT
     logits[:, 1:4] = 20  # positions in the question are never answers
     logits[range(len(tokens)), (~padding).sum(1) - 1] = 20  # nor is the last [SEP]
@@ -105,13 +105,13 @@ def test_inputs_are_those_of_the_exported_tokenizer(finished, tmp_path):
 def test_each_epoch_is_a_permutation():
     encoded = Encoded([np.zeros(n) for n in range(330)], None, [], [], "")
     for size in (10, 16, 400):
-        drawn = list(itertools.islice(batches(encoded, 1, size), 2 * -(-330 // size)))  # two epochs
+        drawn = list(itertools.islice(encoded.shuffled(1, size), 2 * -(-330 // size)))  # two epochs
         half = len(drawn) // 2
         for epoch in (drawn[:half], drawn[half:]):
             assert sorted(np.concatenate(epoch)) == [*range(330)]  # no input twice, in an epoch or in a batch
-        orders = drawn[0], drawn[half], next(batches(encoded, 2, size))  # also of another seed
+        orders = drawn[0], drawn[half], next(encoded.shuffled(2, size))  # also of another seed
         assert half == 1 or len({str(order) for order in orders}) == 3
-    drawn = list(itertools.islice(batches(encoded, 1, 10), 33))
+    drawn = list(itertools.islice(encoded.shuffled(1, 10), 33))
     assert np.ptp(np.sign(np.diff([batch[0] for batch in drawn[:16]]))) == 2  # but rise and fall from batch to batch
 
 
@@ -160,7 +160,7 @@ def test_a_result_can_be_continued_but_not_with_other_texts(finished, tmp_path, 
         patch.setattr(tests.test_tasks, "sentence", lambda i: f"another text {i}")
         assert re.search("examples='.*' there, '.*' here; choose another --out", fails(again, capsys))
     assert "learning_rate=0.001 there" in fails(lambda: again("--learning-rate", "2e-3"), capsys)
-    monkeypatch.setattr(finetune, "code_hash", lambda: "other")
+    monkeypatch.setattr(results, "code_hash", lambda: "other")
     assert "code=" in fails(again, capsys)
 
 
@@ -242,22 +242,22 @@ def test_a_test_file_is_predicted_in_its_order_and_chooses_nothing(labels, metri
 
 
 def fake_runs(monkeypatch, value):
-    """Make each run return value(setup, tune, seed); returns the list of seeds used."""
+    """Make each run return value(runs, tune, seed); returns the list of seeds used."""
     seeds = []
 
-    def run_once(setup, tune, seed):
+    def run_once(runs, tune, seed):
         seeds.append(seed)
-        found = value(setup, tune, seed)
-        return {"value": found, "metrics": {setup.metric: found}, "files": {}, "ranks": None}
+        found = value(runs, tune, seed)
+        return {"value": found, "metrics": {runs.metric: found}, "ranks": None}, {}
 
-    monkeypatch.setattr(finetune, "run_once", run_once)
+    monkeypatch.setattr(finetune.FineTuning, "run_once", run_once)
     return seeds
 
 
 def test_an_interrupted_sweep_continues(finished, tmp_path, monkeypatch):
     rates = [rate * (768 / 32) ** 2 for rate in (2e-5, 3e-5, 4e-5, 5e-5)]  # for an encoder of 32 dimensions
     found = dict(zip(rates, (-9.0, -math.inf, 0.0, -1.0)))
-    seeds = fake_runs(monkeypatch, lambda setup, tune, seed: found[tune.learning_rate] + (seed == 2))
+    seeds = fake_runs(monkeypatch, lambda runs, tune, seed: found[tune.learning_rate] + (seed == 2))
     flags = "--sweep --warmup-share 0.06 --batch-size 4".split()  # leaves a grid of four rates
     whole = tune(finished, "cola", tmp_path, *flags)
     assert seeds == [0, 0, 0, 0, 1, 2] and whole["tune"]["learning_rate"] == rates[2]
@@ -274,7 +274,7 @@ def test_an_interrupted_sweep_continues(finished, tmp_path, monkeypatch):
 
 
 def test_glue_is_the_average_of_eight_tasks(finished, tmp_path, monkeypatch):
-    seeds = fake_runs(monkeypatch, lambda setup, tune, seed: tasks.GLUE.index(setup.task) + 90.0 * (seed == 3))
+    seeds = fake_runs(monkeypatch, lambda runs, tune, seed: tasks.GLUE.index(runs.task) + 90.0 * (seed == 3))
     finetune.main(f"--init {finished} --out {tmp_path}/out --task glue --data {write_glue(tmp_path / 'glue')}".split())
     assert read_json(tmp_path / "out/result.json")["average"] == 3.5  # of medians over seeds
     assert seeds == 8 * [1, 2, 3, 4, 5]

@@ -20,7 +20,7 @@ from support.checkpoints import Pretrained, load_model
 from support.heads import ClassifierHead
 from support.program import json_lines, read_json, read_lines
 from support import probe
-from support.classification import Encoded, batches, collate
+from support.classification import Encoded
 from support.corpus import indices_of_step
 from support.model import flops
 from support.run import draw_loss
@@ -137,7 +137,8 @@ def tuned(labeled, finished, tmp_path_factory):
     """The folder of a fine-tuning run with two seeds, the accuracy at each checkpoint, and seeds: of batches, and of
     dropout before each checkpoint."""
     out = tmp_path_factory.mktemp("tuned") / "out"
-    accuracies, seeds, dropout, evaluate = [], [], [], finetune.evaluate
+    accuracies, seeds, dropout = [], [], []
+    evaluate, shuffled = finetune.FineTuning.evaluate, Encoded.shuffled
 
     def noting(*arguments):
         metrics, files = evaluate(*arguments)
@@ -146,8 +147,8 @@ def tuned(labeled, finished, tmp_path_factory):
         return metrics, files
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finetune, "evaluate", noting)
-        patch.setattr(finetune, "batches", lambda split, seed, size: seeds.append(seed) or batches(split, seed, size))
+        patch.setattr(finetune.FineTuning, "evaluate", noting)
+        patch.setattr(Encoded, "shuffled", lambda split, seed, size: seeds.append(seed) or shuffled(split, seed, size))
         finetune.main(f"""--init {finished} --task custom --data {labeled[0]} --out {out} --seeds 2 --epochs 11
             --seq-len 12 --batch-size 25 --learning-rate 1e-2 --dropout 0.3 --precision fp32""".split())
     return out, accuracies, seeds, dropout
@@ -198,8 +199,8 @@ def test_fine_tuning_is_this_loop(labeled, tuned, finished):
     torch.manual_seed(seed_of(1))
     model = finetune.Tuned(encoder, ClassifierHead(32, 3, 0.3))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01)
-    for step, chosen in zip(range(read_json(tuned[0] / "result.json")["steps"][0]), batches(split, 1, 25)):
-        tokens, padding, targets = collate(split, chosen, "cpu")
+    for step, chosen in zip(range(read_json(tuned[0] / "result.json")["steps"][0]), split.shuffled(1, 25)):
+        tokens, padding, targets = split.batch(chosen, "cpu")
         torch.manual_seed(seed_of(1, step, 1))
         torch.nn.functional.cross_entropy(model(tokens, padding), targets).backward()
         optimizer.param_groups[0]["lr"] = 1e-2 * ((step + 1) / 2 if step < 2 else (33 - step) / 31)  # 6% of 33 steps
