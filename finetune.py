@@ -22,17 +22,17 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from rank import VECTORS_PER_DIM, Moments
+from rank import Moments
 from support.checkpoints import Pretrained, Tuned, hidden_states
 from support.classification import DIVERGED
 from support.kinds import make_kind
 from support.model import seed_of
 from support.optim import take_step
 from support.probe import POOLINGS, probe_layers
-from support.program import Parser, UserError, clear_errors, fields_of, lock_folder, path_of, short_hash, short_name
+from support.program import Parser, UserError, clear_errors, fields_of, lock_folder, short_hash, short_name
 from support.results import Results, table1
 from support.tasks import GLUE, PROBED, TASKS, TuneConfig, defaults_of, grid, read_task, tune_of
-from support.worker import Worker, make_worker
+from support.worker import Worker
 from train import learning_rate_factor
 
 FIRST_SEED = 1  # of a result; a sweep uses seed 0
@@ -143,8 +143,7 @@ class FineTuning:
         moments = Moments()
         for _, tokens, padding, _ in self.splits["dev"].by_length(tune.batch_size, self.worker.device):
             moments.add(hidden_states(encoder, tokens, padding)[-1][~padding])
-        is_enough = moments.count >= VECTORS_PER_DIM * self.pretrained.config.encoder_dim
-        return moments.ranks(0.9) if is_enough and moments.gram.isfinite().all() else None
+        return moments.ranks(0.9) if moments.are_enough() and moments.gram.isfinite().all() else None
 
     def probe_once(self, tune: TuneConfig, seed: int) -> tuple[dict, dict[str, str]]:
         """Fit a linear model to the vectors of the frozen encoder. Returns its value, metrics and strength of
@@ -165,7 +164,7 @@ def parse(argv) -> argparse.Namespace:
     parser = Parser("finetune.py", __doc__, parents=[first])
     add = parser.add_argument
     add("--init", default="out/toy", help="run folder, checkpoint or random:FOLDER [%(default)s]")
-    add("--out", type=path_of, help="folder for all results [out/TASK-INIT, and -mean or -cls with --frozen]")
+    add("--out", type=Path, help="folder for all results [out/TASK-INIT, and -mean or -cls with --frozen]")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="[%(default)s]")
     add("--data", help="folder with the Hub's own files or, for custom, with train [GLUE and SQuAD: the Hub]")
     add("--seeds", type=int, default=0, help="number of runs; the result is their median [5; 1 if nothing is random]")
@@ -187,7 +186,7 @@ def parse(argv) -> argparse.Namespace:
 def main(argv=None):
     with clear_errors("finetune.py"):
         flags = parse(argv)
-        worker = make_worker("fp32" if flags.frozen else vars(flags).get("precision", "auto"), flags.device)
+        worker = Worker.make("fp32" if flags.frozen else vars(flags).get("precision", "auto"), flags.device)
         parts = filter(None, [flags.task, short_name(flags.init), flags.frozen])
         folder = flags.out or Path("out", "-".join(parts))
         tasks = GLUE if flags.task == "glue" else [flags.task]

@@ -32,7 +32,7 @@ from support.program import Parser, UserError, clear_errors, fields_of, figure, 
 from support.program import write_json
 from support.tasks import TASKS
 from support.corpus import Text, evenly_spaced
-from support.worker import make_worker
+from support.worker import Worker
 
 CENTERINGS = {"uncentered": False, "centered": True}
 MASK_RATE = Config.mask_rate  # of the masked text, whatever the rate in training: 15% (section 2.2)
@@ -90,6 +90,10 @@ class Moments:
             return torch.zeros_like(self.total)
         squares = torch.linalg.eigvalsh(gram).flip(0)  # the eigenvalues of H^T H
         return squares.clamp(min=0)  # rounding can push them below 0
+
+    def are_enough(self) -> bool:
+        """Whether there are enough rows for a rank."""
+        return self.count >= VECTORS_PER_DIM * len(self.total)
 
     def ranks(self, tau: float) -> dict[str, int]:
         """rank_tau, uncentered and centered."""
@@ -244,7 +248,7 @@ def main(argv=None):
             elif not path_of(name.removeprefix("random:")).exists():
                 raise UserError(f"{name}: no such run folder or checkpoint; make one with train.py, or name hf:MODEL")
         out = path_of(options.out or f"out/{'-'.join(['rank', *map(short_name, flags.models)])}")
-        device = make_worker("fp32", options.device).device
+        device = Worker.make("fp32", options.device).device
         selected = {name: value for name, value in fields_of(Text, asdict(options)).items() if value}
         entries = {}
         if options.probe and not any(name.startswith("random:") for name in flags.models):

@@ -26,11 +26,11 @@ from torch import nn
 from maelm import ABLATIONS, MAELM, NUM_SPECIAL, Config, apply_masks, corrupt, draw_masks
 from support.checkpoints import load_checkpoint
 from support.corpus import Corpus, Rows, Text, evenly_spaced, indices_of_step, open_corpus
-from support.model import check, losses_of, make_model, seed_of
+from support.model import losses_of, make_model, seed_of
 from support.optim import Muon, split_parameters, take_step
-from support.program import Parser, UserError, clear_errors, fields_of, lock_folder, path_of, short_name
+from support.program import Parser, UserError, clear_errors, fields_of, lock_folder, short_name
 from support.run import Run
-from support.worker import Worker, joined_processes, make_worker, noted_signals
+from support.worker import Worker, joined_processes
 
 
 # ---- 1. Settings: Table 4 ------------------------------------------------------------------------
@@ -96,8 +96,8 @@ PRESETS["laptop"] = PRESETS["toy"] | dict(  # the toy preset, trained on 100 mil
 
 
 def make_settings(values: dict) -> tuple[Config, Recipe]:
-    """Settings from values by name, or the defaults. Raises UserError if a value is not allowed."""
-    return check(Config(**fields_of(Config, values))), Recipe(**fields_of(Recipe, values))
+    """Settings from values by name, or the defaults."""
+    return Config(**fields_of(Config, values)), Recipe(**fields_of(Recipe, values))
 
 
 for name, row in (PRESETS | ABLATIONS).items():
@@ -213,15 +213,15 @@ def pretrain(config: Config, recipe: Recipe, flags: Namespace, worker: Worker) -
     if run.step >= recipe.last_step:
         print(f"{run.out} is finished at step {run.step}; for more, use a larger --max-steps or --stop-at")
         return 0
-    corpus = open_corpus(recipe, config, run.saved, flags.start and flags.start["tokenizer"])
     trainer = Trainer(config, recipe, worker)
+    corpus = open_corpus(recipe, config, run.saved, flags.tokenizer)
     if flags.start:
         load_start(flags.start, trainer.model)
     run.restore(trainer.model, trainer.optimizers)
     run.begin(trainer.model, corpus, preset=flags.preset, ablation=flags.ablation)
     if run.step == 0:
         run.log_validation(*trainer.validate(corpus.val))
-    with noted_signals() as signals:
+    with worker.noted_signals() as signals:
         train_and_report(trainer, run, corpus, signals)
     worker.all_reduce(0)  # waits until the first process has saved
     if run.step < recipe.last_step:
@@ -266,14 +266,15 @@ def load_start(start: dict, model: MAELM):
 
 # ---- 4. Command line -----------------------------------------------------------------------------
 def parse(argv) -> tuple[Config, Recipe, Namespace]:
-    """Read the command line. The Namespace lacks fields that are not given; `start` is the checkpoint of --init."""
+    """Read the command line. The Namespace lacks fields that are not given; `start` is the checkpoint of --init, and
+    `tokenizer` its tokenizer."""
     first = Parser("train.py", __doc__, add_help=False)
     first.add_argument("--preset", choices=PRESETS, help="size and recipe (Table 4) [toy]")
     preset = first.parse_known_args(argv)[0].preset or "toy"  # whose values -h shows
     parser = Parser("train.py", __doc__, parents=[first])
     add = parser.add_argument
     add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm]")
-    add("--out", type=path_of, help="run folder [out/PRESET[-ABLATION], or out/RUN-more with --init]")
+    add("--out", type=Path, help="run folder [out/PRESET[-ABLATION], or out/RUN-more with --init]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
     for part in (Config, Recipe):
         parser.add_fields(part, PRESETS[preset])
@@ -281,11 +282,12 @@ def parse(argv) -> tuple[Config, Recipe, Namespace]:
     ablation = flags.ablation or "mae-lm"
     values = PRESETS[preset] | ABLATIONS[ablation]
     name = preset if ablation == "mae-lm" else f"{preset}-{ablation}"
-    flags.start = None
+    flags.start, flags.tokenizer = None, None
     if "init" in flags:
         if flags.preset or flags.ablation:
             raise UserError("--init: the settings are those of that run; leave out --preset and --ablation")
         flags.start = load_checkpoint(flags.init)
+        flags.tokenizer = flags.start["tokenizer"]
         values = asdict(flags.start["config"]) | flags.start["settings"]
         values |= {"seed": values["seed"] + 1, "stop_at": 0}  # another order and other masks
         name = f"{short_name(flags.init)}-more"
@@ -301,10 +303,9 @@ def main(argv=None):
     code = 0
     with clear_errors("train.py"), joined_processes():
         config, recipe, flags = parse(argv)
-        worker = make_worker(recipe.precision, recipe.device, config.encoder_dim)
+        worker = Worker.make(recipe.precision, recipe.device, config.encoder_dim)
         if flags.prepare:
-            corpus = open_corpus(recipe, config, None, flags.start and flags.start["tokenizer"])
-            print(f"{corpus.folder}: prepared")
+            print(f"{open_corpus(recipe, config, None, flags.tokenizer).folder}: prepared")
         else:
             with lock_folder(flags.out) if worker.is_main else nullcontext():
                 code = pretrain(config, recipe, flags, worker)

@@ -12,7 +12,7 @@ import pandas
 from scipy import stats
 
 from bench.idea import RECORD, SCORES, half_width
-from support.program import ROOT, Parser, clear_errors, figure, path_of, read_json, read_lines
+from support.program import ROOT, Parser, clear_errors, figure, read_json, read_lines
 
 LAPTOP = RECORD.with_name("evidence.json")
 LAPTOP_SEEDS = (3, 4, 5)
@@ -245,7 +245,7 @@ def laptop(jobs: dict[str, dict]) -> pandas.DataFrame:
 def main(argv=None):
     with clear_errors("bench.claims"):
         parser = Parser("bench.claims", __doc__)
-        parser.add_argument("--figure", type=path_of, default=ROOT / "docs/masks.png", help="[%(default)s]")
+        parser.add_argument("--figure", type=Path, default=ROOT / "docs/masks.png", help="[%(default)s]")
         flags = parser.parse_args(argv)
         record = Record(read_lines(RECORD))
         lines = read_lines(RECORD.with_name("layers.jsonl"))

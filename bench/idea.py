@@ -28,10 +28,10 @@ from scipy import stats
 
 import train
 from maelm import ABLATIONS
-from support.program import ROOT, Parser, UserError, clear_errors, code_hash, json_lines, path_of
+from support.program import ROOT, Parser, UserError, clear_errors, code_hash, json_lines
 from support.program import read_json, read_lines, write_json, write_text
 from support.corpus import prepared_corpus
-from support.worker import make_worker
+from support.worker import Worker
 
 RECORD = ROOT / "bench/results/ideas.jsonl"
 FOLLOWED = ("mask_rate", "max_steps", "precision")  # flags of an idea that its baseline also gets
@@ -93,7 +93,7 @@ def origin(name: str) -> dict:
     """The text and the precision of a model on this machine. Raises UserError if a flag of the model is wrong."""
     config, recipe, _ = train.parse(["--ablation", *shlex.split(name)])
     meta = read_json(prepared_corpus(recipe, config.vocab_size) / "meta.json")
-    worker = make_worker(recipe.precision, recipe.device, config.encoder_dim)
+    worker = Worker.make(recipe.precision, recipe.device, config.encoder_dim)
     return {"text": f"{meta['tokenizer']}-{meta['tokens']['train']}", "dtype": str(worker.dtype)}
 
 
@@ -189,7 +189,7 @@ def main(argv=None):
                               f"{', '.join(FOLLOWED)}]")
         add("--jobs", type=int, help="models at a time [the number of GPUs or, without a GPU, of CPU cores]")
         add("--record", action="store_true", help=f"add the models to {RECORD}")
-        add("--out", type=path_of, default=Path("out/ideas"), help="[%(default)s]")
+        add("--out", type=Path, default=Path("out/ideas"), help="[%(default)s]")
         flags, words = parser.parse_known_args(argv)
         recorded = read_lines(RECORD)
         if flags.row is None:

@@ -18,9 +18,9 @@ from torch.utils.benchmark import Timer
 
 from maelm import NUM_SPECIAL, corrupt
 from support.model import flops
-from support.program import Parser, clear_errors, path_of, write_json
+from support.program import Parser, clear_errors, write_json
 from support.run import commit
-from support.worker import make_worker
+from support.worker import Worker
 from train import PRESETS, Trainer, parse
 
 
@@ -34,9 +34,9 @@ def main(argv=None):
         add("--rows", type=int, help="sequences per step, in micro-batches of the preset [its batch size]")
         add("--compile", action="store_true", help="compile the models")
         add("--turns", type=int, default=7, help="[%(default)s]")
-        add("--out", type=path_of, default=Path("out/speed.json"), help="[%(default)s]")
+        add("--out", type=Path, default=Path("out/speed.json"), help="[%(default)s]")
         flags = parser.parse_args(argv)
-        worker = make_worker("auto", flags.device)
+        worker = Worker.make("auto", flags.device)
         timers, speeds, size, cost = {}, {name: [] for name in flags.models}, {}, {}
         for name in flags.models:
             config, recipe, *_ = parse(["--preset", flags.preset, "--ablation", *shlex.split(name)])

@@ -13,7 +13,7 @@ from maelm import MASK, NUM_SPECIAL, PAD, Config
 from support.model import make_model
 from support.checkpoints import hidden_states, load_checkpoint
 from support.subjects import transformers_library
-from support.program import ROOT, Parser, UserError, clear_errors, path_of, write_json
+from support.program import ROOT, Parser, UserError, clear_errors, write_json
 from support.tokenizer import Tokenizer
 from support.fill_mask import logits_at
 
@@ -114,8 +114,8 @@ def check(out: Path, head: str, state: dict):
 def main(argv=None):
     with clear_errors("support.export"):
         parser = Parser("support.export", __doc__)
-        parser.add_argument("source", type=path_of, help="a run folder, a checkpoint or encoder.pt")
-        parser.add_argument("out", type=path_of, help="the folder to write")
+        parser.add_argument("source", type=Path, help="a run folder, a checkpoint or encoder.pt")
+        parser.add_argument("out", type=Path, help="the folder to write")
         flags = parser.parse_args(argv)
         export(flags.source, flags.out)
 

@@ -3,12 +3,13 @@
     python -m support.fill_mask out/toy "Return the [MASK] of the array."
 """
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from maelm import MAELM, MASK, apply_masks
 from support.checkpoints import load_model
-from support.program import Parser, UserError, clear_errors, path_of
+from support.program import Parser, UserError, clear_errors
 from support.tokenizer import Tokenizer
 
 Guess = list[tuple[str, float]]  # the three best tokens at a position, with their probabilities
@@ -43,7 +44,7 @@ def format_guess(guess: Guess) -> str:
 def main(argv=None):
     with clear_errors("support.fill_mask"):
         parser = Parser("support.fill_mask", __doc__)
-        parser.add_argument("run", metavar="RUN", type=path_of, help="a run folder or checkpoint of train.py")
+        parser.add_argument("run", metavar="RUN", type=Path, help="a run folder or checkpoint of train.py")
         parser.add_argument("text", metavar="TEXT", help="a text with [MASK] in place of one or more words")
         flags = parser.parse_args(argv)
         model, tokenizer = load_model(flags.run)

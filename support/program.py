@@ -44,6 +44,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str, **options):
         super().__init__(prog=prog, description=description, allow_abbrev=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.register("type", Path, path_of)  # for arguments with type=Path
 
     def error(self, message: str):
         raise UserError(message)
@@ -67,7 +68,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def path_of(text: str) -> Path:
-    """A path on the command line; ~ is the home folder, as in a shell."""
+    """A path; ~ is the home folder, as in a shell."""
     return Path(text).expanduser()
 
 

@@ -27,6 +27,19 @@ class Worker(NamedTuple):
     device: torch.device
     dtype: torch.dtype
 
+    @classmethod
+    def make(cls, precision: str, device: str = "auto", dim: int = GPU_DIM) -> "Worker":
+        """This process's rank, device and dtype, for an encoder of `dim` dimensions. precision: auto | fp32 | bf16."""
+        chosen = best_device(device, dim)
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+            # cuDNN's attention may misread the dtype of a mask. A context around the call would be compiled each time.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        keep_freed_memory()
+        bf16 = precision == "bf16" or (precision == "auto" and has_bf16(chosen))
+        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets them
+        return cls(rank, world_size, chosen, torch.bfloat16 if bf16 else torch.float32)
+
     @property
     def is_main(self) -> bool:
         """Whether this is the process that writes files."""
@@ -56,6 +69,18 @@ class Worker(NamedTuple):
         if self.world_size > 1:
             dist.all_reduce(total)
         return total.tolist()
+
+    @contextmanager
+    def noted_signals(self) -> Iterator[list[int]]:
+        """Yield a list that collects Ctrl-C and the signals by which Slurm or torchrun ends a program."""
+        noted = []
+        names = [name for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]  # Windows lacks the last
+        before = {name: signal.signal(getattr(signal, name), lambda number, _: noted.append(number)) for name in names}
+        try:
+            yield noted
+        finally:
+            for name, handler in before.items():
+                signal.signal(getattr(signal, name), handler)
 
     def must_stop(self, signals: list[int], step: int) -> bool:
         """Whether any process has noted a signal, so that all stop together."""
@@ -120,19 +145,6 @@ def has_bf16(device: torch.device) -> bool:
     return bool(units.get("amx_bf16") or units.get("avx512_bf16"))
 
 
-def make_worker(precision: str, device: str = "auto", dim: int = GPU_DIM) -> Worker:
-    """This process's rank, device and dtype, for an encoder of `dim` dimensions. precision: auto | fp32 | bf16."""
-    chosen = best_device(device, dim)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-        # cuDNN's attention may misread the dtype of a mask. A context around the call would be compiled each time.
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    keep_freed_memory()
-    bf16 = precision == "bf16" or (precision == "auto" and has_bf16(chosen))
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets them
-    return Worker(rank, world_size, chosen, torch.bfloat16 if bf16 else torch.float32)
-
-
 def compile_model(model: nn.Module, when: str, device: torch.device):
     """Compile a model at its first call, in place so that its parameters keep their names. when: auto | on | off; auto
     is on for CUDA, except small models, which compiling slows down."""
@@ -140,16 +152,3 @@ def compile_model(model: nn.Module, when: str, device: torch.device):
     if when == "on" or (when == "auto" and fast):
         torch._dynamo.config.optimize_ddp = False  # it would split the model
         model.compile(dynamic=False)
-
-
-@contextmanager
-def noted_signals() -> Iterator[list[int]]:
-    """Yield a list that collects Ctrl-C and the signals by which Slurm or torchrun ends a program."""
-    noted = []
-    names = [name for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]  # Windows lacks the last one
-    before = {name: signal.signal(getattr(signal, name), lambda number, _: noted.append(number)) for name in names}
-    try:
-        yield noted
-    finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)

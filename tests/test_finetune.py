@@ -1,4 +1,4 @@
-"""Claims about finetune.py, tasks/classification.py and tasks/squad.py: inputs, runs, sweeps, predictions."""
+"""Claims about finetune.py, support/classification.py and support/squad.py: inputs, runs, sweeps, predictions."""
 import functools
 import itertools
 import json

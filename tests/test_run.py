@@ -223,7 +223,7 @@ def test_auto_takes_the_best_device(monkeypatch):
                                          ({"avx512_f": True}, torch.float32)])
 def test_auto_multiplies_in_bf16_where_this_is_fast(units, auto, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units)
-    found = [worker.make_worker(precision, "cpu").dtype for precision in ("auto", "fp32", "bf16")]
+    found = [worker.Worker.make(precision, "cpu").dtype for precision in ("auto", "fp32", "bf16")]
     assert found == [auto, torch.float32, torch.bfloat16]
 
 
