@@ -26,7 +26,7 @@ from torch import nn
 from maelm import ABLATIONS, MAELM, NUM_SPECIAL, Config, apply_masks, corrupt, draw_masks
 from support.checkpoints import load_checkpoint
 from support.corpus import Corpus, Rows, Text, evenly_spaced, indices_of_step, open_corpus
-from support.model import losses_of, make_model, seed_of
+from support.model import check, losses_of, make_model, seed_of
 from support.optim import Muon, split_parameters, take_step
 from support.program import Parser, UserError, clear_errors, fields_of, lock_folder, short_name
 from support.run import Run
@@ -96,8 +96,8 @@ PRESETS["laptop"] = PRESETS["toy"] | dict(  # the toy preset, trained on 100 mil
 
 
 def make_settings(values: dict) -> tuple[Config, Recipe]:
-    """Settings from values by name, or the defaults."""
-    return Config(**fields_of(Config, values)), Recipe(**fields_of(Recipe, values))
+    """Settings from values by name, or the defaults. Raises UserError if a value is not allowed."""
+    return check(Config(**fields_of(Config, values))), Recipe(**fields_of(Recipe, values))
 
 
 for name, row in (PRESETS | ABLATIONS).items():

@@ -118,8 +118,10 @@ def make(models: list[Model], jobs: int):
 
     def make_one(model: Model):
         place = places.get()
-        model.make({"CUDA_VISIBLE_DEVICES": str(place % gpus)} if gpus else {"OMP_NUM_THREADS": "1"})
-        places.put(place)
+        try:
+            model.make({"CUDA_VISIBLE_DEVICES": str(place % gpus)} if gpus else {"OMP_NUM_THREADS": "1"})
+        finally:
+            places.put(place)  # also after an error: the next model may wait for it
 
     pool = ThreadPoolExecutor(jobs)
     try:
