@@ -1,97 +1,101 @@
-"""Fine-tuning: GLUE, SQuAD 2.0, and a task that needs no download.
+"""Fine-tuning: GLUE, SQuAD 2.0, and tasks that need no download.
 
     python finetune.py --init out/toy --task docs               # name a docstring's library
     python finetune.py --init out/toy --task docs --frozen      # a linear probe
     python finetune.py --init out/base --task rte --sweep       # Table 5's grid, then five seeds
-    python finetune.py --init out/base --task glue --data DIR   # all eight tasks, and their average
+    python finetune.py --init out/base --task rte,mrpc          # several tasks, and their average; glue: all eight
+    python finetune.py --init out/toy --task custom --data DIR  # your own texts
 
---task custom reads train, dev and, if there is one, test (.csv, .tsv, .jsonl or .parquet) in --data, with the
-columns text, text2 (optional) and label. Labels in tables are used as written (01 is not 1), and decimals mean
-regression. F1 treats the second of two labels as positive. Without dev, a tenth of train is dev. The best of at
-most 20 checkpoints is chosen on dev, so its scores are slightly optimistic. predictions_test.jsonl is for test,
-which may lack labels. Repeat a command to complete missing runs.
+In DIR, --task custom reads the files train, dev and test (.csv, .tsv, .jsonl or .parquet):
+
+    columns    text, text2 (optional) and label, or those that flags name
+    labels     as written: 01 is not 1. F1 treats the second of two labels, in alphabetical order, as positive
+    numbers    with decimals are predicted as numbers (regression); whole ones are classes without --regression
+    dev        chooses the best of at most 20 checkpoints, so its scores are slightly optimistic; without this
+               file, it is a tenth of train
+    test       may lack labels; predictions_test.jsonl has its predictions
+
+Repeat a command to complete missing runs.
 """
 import argparse
 import copy
 import math
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from rank import Moments
-from support.checkpoints import Pretrained, Tuned, hidden_states
-from support.classification import DIVERGED
-from support.kinds import make_kind
+from rank import encoder_ranks
+from support.checkpoints import Pretrained, Tuned
+from support.examples import Data, missing_tasks, read_task
+from support.kinds import encode_task
 from support.model import seed_of
 from support.optim import take_step
-from support.probe import POOLINGS, probe_layers
-from support.program import Parser, UserError, clear_errors, fields_of, lock_folder, short_hash, short_name
-from support.results import Results, table1
-from support.tasks import GLUE, PROBED, TASKS, TuneConfig, defaults_of, grid, read_task, tune_of
+from support.probe import POOLINGS, Scores, probe_layers
+from support.program import Parser, UserError, clear_errors, short_name
+from support.results import Results, ordered, table1
+from support.tasks import TuneConfig, task_names
 from support.worker import Worker
 from train import learning_rate_factor
-
-FIRST_SEED = 1  # of a result; a sweep uses seed 0
 
 
 # ---- 1. All runs of a task -----------------------------------------------------------------------
 class FineTuning:
-    """The runs of a task with an encoder: a sweep, if wanted, then several seeds."""
-    def __init__(self, task: str, pretrained: Pretrained, tune: TuneConfig, examples: dict[str, list], out: Path,
+    """The runs of a task with an encoder: a sweep, if wanted, then several seeds. `kind` knows the task's inputs, head,
+    loss and scores; `splits` are its encoded examples: train, and those on which models are scored."""
+    def __init__(self, task: str, pretrained: Pretrained, examples: dict[str, list], given: dict, out: Path,
                  flags: argparse.Namespace, worker: Worker):
-        """Encode the examples, and claim the folder `out`, as in Results."""
-        self.task, self.pretrained, self.tune, self.flags, self.worker = task, pretrained, tune, flags, worker
-        pretrained.config = replace(pretrained.config, dropout=tune.dropout)
-        self.kind = make_kind(task, pretrained.tokenizer, pretrained.config, tune, examples["train"])
+        """Encode the examples with the `given` settings, and claim the folder `out`, as in Results."""
+        self.task, self.given, self.flags, self.worker = task, given, flags, worker
+        self.dim = pretrained.config.encoder_dim
+        self.tune = TuneConfig.of(task, given, self.dim)
+        self.pretrained = pretrained.with_dropout(self.tune.dropout)
+        self.kind, self.splits = encode_task(task, examples, self.pretrained, self.tune, flags.source.regression)
         self.metric = self.kind.labels.metrics[0]  # selects checkpoints, and is the value of a run
-        splits = {split: self.kind.encode(each) for split, each in examples.items()}
-        self.results = Results(out, asdict(tune) | {
+        self.results = Results(out, asdict(self.tune) | {
             "init": flags.init, "task": task, "weights": pretrained.weights_hash(), "metric": self.metric,
-            "examples": short_hash(repr(examples)), "task_settings": repr(TASKS[task]), "sweep": flags.sweep,
-            "frozen": flags.frozen})
-        print(f"{out}:", *[f"  {split}: {encoded.remark}" for split, encoded in splits.items()], sep="\n")
-        self.train = splits.pop("train")
-        self.splits = splits  # dev, which chooses checkpoints; dev_mm of MNLI; test of custom
+            "examples": examples, "sweep": flags.sweep, "frozen": flags.frozen})
+        print(f"{out}:", *[f"  {split}: {encoded.remark}" for split, encoded in self.splits.items()], sep="\n")
 
     def run_all(self) -> dict:
         """Do all runs: the grid with --sweep, then seeds 1, 2, ... Returns result.json."""
         flags, tune = self.flags, self.tune
-        dim = self.pretrained.config.encoder_dim
         sweep = []
         if flags.sweep:
             # Seed 0, because the choice must not depend on the seeds of the result.
-            sweep = self.finish([(point, 0) for point in grid(self.task, tune, dim, vars(flags))])
-            sweep.sort(key=lambda run: run["value"], reverse=True)
+            sweep = self.finish([(point, 0) for point in tune.grid(self.task, self.dim, self.given)])
+            sweep.sort(key=lambda run: ordered(run["value"]), reverse=True)
             tune = TuneConfig(**sweep[0]["tune"])
         is_random = not flags.frozen or self.pretrained.is_random
-        seeds = flags.seeds or (5 if is_random else 1)
-        runs = self.finish([(tune, FIRST_SEED + i) for i in range(seeds)])
-        before = self.ranks(self.pretrained.new_encoder(FIRST_SEED).to(self.worker.device), tune)
-        return self.results.finish(runs, sweep, before, dim, self.pretrained.step)
+        count = flags.seeds or (5 if is_random else 1)
+        runs = self.finish([(tune, seed) for seed in range(1, count + 1)])
+        before = self.ranks(self.pretrained.new_encoder(1).to(self.worker.device), tune)
+        return self.results.finish(runs, sweep, before, self.dim, self.pretrained.step)
 
     def finish(self, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
         """Do the jobs (settings, seed) that the results lack. Returns the runs of all jobs."""
+        once = self.probe_once if self.flags.frozen else self.run_once
         runs = []
         for number, (tune, seed) in enumerate(jobs, start=1):
             run = self.results.find(tune, seed)
             if run is None:
                 began = time.perf_counter()
-                run, files = self.probe_once(tune, seed) if self.flags.frozen else self.run_once(tune, seed)
-                run |= {"tune": asdict(tune), "seed": seed, "seconds": round(time.perf_counter() - began, 2)}
-                self.results.add(run, files if seed == FIRST_SEED else {})
+                run, scores = once(tune, seed)
+                run |= {"value": scores.metrics[self.metric], "metrics": scores.metrics, "tune": asdict(tune),
+                        "seed": seed, "seconds": round(time.perf_counter() - began, 2)}
+                self.results.add(run, scores)
             self.results.show(run, number, len(jobs))
             runs.append(run)
         return runs
 
     # ---- 2. A run: section 4.1, Tables 5 and 6 ---------------------------------------------------
-    def run_once(self, tune: TuneConfig, seed: int) -> tuple[dict, dict[str, str]]:
-        """Fine-tune, without gradient clipping. Returns the value, metrics, ranks and step of the best checkpoint on
-        the dev split, and its prediction files. The first seed's checkpoint is also saved."""
-        train, kind, worker = self.train, self.kind, self.worker
+    def run_once(self, tune: TuneConfig, seed: int) -> tuple[dict, Scores]:
+        """Fine-tune, without gradient clipping. Returns the ranks and step of the best checkpoint on the dev split, and
+        its Scores. The best seed's model is saved."""
+        train, kind, worker = self.splits["train"], self.kind, self.worker
         encoder = self.pretrained.new_encoder(seed)
         torch.manual_seed(seed_of(seed))  # for the new head
         model = Tuned(encoder, kind.head()).to(worker.device)
@@ -100,7 +104,7 @@ class FineTuning:
         steps = math.ceil(tune.epochs * math.ceil(len(train.ids) / tune.batch_size))
         evaluations = min(20, math.ceil(2 * tune.epochs))  # two per epoch, but at most 20
         evaluate_after = {math.ceil(steps * i / evaluations) for i in range(1, evaluations + 1)}
-        best = None
+        best = -math.inf  # value on dev
         bar = tqdm(range(steps), desc=f"{self.task} seed {seed}", leave=False, disable=None)
         for step, indices in zip(bar, train.shuffled(seed, tune.batch_size)):  # without end
             model.train()  # evaluation switched dropout off
@@ -111,96 +115,100 @@ class FineTuning:
             kind.loss(logits, targets, tokens).backward()
             take_step([optimizer], learning_rate_factor(step, round(tune.warmup_share * steps), steps))
             if step + 1 in evaluate_after:
-                value = self.evaluate(model, tune, ["dev"])[0][self.metric]
-                if value == DIVERGED:  # whatever earlier checkpoints scored
-                    best = None
-                if best is None or value > best["value"]:
-                    best = {"value": value, "step": step + 1}
-                    best_weights = copy.deepcopy(model.state_dict())
+                scores = self.evaluate(model, tune, ["dev"])
+                value = scores.metrics[self.metric]
+                if value is None:  # it has diverged, whatever earlier checkpoints scored
+                    return {"step": step + 1, "ranks": None}, scores
+                if value > best:
+                    best, best_step, best_weights = value, step + 1, copy.deepcopy(model.state_dict())
 
         model.load_state_dict(best_weights)
-        metrics, files = self.evaluate(model, tune, [*self.splits])
-        if seed == FIRST_SEED:
-            model.save(self.results.out / "encoder.pt", self.pretrained, task=self.task,
-                       labels=list(kind.labels.names), scale=kind.labels.scale, longest=tune.seq_len)
-        return best | {"metrics": metrics, "ranks": self.ranks(model.encoder, tune)}, files
+        scores = self.evaluate(model, tune, [split for split in self.splits if split != "train"])
+        best_seed = self.results.best()
+        if seed > 0 and (best_seed is None or best > best_seed["value"]):
+            labels = kind.labels
+            model.save(self.results.out / "encoder.pt", self.pretrained, task=self.task, longest=tune.seq_len,
+                       labels=list(labels.names), center=labels.center, scale=labels.scale)
+        return {"step": best_step, "ranks": self.ranks(model.encoder, tune)}, scores
 
-    def evaluate(self, model: Tuned, tune: TuneConfig, splits: list[str]) -> tuple[dict, dict[str, str]]:
-        """The metrics of a model on these splits, and prediction files by name."""
+    def evaluate(self, model: Tuned, tune: TuneConfig, splits: list[str]) -> Scores:
+        """The Scores of a model on these splits."""
         model.eval()
 
         def decoded(tokens, padding):
             return self.kind.decode(model(tokens, padding), tokens)
 
-        outputs = {split: self.splits[split].outputs(decoded, tune.batch_size, self.worker.device) for split in splits}
+        outputs = {}
+        for split in splits:
+            outputs[split] = self.splits[split].outputs(decoded, tune.batch_size, self.worker.device)
         return self.kind.scores(outputs, self.splits)
 
-    @torch.no_grad()
     def ranks(self, encoder: nn.Module, tune: TuneConfig) -> dict[str, int] | None:
-        """The effective ranks of H^L on the dev split (Table 3); None if there are too few tokens, or the run has
-        diverged."""
-        encoder.eval()
-        moments = Moments()
-        for _, tokens, padding, _ in self.splits["dev"].by_length(tune.batch_size, self.worker.device):
-            moments.add(hidden_states(encoder, tokens, padding)[-1][~padding])
-        return moments.ranks(0.9) if moments.are_enough() and moments.gram.isfinite().all() else None
+        """The effective ranks of H^L on the dev split (Table 3); see encoder_ranks."""
+        batches = self.splits["dev"].by_length(tune.batch_size, self.worker.device)
+        return encoder_ranks(encoder, ((tokens, padding) for _, tokens, padding, _ in batches))
 
-    def probe_once(self, tune: TuneConfig, seed: int) -> tuple[dict, dict[str, str]]:
-        """Fit a linear model to the vectors of the frozen encoder. Returns its value, metrics and strength of
-        regularization, and prediction files. There are no new `ranks`, because they do not change."""
+    def probe_once(self, tune: TuneConfig, seed: int) -> tuple[dict, Scores]:
+        """Fit a linear model to the vectors of the frozen encoder. Returns its strength of regularization and Scores.
+        There are no new `ranks`, because they do not change."""
         encoder = self.pretrained.new_encoder(seed).to(self.worker.device).eval()
         last = self.pretrained.config.encoder_layers
-        [(metrics, files, l2)] = probe_layers(encoder, self.kind, self.train, self.splits, self.flags.frozen, [last],
-                                              tune)
-        return {"value": metrics[self.metric], "metrics": metrics, "l2": l2, "ranks": None}, files
+        probe, = probe_layers(encoder, self.kind, self.splits, self.flags.frozen, [last], tune)
+        return {"l2": probe.l2, "ranks": None}, probe.scores
 
 
 # ---- 3. Command line -----------------------------------------------------------------------------
-def parse(argv) -> argparse.Namespace:
-    """Read and check the command line. The result has only those fields of TuneConfig that were given."""
+def parse(argv) -> tuple[argparse.Namespace, dict]:
+    """Read and check the command line: flags, of which `source` is a Data, and the fields of TuneConfig that were
+    given."""
+    # Twice, because -h shows the settings of the task.
     first = Parser("finetune.py", __doc__, add_help=False)
-    first.add_argument("--task", choices=[*TASKS, "glue"], default="docs", help="glue: all eight tasks [%(default)s]")
-    task = first.parse_known_args(argv)[0].task  # whose defaults -h shows
+    first.add_argument("--task", default="docs", help="docs, custom, squad2, a task of GLUE, glue for all eight, or "
+                       "several joined by commas [%(default)s]")
+    task = first.parse_known_args(argv)[0].task
     parser = Parser("finetune.py", __doc__, parents=[first])
     add = parser.add_argument
     add("--init", default="out/toy", help="run folder, checkpoint or random:FOLDER [%(default)s]")
     add("--out", type=Path, help="folder for all results [out/TASK-INIT, and -mean or -cls with --frozen]")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="[%(default)s]")
-    add("--data", help="folder with the Hub's own files or, for custom, with train [GLUE and SQuAD: the Hub]")
     add("--seeds", type=int, default=0, help="number of runs; the result is their median [5; 1 if nothing is random]")
     add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
     add("--frozen", choices=POOLINGS, nargs="?", const="mean", default="", help="freeze the encoder, and fit a "
         "linear model to the mean vector (also without a value), or to the vector at [CLS]")
-    parser.add_fields(TuneConfig, defaults_of(task))
-    flags = parser.parse_args(argv)
-    given = fields_of(TuneConfig, vars(flags))
-    if flags.task == "docs" and flags.data:
+    parser.add_fields(Data, {})
+    parser.add_fields(TuneConfig, TuneConfig.defaults(task))
+    flags, given = parser.read(argv)
+    flags.source = Data(**{name: given.pop(name) for name in asdict(Data()) if name in given})
+    flags.tasks = task_names(flags.task)
+    if flags.tasks == ["docs"] and flags.source.data:
         raise UserError("--data: docs reads the documentation on this machine; use --task custom for your own files")
-    if flags.task == "custom" and not flags.data:
+    if "custom" in flags.tasks and not flags.source.data:
         raise UserError("--task custom: needs --data, a folder with a file train")
-    if flags.frozen and (flags.sweep or not given.keys() <= {*PROBED} or flags.task == "squad2"):
-        raise UserError(f"--frozen {flags.frozen}: no --sweep, no squad2, and no settings but {', '.join(PROBED)}")
-    return flags
+    if flags.frozen and (flags.sweep or not given.keys() <= TuneConfig.probed() or "squad2" in flags.tasks):
+        raise UserError(f"--frozen {flags.frozen}: no --sweep, no squad2, and no settings but "
+                        f"{', '.join(sorted(TuneConfig.probed()))}")
+    return flags, given
 
 
 def main(argv=None):
     with clear_errors("finetune.py"):
-        flags = parse(argv)
-        worker = Worker.make("fp32" if flags.frozen else vars(flags).get("precision", "auto"), flags.device)
-        parts = filter(None, [flags.task, short_name(flags.init), flags.frozen])
+        flags, given = parse(argv)
+        parts = filter(None, [flags.task.replace(",", "+"), short_name(flags.init), flags.frozen])
         folder = flags.out or Path("out", "-".join(parts))
-        tasks = GLUE if flags.task == "glue" else [flags.task]
         pretrained = Pretrained(flags.init)
-        examples = {task: read_task(task, flags.data, pretrained.settings) for task in tasks}  # finds errors early
+        precision = "fp32" if flags.frozen else given.get("precision", "auto")
+        worker = Worker.make(precision, flags.device, pretrained.config.encoder_dim)
+        missing = missing_tasks(flags.tasks, flags.source.data) if "glue" in flags.task else []
+        tasks = [task for task in flags.tasks if task not in missing]
+        found = {task: read_task(task, flags.source, pretrained.settings) for task in tasks}  # finds errors early
         results = []
-        for task in tasks:
-            out = folder / task if flags.task == "glue" else folder
-            with lock_folder(out):
-                tune = tune_of(task, fields_of(TuneConfig, vars(flags)), pretrained.config.encoder_dim)
-                runs = FineTuning(task, pretrained, tune, examples[task], out, flags, worker)
+        for task, examples in found.items():
+            out = folder if flags.task == task else folder / task
+            with worker.lock(out):
+                runs = FineTuning(task, pretrained, examples, given, out, flags, worker)
                 results.append(runs.run_all())
-        if flags.task == "glue":
-            table1(results, folder)
+        if len(results) > 1:
+            table1(results, missing, folder)
 
 
 if __name__ == "__main__":

@@ -15,24 +15,26 @@ with --controls in two more, which the paper does not have:
     token_only    only the vectors at one ordinary token in place of every [MASK]
 
 The paper's formula uses the singular values of H itself ("uncentered"), but the text speaks of variance ("centered":
-the mean vector is subtracted first). support/subjects.py loads the models and their texts.
+the mean vector is subtracted first). In our small presets, which have pre-LN, layers 1 to L - 1 are measured before
+any LayerNorm. support/subjects.py loads the models and their texts.
 """
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import pandas
 import torch
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from maelm import Config, draw_masks
-from support.subjects import Subject, subject_of_hub, subject_of_run
-from support.program import Parser, UserError, clear_errors, fields_of, figure, path_of, short_name
-from support.program import write_json
+from support.checkpoints import hidden_states
+from support.corpus import evenly_spaced
+from support.program import Parser, UserError, clear_errors, compare, figure, path_of, read_json, short_name, write_json
+from support.subjects import Subject, open_subject
 from support.tasks import TASKS
-from support.corpus import Text, evenly_spaced
-from support.worker import Worker
 
 CENTERINGS = {"uncentered": False, "centered": True}
 MASK_RATE = Config.mask_rate  # of the masked text, whatever the rate in training: 15% (section 2.2)
@@ -100,6 +102,17 @@ class Moments:
         return {name: tau_rank(self.spectrum(centered), tau) for name, centered in CENTERINGS.items()}
 
 
+@torch.no_grad()
+def encoder_ranks(encoder: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, int] | None:
+    """The ranks (tau = 0.9) of an encoder's last layer, uncentered and centered, for batches of tokens and padding,
+    (B, t) each. None if there are too few vectors, or if they are not finite."""
+    encoder.eval()
+    moments = Moments()
+    for tokens, padding in batches:
+        moments.add(hidden_states(encoder, tokens, padding)[-1][~padding])
+    return moments.ranks(0.9) if moments.are_enough() and moments.gram.isfinite().all() else None
+
+
 # ---- 2. Measuring a model -----------------------------------------------------------------------------------
 # The comment after a field is also its text in -h.
 @dataclass(frozen=True)
@@ -125,15 +138,14 @@ class Curve(NamedTuple):
     masked_only: bool  # whether only the vectors at masked positions count: Figure 1(b)
     style: str
     label: str  # in the figure
-    column: str  # in the table
 
 
 CURVES = {
-    "with_mask": Curve("masked", False, "o-", "input with [MASK]", "with"),
-    "without_mask": Curve("unmasked", False, "s--", "input without [MASK]", "without"),
-    "mask_only": Curve("masked", True, "^-", "[MASK] vectors", "[MASK]"),
-    "with_random": Curve("random", False, "x:", "input with random tokens", "random"),  # controls
-    "token_only": Curve("one token", True, "x:", "vectors at one ordinary token", "token"),
+    "with_mask": Curve("masked", False, "o-", "input with [MASK]"),
+    "without_mask": Curve("unmasked", False, "s--", "input without [MASK]"),
+    "mask_only": Curve("masked", True, "^-", "[MASK] vectors"),
+    "with_random": Curve("random", False, "x:", "input with random tokens"),  # controls
+    "token_only": Curve("one token", True, "x:", "vectors at one ordinary token"),
 }
 
 
@@ -198,11 +210,12 @@ def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float)
 def table(name: str, entry: dict, tau: float) -> str:
     """An entry of rank.json as text: the ranks by layer, centering and curve."""
     n = entry["n"]
-    columns = {(title, CURVES[curve].column): values for centering, title in
-               (("uncentered", "uncentered (formula)"), ("centered", "centered (variance)"))
-               for curve, values in entry[centering].items()}
-    for pooling, values in entry.get("probe", {}).items():
-        columns["probe, %", pooling] = values
+    columns = {}
+    for centering in CENTERINGS:
+        for curve, ranks in entry[centering].items():
+            columns[centering, curve] = ranks
+    for pooling, scores in entry.get("probe", {}).items():
+        columns["probe, %", pooling] = scores
     lines = [f"{name}: rank_{tau} of {n['without_mask']:,} tokens ({n['mask_only']:,} [MASK]), d = {entry['d']}, text "
              f"{entry['text']}", pandas.DataFrame(columns).rename_axis("layer").round(1).to_string()]
     if not entry["trained_on_mask"]:
@@ -239,32 +252,26 @@ def main(argv=None):
         parser = Parser("rank.py", __doc__)
         parser.add_argument("models", nargs="+", metavar="MODEL", help="run folder, checkpoint, random:RUN or hf:MODEL")
         parser.add_fields(RankOptions, {})
-        flags = parser.parse_args(argv)
-        options = RankOptions(**fields_of(RankOptions, vars(flags)))
-        for name in flags.models:  # checked before the first measurement
-            if name.startswith("hf:"):
-                if options.probe:
-                    raise UserError(f"--probe {options.probe}: only for runs, not for {name}")
-            elif not path_of(name.removeprefix("random:")).exists():
-                raise UserError(f"{name}: no such run folder or checkpoint; make one with train.py, or name hf:MODEL")
-        out = path_of(options.out or f"out/{'-'.join(['rank', *map(short_name, flags.models)])}")
-        device = Worker.make("fp32", options.device).device
-        selected = {name: value for name, value in fields_of(Text, asdict(options)).items() if value}
+        flags, given = parser.read(argv)
+        options = RankOptions(**given)
+        names = flags.models
+        if options.probe and not any(name.startswith("random:") for name in names):
+            names = [*names, f"random:{names[0]}"]  # how much of a score does training explain?
+        folder = "-".join(["rank", *map(short_name, flags.models)])
+        out = path_of(options.out or f"out/{folder[:100]}")
+        settings = asdict(options) | {"models": names}
+        if (out / "rank.json").is_file():
+            compare(out, read_json(out / "rank.json")["settings"], settings, settings.keys() - {"out", "device"})
         entries = {}
-        if options.probe and not any(name.startswith("random:") for name in flags.models):
-            flags.models.append(f"random:{flags.models[0]}")  # how much of a score does training explain?
-        for name in flags.models:
-            if name.startswith("hf:"):
-                subject = subject_of_hub(name, selected, options.tokens, options.seq_len, device)
-            else:
-                subject = subject_of_run(name, selected, options.tokens, device)
+        for name in names:
+            subject = open_subject(name, options)
             entries[name] = model_ranks(subject, measure(subject, options), options.tau)
             if options.probe:
                 from support.probe import scores_by_layer  # here, because its code is also homework
-                entries[name]["probe"] = scores_by_layer(name, options.probe, device)
+                entries[name]["probe"] = scores_by_layer(name, options.probe, subject.device)
             print(table(name, entries[name], options.tau))
             # Now, because another model may fail.
-            write_json(out / "rank.json", {"tau": options.tau, "settings": asdict(options), "models": entries})
+            write_json(out / "rank.json", {"tau": options.tau, "settings": settings, "models": entries})
         draw(entries, options.tau, options.probe, out / "rank.png")
         print(f"{out}: rank.json, rank.png")
 

@@ -11,12 +11,10 @@ Repeat a command to continue an unfinished run.
 """
 from argparse import Namespace
 from collections import defaultdict
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-from signal import SIGTERM
 from typing import Literal
 
 import torch
@@ -24,12 +22,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from maelm import ABLATIONS, MAELM, NUM_SPECIAL, Config, apply_masks, corrupt, draw_masks
-from support.checkpoints import load_checkpoint
-from support.corpus import Corpus, Rows, Text, evenly_spaced, indices_of_step, open_corpus
-from support.model import check, losses_of, make_model, seed_of
+from support.checkpoints import starting_point
+from support.corpus import Corpus, evenly_spaced, indices_of_step, open_corpus
+from support.model import check, dropout_seed, losses_of, make_model, mask_seed
 from support.optim import Muon, split_parameters, take_step
-from support.program import Parser, UserError, clear_errors, fields_of, lock_folder, short_name
+from support.program import Parser, UserError, clear_errors, fields_of, short_name
 from support.run import Run
+from support.text import Text
 from support.worker import Worker, joined_processes
 
 
@@ -97,16 +96,14 @@ PRESETS["laptop"] = PRESETS["toy"] | dict(  # the toy preset, trained on 100 mil
 
 def make_settings(values: dict) -> tuple[Config, Recipe]:
     """Settings from values by name, or the defaults. Raises UserError if a value is not allowed."""
-    return check(Config(**fields_of(Config, values))), Recipe(**fields_of(Recipe, values))
+    of_config = fields_of(Config, values)
+    rest = {name: value for name, value in values.items() if name not in of_config}
+    return check(Config(**of_config)), Recipe(**rest)
 
 
-for name, row in (PRESETS | ABLATIONS).items():
-    unknown = row.keys() - asdict(Config()).keys() - asdict(Recipe()).keys()
-    if unknown:
-        raise UserError(f"{name}: no preset or row can set {', '.join(unknown)}, only fields of Config and Recipe")
 # The settings that stay when a run continues: they decide the model, the text, its order, and old checkpoints.
-FIXED = asdict(Config()).keys() | {"data", "column", "uncased", "val_share", "init", "batch_size", "optimizer",
-                                   "position_init", "keep_checkpoints"}
+FIXED = asdict(Config()).keys() | {"column", "uncased", "val_share", "seed", "batch_size", "optimizer", "position_init",
+                                   "keep_checkpoints"}
 
 
 # ---- 2. One training step ---------------------------------------------------------------------------
@@ -137,12 +134,13 @@ class Trainer:
         self.optimizers = make_optimizers(self.model, recipe, worker.dtype)
         self.network = worker.parallel(self.model, recipe.compile)  # only for `step`
 
-    def batches(self, rows: Rows, step: int) -> list[tuple]:
-        """This process's micro-batches (tokens, corruption) of a step. The seed decides order and masks."""
+    def batches(self, rows, step: int) -> list[tuple]:
+        """This process's micro-batches (tokens, corruption) of a step: rows[indices] are sequences (B, n) int64. The
+        seed decides their order and masks."""
         recipe = self.recipe
         indices = indices_of_step(recipe.seed, step, recipe.batch_size, len(rows))  # (B,)
         tokens = torch.from_numpy(rows[indices])  # (B, n)
-        generator = torch.Generator().manual_seed(seed_of(recipe.seed, step, 0, 0))  # last: 0 for masks, 1 for dropout
+        generator = torch.Generator().manual_seed(mask_seed(recipe.seed, step))
         corruption = corrupt(tokens, self.config, generator)
         m = corruption.masked.shape[1]
         expected = self.config.num_masked(tokens.shape[1])
@@ -157,28 +155,24 @@ class Trainer:
         of its terms, and the unclipped `grad_norm`."""
         recipe, worker = self.recipe, self.worker
         means = defaultdict(float)
-        share = sum(len(tokens) for tokens, _ in batches)  # sequences of this process
+        sequences = sum(len(tokens) for tokens, _ in batches)  # of this process
         for i, batch in enumerate(batches):  # gradients accumulate in p.grad
-            number = worker.rank * len(batches) + i  # of this micro-batch in the whole batch
-            torch.manual_seed(seed_of(recipe.seed, step, number, 1))
+            torch.manual_seed(dropout_seed(recipe.seed, step, worker.rank * len(batches) + i))
             tokens, corruption = worker.put(batch)
-            averaging = nullcontext()
-            if worker.world_size > 1 and i < len(batches) - 1:
-                # In the last backward pass, DDP takes the mean over all processes, whose shares are equal.
-                averaging = self.network.no_sync()
-            with averaging:
+            weight = len(tokens) / sequences  # of this micro-batch in the mean; the last one may be smaller
+            is_last = i == len(batches) - 1
+            with worker.averaging(self.network, is_last):
                 with worker.autocast():
                     losses = losses_of(self.network(tokens, corruption))
-                part = len(tokens) / share  # the last may be smaller
-                (losses["loss"] * part).backward()
+                (losses["loss"] * weight).backward()
             for name, loss in losses.items():
-                means[name] += loss.detach() * part
+                means[name] += loss.detach() * weight
         means["grad_norm"] = nn.utils.clip_grad_norm_(self.network.parameters(), recipe.clip_norm or inf)
         take_step(self.optimizers, learning_rate_factor(step, recipe.warmup_steps, recipe.max_steps))
         return means
 
     @torch.no_grad()
-    def validate(self, rows: Rows) -> tuple[float, float]:
+    def validate(self, rows) -> tuple[float, float]:
         """Mean loss in nats, and accuracy in [0, 1], on `eval_rows` sequences, with single tokens masked at the paper's
         rate: the same for all runs, whatever their masks and their loss in training. (The decoder of uni+cross, which
         reads true tokens in training, reads [MASK] here.)"""
@@ -199,33 +193,30 @@ class Trainer:
             total += loss.item() * len(truth)  # the last batch may be smaller
             right += int((logits.argmax(-1) == targets).sum())
         self.model.train()
-        total, right = self.worker.all_reduce(total, right)
+        total, right = self.worker.sums(total, right)
         return total / len(tokens), right / masked.numel()
 
 
 # ---- 3. A run ------------------------------------------------------------------------------------
-def pretrain(config: Config, recipe: Recipe, flags: Namespace, worker: Worker) -> int:
-    """Begin or continue the run in flags.out, and train it to its end. Returns 0, or 128 + the signal that ended
-    training."""
+def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespace, worker: Worker) -> int:
+    """Begin or continue the run in flags.out, and train it to its end. A new run has random weights, or those of the
+    checkpoint `start`. Returns 0, or 128 + the signal that ended training."""
     if recipe.batch_size % worker.world_size > 0:  # the mean of the processes' gradients would be another
         raise UserError(f"batch_size={recipe.batch_size}: use a multiple of the {worker.world_size} processes")
-    run = Run(flags.out, config, recipe, FIXED, worker)
+    run = Run(flags.out, config, recipe, FIXED, worker)  # at the step of its newest checkpoint, or at step 0
     if run.step >= recipe.last_step:
         print(f"{run.out} is finished at step {run.step}; for more, use a larger --max-steps or --stop-at")
         return 0
     trainer = Trainer(config, recipe, worker)
-    corpus = open_corpus(recipe, config, run.saved, flags.tokenizer)
-    if flags.start:
-        load_start(flags.start, trainer.model)
-    run.restore(trainer.model, trainer.optimizers)
+    run.restore(trainer.model, trainer.optimizers, start)
+    corpus = open_corpus(recipe, config.vocab_size, config.seq_len, run.tokenizer, run.saved)
     run.begin(trainer.model, corpus, preset=flags.preset, ablation=flags.ablation)
     if run.step == 0:
         run.log_validation(*trainer.validate(corpus.val))
-    with worker.noted_signals() as signals:
-        train_and_report(trainer, run, corpus, signals)
-    worker.all_reduce(0)  # waits until the first process has saved
+    with worker.noted_signals() as noted:
+        signal = train_and_report(trainer, run, corpus, noted)
+    worker.wait()  # until the first process has saved
     if run.step < recipe.last_step:
-        signal = signals[0] if signals else SIGTERM  # another process may have received it
         print(f"stopped by signal {signal}; repeat the command to continue")
         return 128 + signal
     print(f"{run.out}: {', '.join(sorted(path.name for path in run.out.glob('[!.]*.*')))}; to see its guesses:")
@@ -233,82 +224,75 @@ def pretrain(config: Config, recipe: Recipe, flags: Namespace, worker: Worker) -
     return 0
 
 
-def train_and_report(trainer: Trainer, run: Run, corpus: Corpus, signals: list[int]):
-    """Train until the last step or a signal. On the way, log, evaluate and save."""
+def train_and_report(trainer: Trainer, run: Run, corpus: Corpus, noted: list[int]) -> int:
+    """Train until the last step, or until a signal is among the `noted` ones. On the way, log, evaluate and save.
+    Returns the signal, or 0."""
     recipe = trainer.recipe
-    stopped = False
+    signal = 0
     run.start_clock()
-    while run.step < recipe.last_step and not stopped:
+    while run.step < recipe.last_step and not signal:
         # While a GPU computes, the CPU prepares the next batch: nothing waits for a result until it is logged.
         batches = trainer.batches(corpus.train, run.step)
         run.add(trainer.step(batches, run.step))
-        stopped = trainer.worker.must_stop(signals, run.step)
+        signal = trainer.worker.signal_of_any(noted, run.step)
         is_last = run.step == recipe.last_step
         evaluating = is_last or run.step % recipe.eval_interval == 0
-        saving = is_last or stopped or run.step % recipe.checkpoint_interval == 0
+        saving = is_last or signal or run.step % recipe.checkpoint_interval == 0
         # All processes log and evaluate, because they exchange losses; only the first one saves.
         if saving or evaluating or run.step % recipe.log_interval == 0:
-            run.log_steps(trainer.optimizers)
+            run.log_steps(trainer.optimizers)  # stops the clock
             if evaluating:
                 run.log_validation(*trainer.validate(corpus.val))
             if saving:
                 run.save(trainer.model, trainer.optimizers)
             run.start_clock()
-
-
-def load_start(start: dict, model: MAELM):
-    """Load the weights of --init. Raises UserError if they have another shape."""
-    try:
-        model.load_state_dict(start["model"])
-    except RuntimeError as error:
-        raise UserError(f"--init: its weights have another shape; leave out flags that change it ({error})") from None
+    return signal
 
 
 # ---- 4. Command line -----------------------------------------------------------------------------
-def parse(argv) -> tuple[Config, Recipe, Namespace]:
-    """Read the command line. The Namespace lacks fields that are not given; `start` is the checkpoint of --init, and
-    `tokenizer` its tokenizer."""
+def parse(argv) -> tuple[Config, Recipe, dict | None, Namespace]:
+    """Read the command line: settings, the checkpoint of --init or None, and the other flags."""
+    # Twice, because -h shows the values of the preset.
     first = Parser("train.py", __doc__, add_help=False)
     first.add_argument("--preset", choices=PRESETS, help="size and recipe (Table 4) [toy]")
-    preset = first.parse_known_args(argv)[0].preset or "toy"  # whose values -h shows
+    preset = first.parse_known_args(argv)[0].preset or "toy"
     parser = Parser("train.py", __doc__, parents=[first])
     add = parser.add_argument
-    add("--ablation", choices=ABLATIONS, help="a row of Table 2 [mae-lm]")
+    add("--ablation", choices=ABLATIONS, help="an ablation of Table 2 [mae-lm]")
     add("--out", type=Path, help="run folder [out/PRESET[-ABLATION], or out/RUN-more with --init]")
     add("--prepare", action="store_true", help="tokenize --data into --cache, and do not train")
     for part in (Config, Recipe):
         parser.add_fields(part, PRESETS[preset])
-    flags = parser.parse_args(argv)
-    ablation = flags.ablation or "mae-lm"
-    values = PRESETS[preset] | ABLATIONS[ablation]
-    name = preset if ablation == "mae-lm" else f"{preset}-{ablation}"
-    flags.start, flags.tokenizer = None, None
-    if "init" in flags:
+    flags, given = parser.read(argv)
+    start = None
+    if given.get("init"):
         if flags.preset or flags.ablation:
             raise UserError("--init: the settings are those of that run; leave out --preset and --ablation")
-        flags.start = load_checkpoint(flags.init)
-        flags.tokenizer = flags.start["tokenizer"]
-        values = asdict(flags.start["config"]) | flags.start["settings"]
-        values |= {"seed": values["seed"] + 1, "stop_at": 0}  # another order and other masks
-        name = f"{short_name(flags.init)}-more"
-    flags.out = flags.out or Path("out", name)
-    flags.preset, flags.ablation = preset, ablation
-    if "max_steps" in flags:  # warm up for the same share of the steps
-        recipe = Recipe(**fields_of(Recipe, values))
-        values["warmup_steps"] = round(recipe.warmup_steps / recipe.max_steps * flags.max_steps)
-    return *make_settings(values | vars(flags)), flags
+        flags.out = flags.out or Path("out", f"{short_name(given['init'])}-more")
+        start = starting_point(given["init"], flags.out)
+        flags.preset, flags.ablation = start.get("preset", ""), start.get("ablation", "")
+        values = asdict(start["config"]) | fields_of(Recipe, start["settings"]) | {"stop_at": 0}
+    else:
+        flags.preset, flags.ablation = preset, flags.ablation or "mae-lm"
+        name = preset if flags.ablation == "mae-lm" else f"{preset}-{flags.ablation}"
+        flags.out = flags.out or Path("out", name)
+        values = PRESETS[preset] | ABLATIONS[flags.ablation]
+    if "max_steps" in given:
+        before = Recipe(**fields_of(Recipe, values))
+        values["warmup_steps"] = round(before.warmup_steps / before.max_steps * given["max_steps"])
+    return *make_settings(values | given), start, flags
 
 
 def main(argv=None):
     code = 0
     with clear_errors("train.py"), joined_processes():
-        config, recipe, flags = parse(argv)
+        config, recipe, start, flags = parse(argv)
         worker = Worker.make(recipe.precision, recipe.device, config.encoder_dim)
         if flags.prepare:
-            print(f"{open_corpus(recipe, config, None, flags.tokenizer).folder}: prepared")
+            open_corpus(recipe, config.vocab_size, config.seq_len, start and start["tokenizer"])
         else:
-            with lock_folder(flags.out) if worker.is_main else nullcontext():
-                code = pretrain(config, recipe, flags, worker)
+            with worker.lock(flags.out):
+                code = pretrain(config, recipe, start, flags, worker)
     if code:
         raise SystemExit(code)
 

@@ -28,9 +28,9 @@ from scipy import stats
 
 import train
 from maelm import ABLATIONS
-from support.program import ROOT, Parser, UserError, clear_errors, code_hash, json_lines
-from support.program import read_json, read_lines, write_json, write_text
-from support.corpus import prepared_corpus
+from support.corpus import open_corpus
+from support.program import CODE, ROOT, Parser, UserError, clear_errors, json_lines, read_json, read_lines, short_hash
+from support.program import write_json, write_text
 from support.worker import Worker
 
 RECORD = ROOT / "bench/results/ideas.jsonl"
@@ -83,18 +83,20 @@ class Model(NamedTuple):
         for score in SCORES:
             line[score] = read_json(self.beside(f"-{score}") / "result.json")["median"]
             # Which texts are right, four per digit; when fine-tuned, by the first of the seeds.
-            answers = read_lines(self.beside(f"-{score}") / "predictions.jsonl")
+            answers = read_lines(self.beside(f"-{score}") / "seed1/predictions.jsonl")
             bits = "".join(str(int(answer["prediction"] == answer["label"])) for answer in answers)
             line[f"{score}_right"] = f"{int(bits, 2):0{len(bits) // 4}x}"
-        return line | {"code": code_hash()}
+        return line | {"code": CODE}
 
 
 def origin(name: str) -> dict:
     """The text and the precision of a model on this machine. Raises UserError if a flag of the model is wrong."""
-    config, recipe, _ = train.parse(["--ablation", *shlex.split(name)])
-    meta = read_json(prepared_corpus(recipe, config.vocab_size) / "meta.json")
+    config, recipe, *_ = train.parse(["--ablation", *shlex.split(name)])
+    with redirect_stdout(StringIO()):
+        corpus = open_corpus(recipe, config.vocab_size, config.seq_len)
+    tokens = read_json(corpus.folder / "meta.json")["tokens"]["train"]
     worker = Worker.make(recipe.precision, recipe.device, config.encoder_dim)
-    return {"text": f"{meta['tokenizer']}-{meta['tokens']['train']}", "dtype": str(worker.dtype)}
+    return {"text": f"{short_hash(corpus.tokenizer.to_json())}-{tokens}", "dtype": str(worker.dtype)}
 
 
 def check(line: dict):
@@ -200,9 +202,10 @@ def main(argv=None):
         wrong = {"--seed", "--ablation", "--init"} & {word.partition("=")[0] for word in words}
         if wrong:
             raise UserError(f"{', '.join(wrong)}: not here; use --seeds, and a row")
-        given = vars(train.parse(["--ablation", flags.row, *words])[-1])
+        plain, given = [train.parse(["--ablation", flags.row, *more]) for more in ([], words)]
+        plain, given = [vars(config) | vars(recipe) for config, recipe, *_ in (plain, given)]
         name = shlex.join([flags.row, *words])
-        followed = [f"--{each.replace('_', '-')} {given[each]}" for each in FOLLOWED if each in given]
+        followed = [f"--{each.replace('_', '-')} {given[each]}" for each in FOLLOWED if given[each] != plain[each]]
         against = flags.against or " ".join(["mae-lm", *followed])
         origins = {each: origin(each) for each in (against, name)}
         known = [line for line in recorded if origins.get(line["name"], origins[against]).items() <= line.items()]
@@ -218,7 +221,7 @@ def main(argv=None):
         make(missing, flags.jobs or torch.cuda.device_count() or torch.get_num_threads())
         new = [read_json(model.beside(".json")) for model in models]
         for model, line in zip(models, new):
-            if line.pop("code") != code_hash():
+            if line.pop("code") != CODE:
                 print(f"{model.name}, seed {model.seed}: made by other code; to make it again, delete {model.folder}*")
         if flags.record:
             write_text(RECORD, json_lines(recorded + new))

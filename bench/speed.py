@@ -36,7 +36,7 @@ def main(argv=None):
         add("--turns", type=int, default=7, help="[%(default)s]")
         add("--out", type=Path, default=Path("out/speed.json"), help="[%(default)s]")
         flags = parser.parse_args(argv)
-        worker = Worker.make("auto", flags.device)
+        worker = Worker.make("auto", flags.device, dim=0)
         timers, speeds, size, cost = {}, {name: [] for name in flags.models}, {}, {}
         for name in flags.models:
             config, recipe, *_ = parse(["--preset", flags.preset, "--ablation", *shlex.split(name)])

@@ -36,9 +36,8 @@ def make_autograder(path: Path, tasks: list[str]):
     print(f"{path}: upload it as the autograder")
 
 
-def grade_student(path: Path, flags: Namespace):
-    """Grade the files in a folder, with a line per task and one for the total. Raises UserError if there are none."""
-    texts = read(path)
+def grade_student(path: Path, texts: dict[str, str], flags: Namespace):
+    """Grade a student's files, with a line per task and one for the total. Raises UserError if there are none."""
     if not texts:
         raise UserError(f"{path}: has no file named {', '.join(FILES)}")
     results = grade(texts, flags.only, flags.time_limit)
@@ -48,15 +47,26 @@ def grade_student(path: Path, flags: Namespace):
         write_json(flags.json, {"tests": [row._asdict() for row in results]})
 
 
-def grade_class(folder: Path, flags: Namespace):
-    """Grade each folder in a folder, with a line per student here and in grades.csv there."""
+def grade_class(folder: Path, students: dict[str, dict[str, str]], flags: Namespace):
+    """Grade the files of each student in a folder, with a line per student here and in grades.csv there."""
     rows = []
-    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
-        results = grade(read(path), flags.only, flags.time_limit)
-        print(f"{path.name}: {total(results)}; {', '.join(f'{row.name} {row.score}' for row in results)}")
+    for name, texts in students.items():
+        results = grade(texts, flags.only, flags.time_limit)
+        print(f"{name}: {total(results)}; {', '.join(f'{row.name} {row.score}' for row in results)}")
         points = {row.name: row.score for row in results}
-        rows.append({"student": path.name, "total": sum(points.values())} | points)
+        rows.append({"student": name, "total": sum(points.values())} | points)
         pandas.DataFrame(rows).to_csv(folder / "grades.csv", index=False)
+
+
+def grade_all(path: Path, flags: Namespace):
+    """Grade a student's folder or zip or, if several folders or zips in a folder have homework's files, a class."""
+    inside = [each for each in sorted(path.glob("*")) if each.is_dir() or each.suffix == ".zip"]
+    students = {each.stem: read(each) for each in inside}
+    is_class = sum(map(bool, students.values())) > 1 and not any((path / name).is_file() for name in FILES)
+    if is_class and not flags.json:
+        grade_class(path, students, flags)
+    else:
+        grade_student(path, read(path), flags)
 
 
 def total(results: list[Result]) -> str:
@@ -71,7 +81,7 @@ def main(argv=None):
         command("--blank", nargs="+", metavar="TASK", choices=[*HOMEWORK, "all"], help="print a file without these")
         command("--handout", type=Path, metavar="DIR", help="make a folder for students")
         command("--gradescope", type=Path, metavar="ZIP", help="make an autograder for Gradescope")
-        command("--grade", type=Path, metavar="DIR", help="grade the files in a folder, or each folder in it")
+        command("--grade", type=Path, metavar="PATH", help="grade a folder or zip, or each of those in a folder")
         add = parser.add_argument
         tasks = [*HOMEWORK, TOGETHER]
         add("--only", nargs="+", metavar="TASK", choices=tasks, default=tasks, help="only these tasks")
@@ -84,10 +94,8 @@ def main(argv=None):
             make_autograder(flags.gradescope, flags.only)
         elif flags.blank:
             print(without(TASKS["maelm.py"] if "all" in flags.blank else flags.blank), end="")
-        elif flags.json or any((flags.grade / name).is_file() for name in FILES):
-            grade_student(flags.grade, flags)
         else:
-            grade_class(flags.grade, flags)
+            grade_all(flags.grade, flags)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
 """The homework: its tasks, our functions as blanks and as solutions, and the files that students hand in."""
 import ast
+import re
+import shutil
 import textwrap
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from support.program import ROOT, UserError
 
@@ -60,33 +64,26 @@ HANDED_OUT = {file: "\n\n\n".join([HEADER, *[BLANKS[task] for task in tasks]]) +
 HANDED_OUT["maelm.py"] = without(TASKS["maelm.py"])
 
 
-def definitions(task: str, texts: dict[str, str]) -> dict[str, ast.AST]:
-    """The last definition of each function of a task in a submission, or assignment to it, unless it is the blank.
-    Raises SyntaxError or ValueError if the file is not Python."""
-    tree = ast.parse(texts.get(HOMEWORK[task], ""))
-    last = {}
-    for part in PARTS[task]:
-        owner, _, name = part.rpartition(".")
-        scopes = [node for node in ast.walk(tree) if getattr(node, "name", "") == owner] if owner else [tree]
-        found = [node for scope in scopes for node in ast.walk(scope) if getattr(node, "name", "") == name]
-        found += [node for node in ast.walk(tree) if part in map(ast.unparse, getattr(node, "targets", []))]
-        for node in sorted(found, key=lambda node: node.lineno)[-1:]:
-            code = [ast.unparse(each) for each in getattr(node, "body", [])[1:]]  # without the docstring
-            if code != ["raise NotImplementedError"]:
-                last[part] = node
-    return last
-
-
 def is_attempted(task: str, texts: dict[str, str]) -> bool:
-    """Whether a submission has a function of a task; the report has the error of a file that is not Python."""
-    try:
-        return bool(definitions(task, texts))
-    except (SyntaxError, ValueError):
-        return True
+    """Whether a submission has code for a task: in place of the blank, or in addition to it."""
+    file = HOMEWORK[task]
+    text = texts.get(file, "")
+    for part in PARTS[task]:
+        definition = re.compile(rf"\bdef {part.split('.')[-1]}\b|^{re.escape(part)} *=", re.MULTILINE)
+        more = len(definition.findall(text)) - len(definition.findall(HANDED_OUT[file]))
+        if more > 0 or (more == 0 and BLANKS[part] not in text):
+            return True
+    return False
 
 
 def read(path: Path) -> dict[str, str]:
-    """The texts of the homework's files, by their names, in a folder: of several with the same name, the nearest."""
+    """The texts of the homework's files, by their names, in a folder or zip: of several with the same name, the
+    nearest. None from a damaged zip."""
+    if path.is_file():
+        with TemporaryDirectory() as folder, suppress(shutil.ReadError):
+            shutil.unpack_archive(path, folder)
+            return read(Path(folder))
+        return {}
     texts = {}
     for name, file in FILES.items():
         found = [each for each in path.rglob(name) if each.is_file() and not each.is_symlink()]  # not ours

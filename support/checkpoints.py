@@ -5,8 +5,9 @@ A checkpoint of train.py (`step_*.pt`) holds its whole run: config (a Config), s
 tokenizer (the content of tokenizer.json), corpus (the name of its folder), step, seconds, model and optimizers. The
 encoder.pt of finetune.py holds config, settings, tokenizer, model, and what the export of its head needs.
 """
+import copy
 import pickle
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -54,6 +55,26 @@ def load_checkpoint(path: Path | str) -> dict:
     return state
 
 
+def weights_hash(weights: dict[str, Tensor]) -> str:
+    """A hash of the values of weights."""
+    return short_hash(b"".join(tensor.numpy().tobytes() for tensor in weights.values()))
+
+
+def starting_point(init: str, out: Path) -> dict:
+    """The checkpoint that gives settings, tokenizer and weights to a run in `out` with --init: `init` or, if the run
+    has begun, its own, because the first one may be gone. Its `start` is a hash of the weights with which the run
+    begins. Raises UserError if it began with others."""
+    own = checkpoints(out)
+    if not own:
+        first = load_checkpoint(init)
+        another_order = {"seed": first["settings"].get("seed", 0) + 1}  # also other masks and dropout
+        return first | {"settings": first["settings"] | another_order, "start": weights_hash(first["model"])}
+    saved = read_checkpoint(own[-1])
+    if init != saved["settings"].get("init") and weights_hash(load_checkpoint(init)["model"]) != saved.get("start"):
+        raise UserError(f"--init {init}: the run in {out} began with other weights; choose another --out")
+    return saved
+
+
 def load_model(path: Path | str) -> tuple[MAELM, Tokenizer]:
     """Load the model of a run folder or checkpoint, in evaluation mode, and its tokenizer."""
     state = load_checkpoint(path)
@@ -73,10 +94,15 @@ class Pretrained:
         self.step = self.state.get("step")  # None for finetune.py's encoder.pt
         self.is_random = name.startswith("random:")
 
+    def with_dropout(self, dropout: float) -> "Pretrained":
+        """The same weights, with this dropout in training."""
+        other = copy.copy(self)
+        other.config = replace(self.config, dropout=dropout)
+        return other
+
     def weights_hash(self) -> str:
         """A hash of the weights or, if they are random, of the weights that seed 0 draws."""
-        weights = [tensor.numpy().tobytes() for tensor in self.new_encoder(seed=0).state_dict().values()]
-        return short_hash(b"".join(weights))
+        return weights_hash(self.new_encoder(seed=0).state_dict())
 
     def new_encoder(self, seed: int) -> nn.Module:
         """A copy of the encoder. If its weights are random, the seed determines them."""
@@ -108,7 +134,7 @@ class Tuned(nn.Module):
 
     def save(self, path: Path, pretrained: Pretrained, **entries):
         """Write a fine-tuned model, which can be exported or fine-tuned further. For the export, `entries` have its
-        `task`, the names of its `labels` (list), the `scale` of its numbers, and the `longest` input of fine-tuning in
+        `task`, names as `labels`, `center` and `scale` of its Labels, and the `longest` input of fine-tuning in
         tokens. The logits of `example`, a few tokens, are compared with those of the export."""
         tokens = NUM_SPECIAL + torch.arange(8, device=next(self.parameters()).device)[None]
         with torch.no_grad():

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from maelm import PAD, Config
+from support.examples import Example, Labels
 from support.heads import ClassifierHead
 from support.program import json_lines
-from support.tasks import Example, Labels, TuneConfig
+from support.tasks import TuneConfig
 from support.tokenizer import Tokenizer
 
 
@@ -45,10 +47,16 @@ def f1(predicted, true) -> float:
     return 2 * float((predicted * true).sum()) / max(1, predicted.sum() + true.sum())
 
 
-DIVERGED = -math.inf  # in place of a metric, so that it is the lowest
+def r2(predicted, true) -> float:
+    """The share of the variance of numbers (N,) that predictions explain, at most 1; 0 if the numbers are constant."""
+    if np.ptp(true) == 0:
+        return 0.0
+    return 1 - float(((true - predicted) ** 2).sum() / ((true - true.mean()) ** 2).sum())
+
+
 METRICS = {  # functions of predicted and true labels or numbers, (N,) each
     "accuracy": lambda predicted, true: float((predicted == true).mean()),
-    "matthews": matthews, "spearman": spearman, "f1": f1}
+    "matthews": matthews, "spearman": spearman, "f1": f1, "r2": r2}
 
 
 # ---- 2. Inputs and batches ----------------------------------------------------------------------------------
@@ -58,7 +66,6 @@ class Encoded:
     ids: list[np.ndarray]  # per input, (length,) int64
     targets: Tensor  # labels (N,) int64 or float32; SQuAD: first and last token of the answer (N, 2) int64
     examples: list  # Example or Question
-    windows: list[tuple]  # SQuAD: each input's question (index), and its tokens' places in the text (length, 2)
     remark: str
 
     def batch(self, chosen, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,23 +107,28 @@ class Encoded:
 
 
 # ---- 3. The kind of task ------------------------------------------------------------------------------------
+class Scores(NamedTuple):
+    """The metrics of a model in percent, by name, each None if it has diverged, and the texts of prediction files."""
+    metrics: dict[str, float | None]
+    files: dict[str, str]
+
+
 class Kind:
-    """A kind of task. It has `labels` and these methods: `encode` turns a split into tokens; `head` makes one; `loss`
+    """A kind of task. It has `labels` and these methods: `encode` turns examples into tokens; `head` makes one; `loss`
     compares its outputs with the targets of a batch; `decode` takes from the outputs of a batch what `score` needs,
-    (B, K), which becomes (N, K) for the whole split; `score` gives metrics and prediction files."""
-    def scores(self, outputs: dict[str, Tensor], splits: dict[str, Encoded]) -> tuple[dict, dict[str, str]]:
-        """Outputs (N, K) by split -> metrics, and the texts of prediction files by name; names end in _mm or _test for
-        splits other than dev. If the model has diverged, each metric is DIVERGED, and the files show it as if NaN were
-        0."""
+    (B, K), which becomes (N, K) for a whole split; `score` turns these into Scores."""
+    def scores(self, outputs: dict[str, Tensor], splits: dict[str, Encoded]) -> Scores:
+        """Outputs (N, K) by split -> Scores. Names end in _mm or _test for splits other than dev. If the model has
+        diverged, the files show it as if NaN were 0."""
         metrics, files = {}, {}
         for split, each in outputs.items():
-            found, texts = self.score(each.nan_to_num().numpy(), splits[split])
-            if each.isnan().any():
-                found = dict.fromkeys(found, DIVERGED)
+            found = self.score(each.nan_to_num().numpy(), splits[split])
             end = {"dev": "", "dev_mm": "_mm", "test": "_test"}[split]
-            metrics |= {name + end: value for name, value in found.items()}
-            files |= {name.replace(".", f"{end}."): text for name, text in texts.items()}
-        return metrics, files
+            has_diverged = bool(each.isnan().any())
+            for name, value in found.metrics.items():
+                metrics[name + end] = None if has_diverged else value
+            files |= {name.replace(".", f"{end}."): text for name, text in found.files.items()}
+        return Scores(metrics, files)
 
 
 class Classification(Kind):
@@ -140,7 +152,7 @@ class Classification(Kind):
         label = label or "without a label"
         remark = (f"{len(ids):,} examples ({labels:.200}), of which {count / len(ids):.1%} are {str(label):.40}; "
                   f"{truncated:,} are cut off at the limit of {self.n} tokens")
-        return Encoded(ids, torch.tensor(targets), examples, [], remark)
+        return Encoded(ids, torch.tensor(targets), examples, remark)
 
     def head(self) -> nn.Module:
         """A new head: H^L (B, t, d) and padding (B, t) bool -> logits (B, C)."""
@@ -156,24 +168,24 @@ class Classification(Kind):
         """The outputs that `score` needs, float32: here, the logits (B, C)."""
         return logits
 
-    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
-        """Logits (N, C) -> metrics in percent of examples with labels, and predictions.jsonl with each example's label,
+    def score(self, outputs, encoded: Encoded) -> Scores:
+        """Logits (N, C) -> metrics of the examples with labels, and predictions.jsonl with each example's label,
         prediction and, for labels with names, all probabilities, beside the other columns of its record."""
-        names = self.labels.names
+        names, labels = self.labels.names, self.labels
         lines = []
         for example, output in zip(encoded.examples, torch.from_numpy(outputs)):
-            label = example.label
             if names:
                 scores = dict(zip(names, output.softmax(0).tolist()))
-                found = {"label": label, "prediction": names[output.argmax()], "scores": scores}
+                found = {"label": example.label, "prediction": names[output.argmax()], "scores": scores}
             else:
-                number = float(f"{self.labels.scale * output.item():.6g}")  # without float32's rounding errors
-                found = {"label": None if label is None else float(label), "prediction": number}
+                number = labels.center + labels.scale * output.item()
+                label = None if example.label is None else float(example.label)
+                found = {"label": label, "prediction": float(f"{number:.6g}")}  # without float32's rounding errors
             lines.append(example.others | found)
-        files = {"predictions.jsonl": json_lines(lines)}
         labeled = [line for line in lines if line["label"] is not None]
-        if not labeled:
-            return {}, files
-        columns = [[line[name] for line in labeled] for name in ("prediction", "label")]  # scores are those of the file
-        predicted, true = [np.array([names.index(cell) if names else cell for cell in column]) for column in columns]
-        return {name: 100 * METRICS[name](predicted, true) for name in self.labels.metrics}, files
+        metrics = {}
+        if labeled:
+            predicted, true = [np.array([names.index(line[name]) if names else line[name] for line in labeled])
+                               for name in ("prediction", "label")]  # the scores are those of the file
+            metrics = {name: 100 * METRICS[name](predicted, true) for name in labels.metrics}
+        return Scores(metrics, {"predictions.jsonl": json_lines(lines)})

@@ -1,13 +1,15 @@
-"""The documentation on this machine (`docs`): docstrings of Python and of the packages in requirements.txt."""
+"""The documentation on this machine (`docs`): docstrings of Python and of the packages in requirements.txt. And the
+task `docs`: which library is a docstring from?"""
 import ast
 import functools
 import gc
+import hashlib
 import importlib.util
 import json
 import platform
 import sysconfig
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import metadata
@@ -22,8 +24,12 @@ PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggin
 LIBRARIES = ("torch", "sympy", "python", "pandas", "matplotlib", "numpy", "networkx", "huggingface_hub")  # with most
 TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
 DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give C code a docstring
+SCORED = 150  # docstrings per library on which the task `docs` is scored
+LABELED = 100  # docstrings per library for its training
+NGRAM = 13  # documents that share this many consecutive words are near-duplicates
 
 
+# ---- 1. The documentation -----------------------------------------------------------------------------------
 def versions() -> list[str | None]:
     """The versions of Python and PACKAGES, which decide the documentation."""
     installed = {each.name.lower().replace("-", "_"): each.version for each in metadata.distributions()}
@@ -99,3 +105,44 @@ def statements(tree: ast.AST) -> Iterator[ast.AST]:
 def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
     """The string constants in a list of syntax nodes."""
     return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+# ---- 2. The task `docs`, and what is held out for it --------------------------------------------------------
+def in_validation(document: str, share: float) -> bool:
+    """Whether a document belongs to the validation split, which has the documents with the lowest hashes."""
+    return int.from_bytes(hashlib.blake2b(document.encode(), digest_size=4).digest()) / 2 ** 32 < share
+
+
+def ngrams(document: str) -> set[str]:
+    """All sequences of NGRAM consecutive words, in lower case."""
+    words = document.lower().split()
+    return {" ".join(words[i:i + NGRAM]) for i in range(len(words) - NGRAM + 1)}
+
+
+def per_library(docs: Iterable[tuple[str, str]], most: int) -> list[tuple[str, str]]:
+    """The first (library, text) of each library, at most this many."""
+    count = Counter()
+    chosen = []
+    for library, text in docs:
+        count[library] += 1
+        if count[library] <= most:
+            chosen.append((library, text))
+    return chosen
+
+
+def docs_task(val_share: float, cache: str) -> dict[str, list[tuple[str, str]]]:
+    """(library, text) of the docstrings in the task's splits, in an order that further docstrings do not change. Dev is
+    from the tenth that follows the validation split by hash; no model is trained on it. train is from the rest, and
+    shares no NGRAM words in a row with a dev text."""
+    docs = [(library, text) for library, text in read_docs(cache) if library in LIBRARIES]
+    docs.sort(key=lambda each: hashlib.blake2b(each[1].encode()).digest())
+    tenth, rest = [], []
+    for library, text in docs:
+        if not in_validation(text, val_share + 0.1):
+            rest.append((library, text))
+        elif not in_validation(text, val_share):
+            tenth.append((library, text))
+    dev = per_library(tenth, SCORED)
+    known = set().union(*[ngrams(text) for _, text in dev])
+    train = per_library((each for each in rest if known.isdisjoint(ngrams(each[1]))), LABELED)
+    return {"train": train, "dev": dev}

@@ -4,18 +4,19 @@
 """
 import re
 import shutil
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from maelm import MASK, NUM_SPECIAL, PAD, Config
-from support.model import make_model
 from support.checkpoints import hidden_states, load_checkpoint
-from support.subjects import transformers_library
-from support.program import ROOT, Parser, UserError, clear_errors, write_json
-from support.tokenizer import Tokenizer
 from support.fill_mask import logits_at
+from support.model import make_model
+from support.program import ROOT, Parser, UserError, clear_errors, write_json
+from support.subjects import transformers_library
+from support.tokenizer import Tokenizer
 
 
 def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
@@ -36,15 +37,15 @@ def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
     return {re.sub("^head", name_there, name): weight for name, weight in weights.items()}, suffix, labels
 
 
-def hub_config(config: Config, head: str, labels: list[str], scale: float) -> dict:
+def hub_config(config: Config, head: str, labels: list[str], center: float, scale: float) -> dict:
     """The content of config.json: our fields under "maelm", and the fields that other programs look for. Logits are
-    multiplied by `scale`, so that numbers have their original unit."""
+    multiplied by `scale` and moved by `center`, so that numbers have their original unit."""
     code = "modeling_maelm.MAELM"  # our file, and the beginning of its class names
     fields = {
         "model_type": "maelm", "vocab_size": config.vocab_size, "hidden_size": config.encoder_dim,
         "num_hidden_layers": config.encoder_layers, "num_attention_heads": config.encoder_heads,
         "intermediate_size": 4 * config.encoder_dim, "hidden_dropout_prob": config.dropout, "pad_token_id": PAD,
-        "max_position_embeddings": config.seq_len, "maelm": asdict(config), "scale": scale,
+        "max_position_embeddings": config.seq_len, "maelm": asdict(config), "center": center, "scale": scale,
         "architectures": ["MAELM" + (head or "Model")], "auto_map": {"AutoConfig": code + "Config"},
     }
     for name in ("", "ForSequenceClassification", "ForQuestionAnswering", head):
@@ -70,27 +71,37 @@ def save_tokenizer(tokenizer: Tokenizer, seq_len: int, head: str, out: Path):
 
 def export(source: Path, out: Path):
     """Write a run, a checkpoint or a fine-tuned model as a folder for transformers."""
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out}: not empty; name a new folder")
+    if out.exists():
+        raise UserError(f"{out}: already exists; name a new folder")
     transformers_library()  # raises UserError if it is missing
-    import safetensors.torch  # comes with it
     state = load_checkpoint(source)
-    config = state["config"]
-    longest = config.seq_len
     weights, head, labels = weights_of(state)
-    for name, buffer in make_model(config).named_buffers():  # transformers does not compute them
+    for name, buffer in make_model(state["config"]).named_buffers():  # transformers does not compute them
         if name.startswith("encoder.") or head == "ForMaskedLM":
             weights.setdefault(name, buffer)
-    out.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
+        folder = Path(temporary, out.name)
+        folder.mkdir()
+        write_files(folder, state, weights, head, labels)
+        check(folder, head, state)
+        folder.rename(out)  # only now: a folder with this name is whole, and computes what our model does
+    print(f"{out}: for AutoModel{head} with trust_remote_code=True; another class would have a random head")
+
+
+def write_files(out: Path, state: dict, weights: dict[str, torch.Tensor], head: str, labels: list[str]):
+    """Write the files of an export."""
+    import safetensors.torch  # comes with transformers
+    config = state["config"]
     for code in ("support/modeling_maelm.py", "support/heads.py", "maelm.py"):
         shutil.copy(ROOT / code, out)
     # The inputs of fine-tuning may be shorter than those of pre-training.
-    save_tokenizer(state["tokenizer"], min(longest, state.get("longest", longest)), head, out)
+    longest = min(config.seq_len, state.get("longest", config.seq_len))
+    save_tokenizer(state["tokenizer"], longest, head, out)
     # Not save_file, which makes a file that only its owner can read.
     (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
-    write_json(out / "config.json", hub_config(config, head, labels, state.get("scale", 1.0)))
-    check(out, head, state)
-    print(f"{out}: for AutoModel{head} with trust_remote_code=True; another class would have a random head")
+    units = state.get("center", 0.0), state.get("scale", 1.0)
+    write_json(out / "config.json", hub_config(config, head, labels, *units))
 
 
 @torch.no_grad()
@@ -99,14 +110,17 @@ def check(out: Path, head: str, state: dict):
     theirs = getattr(transformers_library(), f"AutoModel{head}").from_pretrained(out, trust_remote_code=True)
     tokens = NUM_SPECIAL + torch.arange(8)[None]  # as in Tuned.save
     if "task" in state:
-        found, expected = torch.stack(theirs(tokens).to_tuple(), -1), state["scale"] * state["example"]
+        found = torch.stack(theirs(tokens).to_tuple(), -1)
+        expected = state.get("center", 0.0) + state["scale"] * state["example"]
     else:
         model = make_model(state["config"]).eval()
         model.load_state_dict(state["model"])
         at = torch.tensor([[2, 5]])
-        found, expected = theirs(tokens)[0], hidden_states(model.encoder, tokens)[-1]
+        found = theirs(tokens)[0]
+        expected = hidden_states(model.encoder, tokens)[-1]
         if head:
-            found, expected = theirs(tokens.scatter(1, at, MASK)).logits[:, at[0]], logits_at(model, tokens, at)
+            found = theirs(tokens.scatter(1, at, MASK)).logits[:, at[0]]
+            expected = logits_at(model, tokens, at)
     if not torch.allclose(found.flatten(), expected.flatten(), rtol=1e-3, atol=1e-3):
         raise UserError(f"{out}: transformers computes other results; modeling_maelm.py may lack a change of maelm.py")
 

@@ -1,13 +1,16 @@
-"""From a task and its training examples to the kind of task that it is."""
-from maelm import Config
-from support.classification import Classification, Kind
+"""From a task and its examples to the kind of task that it is, and to tokens."""
+from support.classification import Classification, Encoded, Kind
+from support.checkpoints import Pretrained
+from support.examples import labels_of
 from support.squad import Spans
-from support.tasks import TASKS, TuneConfig, labels_of
-from support.tokenizer import Tokenizer
+from support.tasks import TASKS, TuneConfig
 
 KINDS = {"classification": Classification, "spans": Spans}  # by Task.kind
 
 
-def make_kind(task: str, tokenizer: Tokenizer, config: Config, tune: TuneConfig, train: list) -> Kind:
-    """The kind of a task, with the labels of its training examples."""
-    return KINDS[TASKS[task].kind](tokenizer, config, tune, labels_of(task, train))
+def encode_task(task: str, examples: dict[str, list], pretrained: Pretrained, tune: TuneConfig,
+                regression: bool = False) -> tuple[Kind, dict[str, Encoded]]:
+    """The kind of a task, with the labels of its training examples, and the tokens of each split."""
+    labels = labels_of(task, examples["train"], regression)
+    kind = KINDS[TASKS[task].kind](pretrained.tokenizer, pretrained.config, tune, labels)
+    return kind, {split: kind.encode(each) for split, each in examples.items()}

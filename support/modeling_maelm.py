@@ -80,6 +80,13 @@ class MAELMForMaskedLM(MAELMModel):
         self.head = Head(self.shape)
         self.post_init()
 
+    def resize_token_embeddings(self, *given, **options) -> nn.Embedding:
+        """As in transformers; added tokens have a bias of 0."""
+        embeddings = super().resize_token_embeddings(*given, **options)
+        added = len(embeddings.weight) - len(self.head.bias)
+        self.head.bias = nn.Parameter(nn.functional.pad(self.head.bias.data, (0, added)))
+        return embeddings
+
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, labels=None, **options) -> outputs.MaskedLMOutput:
         """As in MAELMModel; labels (B, n) int64, -100 where there is no loss -> logits (B, n, V)."""
@@ -112,7 +119,7 @@ class MAELMForSequenceClassification(MAELMModel):
         """As in MAELMModel; labels (B,) int64, or float32 for numbers -> logits (B, C)."""
         out = super().forward(input_ids, attention_mask, return_dict=True, **options)
         real, _ = read(input_ids, attention_mask, None)
-        logits = self.config.scale * self.classifier(out.last_hidden_state, ~real)
+        logits = self.config.center + self.config.scale * self.classifier(out.last_hidden_state, ~real)
         loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return outputs.SequenceClassifierOutput(loss, logits, out.hidden_states)
 

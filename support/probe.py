@@ -1,15 +1,17 @@
 """Linear probes: how well a linear model reads the labels of a task from the vectors of a frozen encoder."""
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from support.checkpoints import Pretrained, hidden_states
+from support.classification import METRICS, Encoded, Kind, Scores
+from support.examples import Data, read_task
+from support.kinds import encode_task
 from support.program import UserError
-from support.classification import METRICS, Encoded
-from support.kinds import make_kind
-from support.tasks import TuneConfig, read_task, tune_of
+from support.tasks import TuneConfig
 
 STRENGTHS = np.logspace(-1, 3, 9)  # of L2 regularization, to choose from
 FOLDS = 5  # of the training split, on which the strength is chosen
@@ -24,12 +26,18 @@ POOLINGS = {"mean": mean, "cls": lambda h, real: h[:, 0]}  # the values of --fro
 
 
 def vectors_of(encoder: nn.Module, encoded: Encoded, pooling: str, layers: list[int], batch_size: int) -> np.ndarray:
-    """A vector for each input of a split and each of these layers, (N, layers, d) float32."""
+    """A vector for each input of a split and each of these layers, (N, layers, d) float64. Raises UserError if they are
+    not finite."""
     def pool(tokens, padding):
         states = hidden_states(encoder, tokens, padding)
-        vectors = [POOLINGS[pooling](states[layer].float(), (~padding)[:, :, None]) for layer in layers]
+        real = ~padding[:, :, None]
+        vectors = [POOLINGS[pooling](states[layer].float(), real) for layer in layers]
         return torch.stack(vectors, dim=1)
-    return encoded.outputs(pool, batch_size, next(encoder.parameters()).device).numpy()
+
+    vectors = encoded.outputs(pool, batch_size, next(encoder.parameters()).device)
+    if not vectors.isfinite().all():
+        raise UserError("--init: the vectors of the encoder contain NaN or infinity; use another checkpoint")
+    return vectors.double().numpy()
 
 
 def fit(x: np.ndarray, targets: np.ndarray, strengths: np.ndarray, metric: str):
@@ -66,24 +74,28 @@ def logits_of(probe, x: np.ndarray, classes: int) -> torch.Tensor:
     return torch.from_numpy(outputs)
 
 
-def probe(vectors: dict[str, np.ndarray], train: Encoded, splits: dict[str, Encoded], kind, l2: float) -> tuple:
-    """Fit a linear model to the vectors (N, d) of the training split, and score it on the others. Returns the metrics,
-    the prediction files, and the strength of regularization, which is chosen if `l2` is 0."""
-    x = {split: each.astype(np.float64) for split, each in vectors.items()}
-    model = fit(x["train"], train.targets.numpy(), np.array([l2]) if l2 else STRENGTHS, kind.labels.metrics[0])
+class Probe(NamedTuple):
+    """The Scores of a linear model, and its strength of regularization."""
+    scores: Scores
+    l2: float
+
+
+def probe_layers(encoder: nn.Module, kind: Kind, splits: dict[str, Encoded], pooling: str, layers: list[int],
+                 tune: TuneConfig) -> list[Probe]:
+    """For each of these layers, fit a linear model to the vectors of the training split, and score it on the others.
+    Its strength of regularization is chosen if tune.l2 is 0."""
+    vectors = {split: vectors_of(encoder, each, pooling, layers, tune.batch_size) for split, each in splits.items()}
+    others = [split for split in splits if split != "train"]
+    strengths = np.array([tune.l2]) if tune.l2 else STRENGTHS
     classes = len(kind.labels.names)
-    metrics, files = kind.scores({split: logits_of(model, x[split], classes) for split in splits}, splits)
-    linear = model[-1]
-    return metrics, files, float(linear.alpha_ if classes == 0 else 1 / linear.C_)
-
-
-def probe_layers(encoder: nn.Module, kind, train: Encoded, splits: dict[str, Encoded], pooling: str, layers: list[int],
-                 tune: TuneConfig) -> list[tuple]:
-    """What `probe` returns for the vectors of each of these layers."""
-    vectors = {split: vectors_of(encoder, each, pooling, layers, tune.batch_size)
-               for split, each in {"train": train, **splits}.items()}
-    return [probe({split: each[:, i] for split, each in vectors.items()}, train, splits, kind, tune.l2)
-            for i in range(len(layers))]
+    probes = []
+    for i in range(len(layers)):
+        model = fit(vectors["train"][:, i], splits["train"].targets.numpy(), strengths, kind.labels.metrics[0])
+        outputs = {split: logits_of(model, vectors[split][:, i], classes) for split in others}
+        linear = model[-1]
+        l2 = linear.alpha_ if classes == 0 else 1 / linear.C_
+        probes.append(Probe(kind.scores(outputs, splits), float(l2)))
+    return probes
 
 
 def scores_by_layer(name: str, task: str, device: torch.device) -> dict[str, list[float]]:
@@ -91,13 +103,12 @@ def scores_by_layer(name: str, task: str, device: torch.device) -> dict[str, lis
     from a run. The last one is the result of finetune.py --frozen POOLING."""
     pretrained = Pretrained(name)
     encoder = pretrained.new_encoder(seed=1).to(device).eval()
-    examples = read_task(task, None, pretrained.settings)
-    tune = tune_of(task, {}, pretrained.config.encoder_dim)
-    kind = make_kind(task, pretrained.tokenizer, pretrained.config, tune, examples["train"])
-    train, dev = [kind.encode(examples[split]) for split in ("train", "dev")]
+    examples = read_task(task, Data(), pretrained.settings)
+    tune = TuneConfig.of(task, {}, pretrained.config.encoder_dim)
+    kind, splits = encode_task(task, examples, pretrained, tune)
     layers = [*range(pretrained.config.encoder_layers + 1)]
     found = {}
     for pooling in POOLINGS:
-        results = probe_layers(encoder, kind, train, {"dev": dev}, pooling, layers, tune)
-        found[pooling] = [metrics[kind.labels.metrics[0]] for metrics, *_ in results]
+        probes = probe_layers(encoder, kind, splits, pooling, layers, tune)
+        found[pooling] = [each.scores.metrics[kind.labels.metrics[0]] for each in probes]
     return found

@@ -1,5 +1,6 @@
 """What all programs share: mistakes of the user, flags, files, and folders."""
 import argparse
+import ast
 import hashlib
 import inspect
 import json
@@ -17,6 +18,7 @@ from filelock import FileLock, Timeout
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder of maelm.py
 CACHE = "~/.cache/maelm"  # default folder for files that can be made again
+PROGRAMS = ("maelm.py", "train.py", "finetune.py", "rank.py")
 
 
 # ---- 1. Command lines ---------------------------------------------------------------------------------------
@@ -40,22 +42,23 @@ def clear_errors(program: str) -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError for an invalid command line."""
+    """Reads a program's own flags, and a flag for each field of dataclasses. Raises UserError for a wrong one."""
     def __init__(self, prog: str, description: str, **options):
         super().__init__(prog=prog, description=description, allow_abbrev=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.register("type", Path, path_of)  # for arguments with type=Path
+        self.names = []  # of fields
 
     def error(self, message: str):
         raise UserError(message)
 
     def add_fields(self, part: type, values: dict):
-        """Add a flag for every field of a dataclass. Its help joins the field's comment and its value in `values`. A
-        flag that is not given is absent from the result, so that the value of the preset applies."""
+        """Add a flag for every field of a dataclass. Its help joins the field's comment and its value in `values`."""
         source = "".join(inspect.getsource(each) for each in part.__mro__[:-1])
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.MULTILINE))
         group = self.add_argument_group(part.__name__)
         for field in fields(part):
+            self.names.append(field.name)
             value = values.get(field.name, field.default)
             shown = "" if value == "" else f" [{value}]"
             text = f"{comments[field.name]}{shown}".replace("%", "%%")  # argparse formats with %
@@ -65,6 +68,12 @@ class Parser(argparse.ArgumentParser):
             if get_origin(field.type) is Literal:
                 how = dict(choices=get_args(field.type))
             group.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text, **how)
+
+    def read(self, argv: list[str] | None) -> tuple[argparse.Namespace, dict]:
+        """The program's own flags, and the values of the fields that were given, by name."""
+        flags = self.parse_args(argv)
+        given = {name: vars(flags).pop(name) for name in self.names if name in flags}
+        return flags, given
 
 
 def path_of(text: str) -> Path:
@@ -80,15 +89,16 @@ def short_name(model: str) -> str:
 
 
 def fields_of(part: type, values: dict) -> dict:
-    """The entries of `values` (given flags, for example) whose names are fields of a dataclass."""
+    """The entries of `values` whose names are fields of a dataclass."""
     return {field.name: values[field.name] for field in fields(part) if field.name in values}
 
 
 # ---- 2. Files -----------------------------------------------------------------------------------------------
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, then rename it to `path`, so that readers never find a partial file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Yield a temporary path, then rename it to `path`, so that readers never find a partial file. One process at a
+    time may write a file."""
+    temporary = path.with_name(f".{path.name}.tmp")  # always the same, so that killed processes leave one at most
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield temporary
@@ -137,9 +147,12 @@ def short_hash(content: str | bytes) -> str:
 
 
 def code_hash() -> str:
-    """A hash of our Python files, except those of bench and course."""
-    files = sorted([*ROOT.glob("*.py"), *ROOT.glob("support/**/*.py")])
-    return short_hash(b"".join(file.read_bytes() for file in files))
+    """A hash of our code without its comments."""
+    files = [*[ROOT / name for name in PROGRAMS], *sorted(ROOT.glob("support/*.py"))]
+    return short_hash("".join(ast.dump(ast.parse(file.read_bytes())) for file in files))
+
+
+CODE = code_hash()  # taken when a program starts: an edit while it runs is not part of its results
 
 
 # ---- 3. Folders, and figures in them ------------------------------------------------------------------------

@@ -1,26 +1,38 @@
-"""The results of fine-tuning: a folder for the runs of a task, and what is shown of them."""
+"""The results of fine-tuning: a folder for the runs of a task, and a table of them."""
+import math
 import statistics
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
-from support.classification import DIVERGED
-from support.program import code_hash, compare, json_lines, read_json, read_lines, write_json, write_text
+from support.classification import Scores
+from support.program import CODE, compare, json_lines, read_json, read_lines, short_hash, write_json, write_text
 from support.tasks import SWEPT, TuneConfig
 
 
-def shown(value: float) -> str:
+def ordered(value: float | None) -> float:
+    """A value for comparisons: a run that has diverged has none, and is the lowest."""
+    return -math.inf if value is None else value
+
+
+def median(values: list[float | None]) -> float | None:
+    """The median of values, None if it is that of a run that has diverged."""
+    found = statistics.median(map(ordered, values))
+    return found if math.isfinite(found) else None
+
+
+def shown(value: float | None) -> str:
     """A metric as text."""
-    return "diverged" if value == DIVERGED else f"{value:.2f}"
+    return "diverged" if value is None else f"{value:.2f}"
 
 
 class Results:
-    """The folder for the runs of a task. config.json is the `record` of what all runs share, and runs.jsonl has a line
-    for each; result.json has their medians."""
+    """The folder for the runs of a task. config.json is the `record` of all that they share, runs.jsonl has a line for
+    each, seedN/ the predictions of a seed, and result.json the medians. encoder.pt is the best of the seeds on dev."""
     def __init__(self, out: Path, record: dict):
-        """Claim the folder. Raises UserError if it has runs with other settings, data or code; the encoder may have
+        """Claim the folder. Raises UserError if it has runs with other settings, examples or code; the encoder may have
         moved."""
-        self.out, self.record = out, record | {"code": code_hash()}
+        self.out, self.record = out, record | {"examples": short_hash(repr(record["examples"])), "code": CODE}
         if (out / "config.json").is_file():
             compare(out, read_json(out / "config.json"), self.record, self.record.keys() - {"init"})
         write_json(out / "config.json", self.record)
@@ -31,10 +43,16 @@ class Results:
         found = [run for run in self.runs if (run["tune"], run["seed"]) == (asdict(tune), seed)]
         return found[0] if found else None
 
-    def add(self, run: dict, files: dict[str, str]):
-        """Write a run, and its prediction files by name."""
-        for name, text in files.items():
-            write_text(self.out / name, text)
+    def best(self) -> dict | None:
+        """The best run that is done, except those of a sweep, which have seed 0; None if there is none."""
+        seeds = [run for run in self.runs if run["seed"] > 0 and run["value"] is not None]
+        return max(seeds, key=lambda run: run["value"], default=None)
+
+    def add(self, run: dict, scores: Scores):
+        """Write a run, and the predictions of a seed."""
+        if run["seed"] > 0:
+            for name, text in scores.files.items():
+                write_text(self.out / f"seed{run['seed']}" / name, text)
         self.runs.append(run)
         write_text(self.out / "runs.jsonl", json_lines(self.runs))
 
@@ -51,28 +69,33 @@ class Results:
         """Write and print the result of some runs: medians over seeds, and the effective ranks of `dim` dimensions
         before and after fine-tuning (Table 3)."""
         values = [run["value"] for run in runs]
-        metrics = {name: statistics.median(run["metrics"][name] for run in runs) for name in runs[0]["metrics"]}
+        names = dict.fromkeys(name for run in runs for name in run["metrics"])
+        metrics = {name: median([run["metrics"].get(name) for run in runs]) for name in names}
         after = [run["ranks"] for run in runs]
-        task = self.record["task"]
         result = {name: self.record[name] for name in ("task", "init", "frozen", "metric")}
-        result |= {"median": statistics.median(values), "values": values, "metrics": metrics, "sweep": sweep,
-                   "seeds": [run["seed"] for run in runs], "steps": [run.get("step") for run in runs],
+        result |= {"median": median(values), "values": values, "seeds": [run["seed"] for run in runs],
+                   "metrics": metrics, "steps": [run.get("step") for run in runs], "sweep": sweep,
                    "tune": runs[0]["tune"], "pretraining_step": pretraining_step,
                    "effective_rank": {"tau": 0.9, "d": dim, "before": before, "after": after}}
         write_json(self.out / "result.json", result)
-        print(f"{task}  {'  '.join(f'{name} {shown(x)}' for name, x in metrics.items())}  (medians; seeds: "
-              f"{', '.join(map(shown, values))})")
+        medians = "  ".join(f"{name} {shown(x)}" for name, x in metrics.items())
+        print(f"{self.record['task']}  {medians}  (medians; seeds: {', '.join(map(shown, values))})")
         for name, rank in (before or {}).items():  # None if the dev split has too few tokens
             tuned = [each[name] for each in after if each]  # none of a frozen encoder
             change = f" -> {statistics.median(tuned):.0f}" if tuned else ""
             print(f"effective rank on the dev split, {name}, of {dim}: {rank}{change}")
-        print(f"{self.out}: {', '.join(sorted(path.name for path in self.out.glob('[!.]*.*')))}")
+        best = self.best()
+        if best:
+            of_best = f"seed{best['seed']}/" if self.record["frozen"] else f"encoder.pt and seed{best['seed']}/"
+            print(f"{self.out}: result.json; {of_best}, of the best seed on dev: {shown(best['value'])}")
         return result
 
 
-def table1(results: list[dict], out: Path):
-    """Print and write a row of Table 1: the medians of GLUE's tasks, and their average."""
+def table1(results: list[dict], missing: list[str], out: Path):
+    """Print and write a row of Table 1: the medians of tasks, and their average. Some may be `missing`."""
     medians = {result["task"]: result["median"] for result in results}
-    average = statistics.mean(medians.values())
-    write_json(out / "result.json", {"task": "glue", "average": average, "medians": medians, "results": results})
-    print("  ".join(f"{task} {shown(value)}" for task, value in (medians | {"average": average}).items()))
+    average = None if None in medians.values() else statistics.mean(medians.values())
+    write_json(out / "result.json", {"tasks": [*medians], "missing": missing, "average": average, "medians": medians,
+                                     "results": results})
+    print("  ".join(f"{task} {shown(value)}" for task, value in medians.items()))
+    print(f"average of {len(medians)} tasks: {shown(average)}" + "".join(f", without {name}" for name in missing))

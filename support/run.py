@@ -1,6 +1,7 @@
 """A run of train.py: where it stands, its checkpoints, and its reports in the terminal, log.jsonl and loss.png."""
 import json
 import math
+import secrets
 import shlex
 import socket
 import subprocess
@@ -18,6 +19,9 @@ from support.model import flops
 from support.program import ROOT, UserError, compare, fields_of, figure, json_lines, read_lines, write_json, write_text
 from support.worker import Worker
 
+FILES = ("config.json", "tokenizer.json", "log.jsonl", "loss.png")  # of a run, besides its checkpoints
+VALIDATION = f"with {Config.mask_rate:.0%} masks"  # in all runs, so that their losses can be compared
+
 
 def commit() -> str | None:
     """The commit of this code, with -dirty if files have changed since; None without git."""
@@ -27,34 +31,47 @@ def commit() -> str | None:
 
 
 class Run:
-    """A run in the folder `out`. All processes have one; only the first process writes files. A checkpoint holds its
-    `record`, which stays the same, and step, seconds, model and optimizers."""
+    """A run in the folder `out`. All processes have one; only the first process writes files. `step` counts its steps,
+    from that of the newest checkpoint. A checkpoint holds the run's `record`, which stays the same, and step, seconds,
+    model and optimizers."""
     def __init__(self, out: Path, config: Config, recipe, fixed: Container[str], worker: Worker):
-        """Find the newest checkpoint. Raises UserError if one of its settings named in `fixed` is another."""
+        """Find the newest checkpoint. Raises UserError if one of its settings named in `fixed` is another, or if the
+        folder is not that of a run."""
         self.out, self.config, self.recipe, self.worker = out, config, recipe, worker
         self.settings = asdict(config) | asdict(recipe)
         self.step = 0
         self.seconds = 0.0  # of training, without evaluations and checkpoints
         self.recent = []  # what `add` got since the last line
         self.changed = {}  # settings: name -> [before, now]
+        self.saved = None  # the newest checkpoint
         found = checkpoints(out)
-        self.saved = read_checkpoint(found[-1]) if found else None
-        if self.saved:
+        if found:
+            self.saved = read_checkpoint(found[-1])
             self.step, self.seconds = self.saved["step"], self.saved["seconds"]
             then = type(recipe)(**fields_of(type(recipe), self.saved["settings"]))  # what it lacks has its default
             self.changed = compare(out, asdict(self.saved["config"]) | asdict(then), self.settings, fixed)
-        if worker.all_reduce(self.step)[0] != self.step * worker.world_size:
-            raise UserError(f"--out {out}: the processes find different checkpoints; use a folder that all share")
+        foreign = [path.name for path in sorted(out.glob("[!.]*")) if path.name not in FILES]
+        if foreign and not found:
+            raise UserError(f"{out}: has {foreign[0]}, which is not of a run that has begun; choose another --out")
+        if not worker.is_same(self.step):
+            raise UserError(f"{out}: the processes find different checkpoints; use a folder that all share")
 
     # ---- Checkpoints ----------------------------------------------------------------------------------------
-    def restore(self, model: MAELM, optimizers: list):
-        """Load weights and optimizers' states, if there is a checkpoint. The settings of the optimizers' groups stay:
-        they come from flags."""
+    def restore(self, model: MAELM, optimizers: list, start: dict | None):
+        """Load weights and optimizers' states from the newest checkpoint or, in a new run, the weights of `start`. The
+        settings of the optimizers' groups stay: they come from flags. Raises UserError for weights of another shape."""
+        source = self.saved or start or {}
+        self.tokenizer = source.get("tokenizer")  # None: a new one is learned
+        self.record = {"start": source.get("start", ""), "id": source.get("id", secrets.token_hex(8))}
+        if source:
+            try:
+                model.load_state_dict(source.pop("model"))  # not kept in memory
+            except RuntimeError as error:
+                raise UserError(f"--init: its weights have another shape; leave out flags that change it ({error})"
+                                ) from None
         if self.saved:
-            model.load_state_dict(self.saved["model"])
-            for optimizer, state in zip(optimizers, self.saved["optimizers"], strict=True):
+            for optimizer, state in zip(optimizers, self.saved.pop("optimizers"), strict=True):
                 optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
-        self.saved = None  # frees its memory
 
     def save(self, model: MAELM, optimizers: list):
         """Write a checkpoint, remove older ones except the last `keep_checkpoints`, and draw loss.png."""
@@ -71,8 +88,8 @@ class Run:
     # ---- Reports --------------------------------------------------------------------------------------------
     def begin(self, model: MAELM, corpus: Corpus, **names: str):
         """Begin or continue the log, and describe the run. `names` go into its record."""
-        self.record = names | {"config": asdict(self.config), "settings": asdict(self.recipe),
-                               "tokenizer": corpus.tokenizer.to_json(), "corpus": corpus.folder.name}
+        self.record |= names | {"config": asdict(self.config), "settings": asdict(self.recipe),
+                                "tokenizer": corpus.tokenizer.to_json(), "corpus": corpus.folder.name}
         if self.worker.is_main:
             # Lines after the checkpoint go: their steps are repeated.
             kept = [line for line in read_lines(self.out / "log.jsonl") if line["step"] <= self.step and self.step > 0]
@@ -80,9 +97,14 @@ class Run:
             # Copies for people; checkpoints hold the same.
             write_json(self.out / "config.json", self.settings | names | {"corpus": corpus.folder.name})
             write_text(self.out / "tokenizer.json", self.record["tokenizer"])
-            if self.recipe.wandb:
-                import wandb  # pip install wandb
-                self.wandb = wandb.init(project=self.recipe.wandb, name=str(self.out), config=self.settings)
+        self.wandb = None
+        if self.worker.is_main and self.recipe.wandb:
+            import wandb  # pip install wandb
+            try:
+                self.wandb = wandb.init(project=self.recipe.wandb, name=str(self.out), config=self.settings,
+                                        id=self.record["id"], resume="allow")
+            except Exception as error:  # a network's trouble must not end training
+                print(f"--wandb: {error}; training goes on without it")
         self.describe(model, corpus)
 
     def describe(self, model: MAELM, corpus: Corpus):
@@ -92,11 +114,10 @@ class Run:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         epochs = recipe.batch_size * recipe.last_step / len(corpus.train)
         micro_batch = min(recipe.batch_size // worker.world_size, recipe.micro_batch_size)
-        case = " in lower case (--no-uncased keeps its case)" if recipe.uncased else ""
         lines = [
             f"{self.out}: {parameters:,} parameters, encoder {config.encoder_layers} x {config.encoder_dim}, decoder "
             f"{config.decoder_layers} x {config.decoder_width}",
-            f"{epochs:.2f} epochs of {recipe.data}{case}, which has {len(corpus.train) * config.seq_len / 1e6:,.1f} M "
+            f"{epochs:.2f} epochs of {recipe.data}, which has {len(corpus.train) * config.seq_len / 1e6:,.1f} M "
             "tokens",
             f"{worker.world_size} x {worker.device.type} in {str(worker.dtype).removeprefix('torch.')}, {micro_batch} "
             f"sequences at a time, {'continuing at' if self.step else 'from'} step {self.step}",
@@ -112,7 +133,7 @@ class Run:
         if self.worker.is_main:
             with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-            if self.recipe.wandb:
+            if self.wandb:
                 self.wandb.log(line)
         print(text)
 
@@ -130,12 +151,12 @@ class Run:
         recipe, count = self.recipe, len(self.recent)
         names = [*self.recent[0]]
         sums = [sum(torch.stack([values[name] for values in self.recent]).tolist()) for name in names]
-        sums = self.worker.all_reduce(*sums)  # processes have equal shares of a batch
+        sums = self.worker.sums(*sums)  # processes have equal shares of a batch
         means = {name: total / count / self.worker.world_size for name, total in zip(names, sums)}
         self.recent = []
         if not math.isfinite(sum(sums)):
             raise UserError(f"steps {self.step - count + 1} to {self.step}: a loss or a gradient's norm is not finite; "
-                            "continue with a lower --learning-rate, a lower --clip-norm or another --seed")
+                            "continue with a lower --learning-rate or a lower --clip-norm")
         lap = time.perf_counter() - self.since  # the losses are known, so the GPU has finished
         self.seconds += lap
         tokens_per_step = recipe.batch_size * self.config.seq_len
@@ -151,7 +172,7 @@ class Run:
     def log_validation(self, loss: float, accuracy: float):
         """Log the validation loss in nats, and the accuracy at the masks."""
         self.write(f"step {self.step:>6,}/{self.recipe.last_step:,}  validation loss {loss:.3f}  accuracy "
-                   f"{accuracy:.1%}", val_loss=loss, val_accuracy=accuracy, seconds=self.seconds)
+                   f"{accuracy:.1%}  ({VALIDATION})", val_loss=loss, val_accuracy=accuracy, seconds=self.seconds)
 
 
 def draw_loss(out: Path):
@@ -160,7 +181,7 @@ def draw_loss(out: Path):
     with figure(out / "loss.png") as axes:
         for name in dict.fromkeys(name for line in log for name in line if "loss" in name):
             points = [(line["step"], line[name]) for line in log if name in line]
-            label = {"loss": "training", "val_loss": "validation"}.get(name, name)  # or a term of the loss
+            label = {"loss": "training", "val_loss": f"validation {VALIDATION}"}.get(name, name)  # or a term
             axes.plot(*zip(*points), ".-" if name == "val_loss" else "-", label=label)
         if log and "unigram_entropy" in log[0]:
             axes.axhline(log[0]["unigram_entropy"], color="gray", linestyle="--", label="unigram entropy")

@@ -4,6 +4,7 @@ import math
 import re
 import string
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from maelm import PAD, SEP, Config
+from support.classification import Encoded, Kind, Scores
+from support.examples import Labels, Question
 from support.heads import SpanHead
-from support.classification import Encoded, Kind
-from support.tasks import Labels, Question, TuneConfig
+from support.tasks import TuneConfig
 from support.tokenizer import Tokenizer
 
 
@@ -45,6 +47,12 @@ def squad_metrics(questions: list, predictions: dict[str, str]) -> dict[str, flo
 
 
 # ---- 2. The kind of task ------------------------------------------------------------------------------------
+@dataclass
+class Windows(Encoded):
+    """A split as windows of contexts."""
+    windows: list[tuple]  # per input, the index of its question, and its tokens' places in the context (length, 2)
+
+
 class Spans(Kind):
     """Inputs `[CLS] question [SEP] window of the context [SEP]`. The target is the answer's first and last token, or
     [CLS] if the answer is elsewhere."""
@@ -53,7 +61,7 @@ class Spans(Kind):
         self.n = min(tune.seq_len, config.seq_len)
         self.model = tokenizer.framed()
 
-    def encode(self, questions: list[Question]) -> Encoded:
+    def encode(self, questions: list[Question]) -> Windows:
         """All windows of all questions. They start doc_stride tokens apart, or half a window apart if that is less."""
         ids, targets, windows, lost = [], [], [], 0
         for number, q in enumerate(questions):
@@ -78,7 +86,7 @@ class Spans(Kind):
                 windows.append((number, np.array(window.offsets, np.int32)))
             lost += bool(q.answers) and found == (0, 0)
         remark = f"{len(ids):,} windows of {self.n} tokens; {lost:,} answers lie in no window, and count as no answer"
-        return Encoded(ids, torch.tensor(targets), questions, windows, remark)
+        return Windows(ids, torch.tensor(targets), questions, remark, windows)
 
     def head(self) -> nn.Module:
         return SpanHead(self.config.encoder_dim)
@@ -110,7 +118,7 @@ class Spans(Kind):
         last = first + at % longest
         return torch.stack([null, score, first, last], dim=1)
 
-    def score(self, outputs, encoded: Encoded) -> tuple[dict[str, float], dict[str, str]]:
+    def score(self, outputs, encoded: Windows) -> Scores:
         """Outputs of all windows (N, 4) -> the official metrics, and two files for the official script: each question's
         answer ("" for none), and its no-answer score minus the score of its best span."""
         null = {q.id: math.inf for q in encoded.examples}
@@ -127,4 +135,4 @@ class Spans(Kind):
             odds[name] = null[name] - score
             answers[name] = text if odds[name] <= 0 else ""
         files = {"predictions.json": json.dumps(answers, indent=1), "null_odds.json": json.dumps(odds, indent=1)}
-        return squad_metrics(encoded.examples, answers), files
+        return Scores(squad_metrics(encoded.examples, answers), files)

@@ -7,12 +7,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP
 from support.checkpoints import Pretrained, hidden_states
+from support.corpus import Rows, open_corpus, text_rows
 from support.program import UserError, fields_of
-from support.corpus import Rows, Text, corpus_of_run, documents, in_validation, sample
+from support.text import Text
+from support.worker import best_device
 
 
 def transformers_library():
@@ -27,7 +28,7 @@ def transformers_library():
     return transformers
 
 
-# ---- 2. An encoder and its text, for ranks ---------------------------------------------------------------------
+# ---- An encoder and its text ------- ---------------------------------------------------------------------
 class Subject(NamedTuple):
     """An encoder and its text, in sequences of n tokens."""
     name: str
@@ -37,27 +38,37 @@ class Subject(NamedTuple):
     mask_id: int  # of [MASK]
     specials: list[int]  # ids of the tokens that are never masked
     reads_mask: bool  # whether the encoder read [MASK] in training
+    device: torch.device
     step: int | None = None  # of its pre-training, if known
 
 
-def subject_of_run(name: str, selected: dict, tokens: int, device: torch.device) -> Subject:
+def open_subject(name: str, options) -> Subject:
+    """The encoder that rank.py calls `name`, and its text, with the RankOptions of rank.py."""
+    selected = {field: value for field, value in fields_of(Text, asdict(options)).items() if value}
+    if name.startswith("hf:"):
+        return subject_of_hub(name, selected, options.tokens, options.seq_len, options.device)
+    return subject_of_run(name, selected, options.tokens, options.device)
+
+
+def subject_of_run(name: str, selected: dict, tokens: int, device_name: str) -> Subject:
     """The encoder in a run folder or checkpoint, and its validation text or, if fields of a Text are `selected`, about
     this many tokens of that text."""
     pretrained = Pretrained(name)
     state, config = pretrained.state, pretrained.config
+    device = best_device(device_name, config.encoder_dim)
     encoder = pretrained.new_encoder(seed=1).eval().to(device)
     text = Text(**fields_of(Text, asdict(config) | state["settings"] | selected))
     if "corpus" in state and not selected:
-        rows = Rows(corpus_of_run(text, state), "val", config.seq_len)
+        rows = open_corpus(text, config.vocab_size, config.seq_len, state["tokenizer"], state).val
     else:
         rows = text_rows(text, state["tokenizer"].encode, ([CLS], [SEP], []), config.seq_len, tokens)
     reads_mask = config.mask_in_encoder > 0 and config.encoder_fill != "random"
     specials = list(range(NUM_SPECIAL))
     encode = partial(hidden_states, encoder)
-    return Subject(name, encode, rows, text.data, MASK, specials, reads_mask, pretrained.step)
+    return Subject(name, encode, rows, text.data, MASK, specials, reads_mask, device, pretrained.step)
 
 
-def subject_of_hub(name: str, selected: dict, tokens: int, seq_len: int, device: torch.device) -> Subject:
+def subject_of_hub(name: str, selected: dict, tokens: int, seq_len: int, device_name: str) -> Subject:
     """An encoder that transformers' AutoModel loads, in fp32. It reads validation documents of docs, unless fields of a
     Text are `selected`: about this many tokens, in sequences of seq_len, unless its own limit is lower."""
     library, source = transformers_library(), name.removeprefix("hf:")
@@ -68,6 +79,7 @@ def subject_of_hub(name: str, selected: dict, tokens: int, seq_len: int, device:
     if missing or None in (cls, sep, mask):
         raise UserError(f"{name}: use an encoder with [CLS], [SEP] and [MASK] whose weights are all there, not without "
                         f"{missing[:1]}")
+    device = best_device(device_name, model.config.hidden_size)
     model.eval().to(device)
 
     def encode(tokens):
@@ -85,22 +97,4 @@ def subject_of_hub(name: str, selected: dict, tokens: int, seq_len: int, device:
     text = Text(**selected)
     rows = text_rows(text, encode_text, ([cls], [sep], [sep]), n, tokens)
     specials = sorted(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
-    return Subject(name, encode, rows, text.data, mask, specials, reads_mask=True)
-
-
-# ---- 3. Its text --------------------------------------------------------------------------------------------
-def text_rows(text: Text, encode: Callable, frame: tuple, n: int, tokens: int) -> np.ndarray:
-    """Validation documents, spaced evenly over a text, as sequences (N, n) int64, of about this many tokens. The frame
-    holds the special tokens before a sequence, between documents and after a sequence. Raises UserError if the text is
-    too short for one sequence."""
-    before, between, after = frame
-    room = n - len(before) - len(after)
-    held_out = (document for document in documents(text) if in_validation(document, text.val_share))
-    ids = []
-    for document in tqdm(sample(held_out, 20 * tokens), "tokenizing", unit="text", leave=False, disable=None):
-        ids += [*encode(document.decode()), *between]
-    count = len(ids) // room if room > 0 else 0
-    if count == 0:
-        raise UserError(f"--data {text.data}: {len(ids)} tokens, but a sequence has {n}; use --val-share 1")
-    rows = [[*before, *ids[i * room:(i + 1) * room], *after] for i in range(count)]
-    return np.array(rows, np.int64)
+    return Subject(name, encode, rows, text.data, mask, specials, True, device)

@@ -4,8 +4,9 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from maelm import Corruption
-from support.program import UserError
+from support.program import UserError, lock_folder
 
 GPU_DIM = 256  # dimensions from which compiling, and an Apple GPU, make a model faster
 
@@ -28,7 +29,7 @@ class Worker(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def make(cls, precision: str, device: str = "auto", dim: int = GPU_DIM) -> "Worker":
+    def make(cls, precision: str, device: str, dim: int) -> "Worker":
         """This process's rank, device and dtype, for an encoder of `dim` dimensions. precision: auto | fp32 | bf16."""
         chosen = best_device(device, dim)
         if chosen.type == "cuda":
@@ -44,6 +45,10 @@ class Worker(NamedTuple):
     def is_main(self) -> bool:
         """Whether this is the process that writes files."""
         return self.rank == 0
+
+    def lock(self, folder: Path) -> AbstractContextManager:
+        """A context in which no other run uses a folder; the first process locks it for all."""
+        return lock_folder(folder) if self.is_main else nullcontext()
 
     def micro_batches(self, tokens: torch.Tensor, corruption: Corruption, size: int) -> list[tuple]:
         """This process's share of a batch (B, n) and of its masks, in pieces of at most `size` sequences."""
@@ -63,30 +68,57 @@ class Worker(NamedTuple):
         """Move a batch to pinned memory, from which a GPU copies while it computes, if this process has a GPU."""
         return tree_map(torch.Tensor.pin_memory, batch) if self.device.type == "cuda" else batch
 
-    def all_reduce(self, *values: float) -> list[float]:
-        """The sums of numbers over all processes."""
+    def sums(self, *values: float) -> list[float]:
+        """The sums of numbers over all processes, which wait for each other."""
         total = torch.tensor(values, dtype=torch.float64)  # on the CPU, so that no GPU waits
         if self.world_size > 1:
             dist.all_reduce(total)
         return total.tolist()
 
+    def wait(self):
+        """Wait until all processes are here."""
+        self.sums(0)
+
+    def is_same(self, number: int) -> bool:
+        """Whether all processes have the same number: otherwise, it is not the mean in one of them or more."""
+        return self.sums(number)[0] == number * self.world_size
+
     @contextmanager
     def noted_signals(self) -> Iterator[list[int]]:
-        """Yield a list that collects Ctrl-C and the signals by which Slurm or torchrun ends a program."""
+        """Yield a list that collects Ctrl-C and the signals by which a closed terminal, Slurm or torchrun ends a
+        program. A second Ctrl-C ends it at once."""
         noted = []
-        names = [name for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]  # Windows lacks the last
-        before = {name: signal.signal(getattr(signal, name), lambda number, _: noted.append(number)) for name in names}
+
+        def note(number, _):
+            if number == signal.SIGINT and number in noted:
+                raise KeyboardInterrupt
+            noted.append(number)
+
+        names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+        numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]  # Windows lacks the last two
+        before = {number: signal.getsignal(number) for number in numbers}
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:  # as SIGHUP after nohup
+                signal.signal(number, note)
         try:
             yield noted
         finally:
-            for name, handler in before.items():
-                signal.signal(getattr(signal, name), handler)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-    def must_stop(self, signals: list[int], step: int) -> bool:
-        """Whether any process has noted a signal, so that all stop together."""
-        if self.world_size > 1 and step % 4 != 0:  # the check makes all of them wait
-            return False
-        return self.all_reduce(len(signals))[0] > 0
+    def signal_of_any(self, noted: list[int], step: int) -> int:
+        """A signal that any process has noted, so that all stop together; 0 if there is none."""
+        number = torch.tensor(max(noted, default=0))
+        if self.world_size > 1:
+            if step % 4 != 0:  # the comparison makes all of them wait
+                return 0
+            dist.all_reduce(number, dist.ReduceOp.MAX)
+        return int(number)
+
+    def averaging(self, network: nn.Module, is_last: bool) -> AbstractContextManager:
+        """A context for one of several backward passes of a `network` that `parallel` has made. In the last one, DDP
+        takes the mean of gradients over all processes, whose parts of a batch are equal."""
+        return nullcontext() if self.world_size == 1 or is_last else network.no_sync()
 
     def parallel(self, model: nn.Module, when: str) -> nn.Module:
         """A model that averages its gradients over all processes in the backward pass. when: see compile_model."""

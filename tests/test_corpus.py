@@ -15,9 +15,10 @@ import pytest
 
 import train
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
-from support.program import json_lines, read_json
-from support import corpus, docs
-from support.corpus import Rows, Text, indices_of_step
+from support.program import UserError, json_lines, read_json
+from support import corpus, docs, text as text_module
+from support.corpus import Rows, indices_of_step
+from support.text import Text
 from support.tokenizer import SPECIALS, Tokenizer
 from tests.common import contents, fails, little_documents, sentence, write_corpus
 
@@ -26,14 +27,14 @@ ODD = ["The cat sees a tree.", "naïve café — ∑ 数学 🙂\t\r\n  x", "\x0
 
 
 def prepared(data, cache, vocab_size=320, tokenizer=None, **change):
-    """Prepare a corpus in the folder `cache`; returns the folder of the corpus."""
+    """Prepare a corpus in the folder `cache`; returns it."""
     how = dict(data=str(data), cache=str(cache), val_share=0.1)
-    return corpus.prepared_corpus(Text(**how | change), vocab_size, tokenizer)
+    return corpus.open_corpus(Text(**how | change), vocab_size, 4, tokenizer)
 
 
 def documents_of(data, **settings):
     """All documents of --data."""
-    return list(corpus.documents(Text(data=str(data), **settings)))
+    return list(text_module.documents(Text(data=str(data), **settings)))
 
 
 # ---- Documents ------------------------------------------------------------------------------------------------------
@@ -54,7 +55,7 @@ def test_every_format_gives_the_same_documents(tmp_path):
     for name in (*list(files)[:6], "a.parquet", "a[1]", "a+b"):
         assert documents_of(tmp_path / name) == expected, name
     assert documents_of("a.txt+a.jsonl") == 2 * expected
-    with pytest.raises(corpus.UserError, match="the folder a.1. would be read instead"):  # instead of the Hub
+    with pytest.raises(UserError, match="the folder a.1. would be read instead"):  # instead of the Hub
         documents_of("hf:a[1]")
 
 
@@ -65,13 +66,16 @@ def test_text_without_blank_lines_is_split_by_size(tmp_path):
     assert "\n".join(found) == "".join(lines).strip()
     assert {10_000 <= len(text) + 1 < 10_100 for text in found[:-1]} == {True}
     (tmp_path / "line.txt").write_text("word " * 50_000)
-    assert [len(text) for text in documents_of(tmp_path / "line.txt")] == [99_999, 99_999, 49_999]
+    assert [len(text) for text in documents_of(tmp_path / "line.txt")] == [249_999]
 
 
 @pytest.mark.parametrize("name, content, message", [
     ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl: --column can be content, id, not text"),
     ("a.txt", b"good text\n\ncaf\xe9", "a.txt: cannot be read .*'utf-8' codec"),
     ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),
+    ("a.jsonl", b'{"text": 3, "id": 3}', "a.jsonl: needs text in its field text, not 3"),
+    ("a.csv", b"a,text\nx,y,z", "a.csv: cannot be read .a row has more cells than the header"),
+    ("a.csv", b'text\n"a', "a.csv: cannot be read .unexpected end"),
     ("a.txt", b"few", "its train split has . tokens, too few for a sequence of seq_len=64; .* --val-share"),
     ("a.txt", b" ", "contains no text"),
     ("b[2].txt", None, "b.2..txt: has no file ending in .txt")])
@@ -131,20 +135,21 @@ def test_docs_are_read_without_importing_and_kept_by_version(tmp_path, monkeypat
 def test_docs_leave_out_the_texts_that_are_scored_and_near_duplicates(tmp_path, monkeypatch):
     """The tenth that follows the validation split by hash is the dev split of the task `docs`."""
     texts = [" ".join(20 * [f"word{i}"]) for i in range(400)]
-    held_out = [" ".join(text.upper().split()[:13]) for text in texts if corpus.in_validation(text, 0.2)]
+    held_out = [" ".join(text.upper().split()[:13]) for text in texts if docs.in_validation(text, 0.2)]
     copies = [f"{7 * 'Copied '}{text}{more}" for text in held_out for more in ("", " and more")]
     short = [f"short {i}" for i in range(200)]  # of fewer than 13 words, which may repeat each other
-    short += [text.upper() for text in short if corpus.in_validation(text, 0.2)]
-    monkeypatch.setattr(corpus, "read_docs", lambda cache: [("python", text) for text in texts + copies + short])
-    assert len([text for text in copies if not corpus.in_validation(text, 0.2)]) > 40
+    short += [text.upper() for text in short if docs.in_validation(text, 0.2)]
+    for module in (docs, text_module):
+        monkeypatch.setattr(module, "read_docs", lambda cache: [("python", text) for text in texts + copies + short])
+    assert len([text for text in copies if not docs.in_validation(text, 0.2)]) > 40
     terms = [text.replace("word", "term") for text in texts]
     mine = [*terms, *[f"again: {text}" for text in terms]]  # other sources may repeat themselves
     (tmp_path / "mine.jsonl").write_text(json_lines([{"text": text} for text in mine]))
     for data, more in (("docs", []), (f"docs+{tmp_path / 'mine.jsonl'}", mine)):
-        folder = prepared(data, tmp_path)
-        whole = Tokenizer.load(folder).decode(np.fromfile(folder / "train.bin", np.uint16))
-        expected = [text.lower() for text in texts + short if not corpus.in_validation(text, 0.2)]
-        expected += [text.lower() for text in more if not corpus.in_validation(text, 0.1)]
+        found = prepared(data, tmp_path)
+        whole = found.tokenizer.decode(np.fromfile(found.folder / "train.bin", np.uint16))
+        expected = [text.lower() for text in texts + short if not docs.in_validation(text, 0.2)]
+        expected += [text.lower() for text in more if not docs.in_validation(text, 0.1)]
         assert whole == "".join(f"{text}[SEP]" for text in expected)
 
 
@@ -193,14 +198,15 @@ def test_tiktoken_gives_the_ids_of_tokenizers(tokenizer):
 
 
 # ---- A prepared corpus, and the sequences of a step -----------------------------------------------------------------
-@pytest.mark.parametrize("column, share, vocab_size", [
+@pytest.mark.parametrize("column, share, size", [
     ("body", 0.3, 65_536), ("body", 0.3, 65_537), ("body", 0.6, 320), ("title", 0.6, 320)])
-def test_twenty_texts_are_split_by_hash_and_cut_into_sequences(column, share, vocab_size, tmp_path):
+def test_twenty_texts_are_split_by_hash_and_cut_into_sequences(column, share, size, tmp_path, monkeypatch):
+    monkeypatch.setattr(Tokenizer, "__len__", lambda tokenizer: size)  # ids that never occur
     records = [{"title": sentence(i), "body": text} for i, text in enumerate(little_documents(20))]
     (tmp_path / "a.jsonl").write_text(json_lines([*records, {"title": "", "body": None}]))
-    how = dict(val_share=share, vocab_size=vocab_size)
-    prepared(tmp_path / "a.jsonl", tmp_path, column="body" if column == "title" else "title", **how)  # another corpus
-    folder = prepared(tmp_path / "a.jsonl", tmp_path, column=column, **how)
+    other = "body" if column == "title" else "title"
+    prepared(tmp_path / "a.jsonl", tmp_path, column=other, val_share=share)  # another corpus
+    folder, tokenizer, *_ = prepared(tmp_path / "a.jsonl", tmp_path, column=column, val_share=share)
     parts = {"train": [], "val": []}
     for text in (record[column] for record in records):
         fraction = int(hashlib.blake2b(text.encode(), digest_size=4).hexdigest(), 16) / 16 ** 8
@@ -208,8 +214,8 @@ def test_twenty_texts_are_split_by_hash_and_cut_into_sequences(column, share, vo
     meta = read_json(folder / "meta.json")
     assert meta["documents"] == {split: len(texts) for split, texts in parts.items()}
     for split, texts in parts.items():
-        tokens = np.fromfile(folder / f"{split}.bin", np.uint32 if vocab_size == 65_537 else np.uint16)
-        assert Tokenizer.load(folder).decode(tokens) == "".join(f"{text.lower()}[SEP]" for text in texts)
+        tokens = np.fromfile(folder / f"{split}.bin", np.uint32 if size == 65_537 else np.uint16)
+        assert tokenizer.decode(tokens) == "".join(f"{text.lower()}[SEP]" for text in texts)
         assert meta["tokens"][split] == len(tokens)
         for n in (2, 24, 41):
             rows = Rows(folder, split, n)
@@ -218,24 +224,30 @@ def test_twenty_texts_are_split_by_hash_and_cut_into_sequences(column, share, vo
             assert np.array_equal(rows[:, 1:].flatten(), tokens[:len(rows) * (n - 1)])
 
 
-def test_a_corpus_is_used_again_until_something_that_shapes_it_changes(tmp_path, monkeypatch):
+def test_a_corpus_is_used_again_until_its_content_changes(tmp_path, monkeypatch):
+    def folder(data, **change):
+        return prepared(data, tmp_path, **change).folder
+
     text = write_corpus(tmp_path / "text.txt")
-    first = prepared(text, tmp_path)
-    assert first.name.startswith("text.txt-320-") and prepared("text.txt", tmp_path) == first
+    first = folder(text)
+    assert first.name.startswith("text.txt-320-") and folder("text.txt") == first
     with monkeypatch.context() as patch:
         patch.setattr(corpus, "lock_folder", None)  # an existing corpus is only read
-        assert prepared(text, tmp_path) == first
+        os.utime(text, (1, 1))
+        assert folder(text) == first
     others = dict(uncased=False), dict(vocab_size=300), dict(val_share=0.2), dict(column="body")
-    found = {prepared(text, tmp_path, **other) for other in others}
-    os.utime(text, (1, 1))
-    assert len(found | {first, prepared(text, tmp_path)}) == 6
-    monkeypatch.setattr(corpus, "read_docs", lambda cache: [("python", document) for document in little_documents()])
-    monkeypatch.setattr(corpus, "versions", lambda: ["3.11"])
-    before = prepared("docs", tmp_path)
-    assert before == prepared("docs", tmp_path)
-    monkeypatch.setattr(corpus, "versions", lambda: ["3.12"])
-    assert prepared(f"docs+{text}", tmp_path).name.startswith("docs+text.txt-320")
-    assert prepared("docs", tmp_path) != before and before.is_dir()
+    found = {folder(text, **other) for other in others}
+    found.add(folder(text, tokenizer=Tokenizer.train(["other"], 300, True)))
+    write_corpus(text, 399)
+    assert len(found | {first, folder(text)}) == 7
+    for module in (docs, text_module):
+        monkeypatch.setattr(module, "read_docs", lambda cache: [("python", each) for each in little_documents()])
+    monkeypatch.setattr(text_module, "versions", lambda: ["3.11"])
+    before = folder("docs")
+    assert before == folder("docs")
+    monkeypatch.setattr(text_module, "versions", lambda: ["3.12"])
+    assert folder(f"docs+{text}").name.startswith("docs+text.txt-320")
+    assert folder("docs") != before and before.is_dir()
 
 
 def test_the_tokenizers_sample_is_spread_evenly():
@@ -245,29 +257,50 @@ def test_the_tokenizers_sample_is_spread_evenly():
     assert set(np.diff(found)) == {found[1]} and found[-1] > 980
 
 
-def test_prepare_reports_what_it_made(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text(json_lines({"text": text} for text in [*little_documents(100), "", None, "  "]))
-    flags = f"--data {tmp_path}/a.jsonl --cache {tmp_path} --vocab-size 320 --prepare".split()
+def test_what_was_read_and_what_was_not_is_said_in_a_line_per_source(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = json_lines({"text": text} for text in [*little_documents(100), "", None, "  "])
+    lines += json_lines([{"other": "a field that the first record lacks"}, {"text": "last", "n": 3}])
+    files = {"a/a.jsonl": lines, "a/b/b.csv": "id;text\n1;  One, two\n2;\n", "a/c.py": "x = 3", "a/d.md": "#",
+             "a/e.md": "#", "a/.hidden/f.txt": "hidden", "b.tsv": "text\ttext2\n\"One\ttwo\n"}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    (tmp_path / "a/again").symlink_to(tmp_path / "a")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/c.txt").write_text("    an indented line\nand more\n\n\n")
+    (tmp_path / "a/link").symlink_to(tmp_path / "linked")
+    flags = "--data a+b.tsv --cache cache --vocab-size 320 --seq-len 24 --val-share 0.1 --prepare".split()
     train.main(flags)
-    line, last = capsys.readouterr().out.splitlines()[-2:]
-    folder, = tmp_path.glob("*/")
+    first, *remarks = capsys.readouterr().out.splitlines()
+    folder, = tmp_path.glob("cache/a+b*")
     sizes = [(folder / f"{split}.bin").stat().st_size // 2 for split in ("train", "val")]
-    density = sum(len(text.encode()) for text in little_documents(100)) / sum(sizes)
-    assert line == (f"{folder}: {sizes[0]:,} tokens for training, {sizes[1]:,} for validation; documents: 97 train, "
-                    f"3 val; {density:.2f} bytes of text per token")
-    train.main(flags)
-    assert capsys.readouterr().out == last + "\n" == f"{folder}: prepared\n"  # the second time, nothing is prepared
+    documents = documents_of("a+b.tsv")
+    assert documents[100:] == ["last", "  One, two", "    an indented line\nand more", '"One']
+    density = sum(len(text.encode()) for text in documents) / sum(sizes)
+    count = read_json(folder / "meta.json")["documents"]
+    assert sum(count.values()) == 104
+    assert remarks == [
+        "a: 108 texts, of which 5 are empty or missing; files read: 3; other files: 2 .md, 1 .py",
+        "b.tsv: 1 texts, of which 0 are empty or missing; files read: 1; other files: none",
+        f"{folder.relative_to(tmp_path)}: {sizes[0]:,} tokens for training, {sizes[1]:,} for validation, in lower case "
+        f"(--no-uncased keeps its case); documents: {count['train']} train, {count['val']} val; {density:.2f} bytes of "
+        "text per token"]
+    monkeypatch.setattr(corpus, "prepare", None)
+    train.main(flags)  # the second time, nothing is prepared
+    assert capsys.readouterr().out.splitlines() == [first, *remarks]
 
 
 @pytest.mark.parametrize("function, results, seen", [
-    ("in_validation", [False] * 500 + [KeyboardInterrupt], KeyboardInterrupt),
+    ("np.append", [np.zeros(3, np.uint32)] * 5 + [KeyboardInterrupt], KeyboardInterrupt),
     ("write_json", OSError("No space"), OSError)])
 def test_a_preparation_that_ends_early_is_never_used(function, results, seen, text, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(seen):
-        patch.setattr(corpus, function, Mock(side_effect=results))
+        patch.setattr(f"support.corpus.{function}", Mock(side_effect=results))
         prepared(text, tmp_path)
-    found, expected = [contents(prepared(text, cache)) for cache in (tmp_path, tmp_path / "other")]
-    assert found == expected
+    found, expected = [contents(prepared(text, cache).folder) for cache in (tmp_path, tmp_path / "other")]
+    assert {name: found[name] for name in ("train.bin", "val.bin")} == {
+        name: expected[name] for name in ("train.bin", "val.bin")}
 
 
 @pytest.mark.parametrize("total, batch", [(1, 3), (10, 4), (97, 10), (1000, 64)])

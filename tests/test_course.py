@@ -162,7 +162,7 @@ def test_the_last_definition_of_a_function_counts():
     for more in (code, "def attention (\n q): return q", f"if True:\n    {code[:17]} return q\n", "attention = max\n"):
         assert is_attempted("attention", {"maelm.py": f"{ours}\n{more}"}), more
     assert is_attempted("MAELM.forward", {"maelm.py": ours + "\nMAELM.forward = max\n"})
-    for text in (ours, ours.replace(blank, ""), ours.replace(blank, code + blank)):
+    for text in (ours, ours.replace(blank, "")):
         assert not any(is_attempted(task, {"maelm.py": text}) for task in HOMEWORK)
 
 

@@ -23,10 +23,11 @@ from maelm import CLS, SEP
 from support import export
 from support.heads import ClassifierHead
 from support.program import UserError, json_lines, read_json
-from support import probe, results, tasks
+from support import examples, probe, results, tasks
 from support.classification import Classification, Encoded
+from support.examples import Data, Example, Labels, Question, read_task
 from support.squad import Spans
-from support.tasks import Example, Labels, Question
+from support.text import records_of
 from support.tokenizer import Tokenizer
 from tests.common import fails, little_documents, sentence
 from tests.test_tasks import write_glue
@@ -103,7 +104,7 @@ def test_inputs_are_those_of_the_exported_tokenizer(finished, tmp_path):
 
 
 def test_each_epoch_is_a_permutation():
-    encoded = Encoded([np.zeros(n) for n in range(330)], None, [], [], "")
+    encoded = Encoded([np.zeros(n) for n in range(330)], None, [], "")
     for size in (10, 16, 400):
         drawn = list(itertools.islice(encoded.shuffled(1, size), 2 * -(-330 // size)))  # two epochs
         half = len(drawn) // 2
@@ -154,13 +155,13 @@ def test_a_result_can_be_continued_but_not_with_other_texts(finished, tmp_path, 
     again = functools.partial(tune, finished, "mnli", tmp_path, "--learning-rate", "1e-3")
     result = again()
     assert result["metrics"]["accuracy"] != result["metrics"]["accuracy_mm"]  # the mismatched labels are shifted
-    (tmp_path / "out/predictions.jsonl").unlink()
-    assert again() == result and not (tmp_path / "out/predictions.jsonl").exists()  # nothing runs again
+    (tmp_path / "out/seed1/predictions.jsonl").unlink()
+    assert again() == result and not (tmp_path / "out/seed1/predictions.jsonl").exists()  # nothing runs again
     with monkeypatch.context() as patch:
         patch.setattr(tests.test_tasks, "sentence", lambda i: f"another text {i}")
         assert re.search("examples='.*' there, '.*' here; choose another --out", fails(again, capsys))
     assert "learning_rate=0.001 there" in fails(lambda: again("--learning-rate", "2e-3"), capsys)
-    monkeypatch.setattr(results, "code_hash", lambda: "other")
+    monkeypatch.setattr(results, "CODE", "other")
     assert "code=" in fails(again, capsys)
 
 
@@ -168,18 +169,18 @@ def test_squad_answers_are_predicted_in_the_official_files(finished, tmp_path):
     result = tune(finished, "squad2", tmp_path, *"--seq-len 12 --max-query 3 --doc-stride 2 --batch-size 4".split())
     pretrained = finetune.Pretrained(str(finished))
     kind = Spans(pretrained.tokenizer, pretrained.config, finetune.TuneConfig(**result["tune"]), None)
-    windows = kind.encode(tasks.read_task("squad2", str(tmp_path / "glue"), {})["train"]).ids
+    windows = kind.encode(read_task("squad2", Data(str(tmp_path / "glue")), {})["train"]).ids
     steps = math.ceil(0.5 * math.ceil(len(windows) / 4))  # an epoch is one of windows, not of 24 questions
     assert len(windows) > 48 and result["steps"] == [steps, steps]
     assert result["metric"] == "f1"
-    answers, odds = [read_json(tmp_path / f"out/{name}.json") for name in ("predictions", "null_odds")]
+    answers, odds = [read_json(tmp_path / f"out/seed2/{name}.json") for name in ("predictions", "null_odds")]
     assert len(answers) == 24 and all((odd > 0) == (answers[name] == "") for name, odd in odds.items())
 
 
 def test_scores_are_those_of_the_written_numbers():
     kind = Classification(Tokenizer.train(little_documents(50), 300, True), tiny(), finetune.TuneConfig(),
-                          Labels(("spearman",), (), 5.0))
-    encoded = Encoded([], torch.zeros(3), [Example("a", None, label) for label in (0.0, 2.5, 5.0)], [], "")
+                          Labels(("spearman",), (), 0.0, 5.0))
+    encoded = Encoded([], torch.zeros(3), [Example("a", None, label) for label in (0.0, 2.5, 5.0)], "")
     metrics, files = kind.score(0.5 + 1e-7 * np.arange(3.0)[:, None], encoded)
     assert metrics == {"spearman": 0} and files["predictions.jsonl"].count('"prediction": 2.5}') == 3
     assert kind.score(np.array([[0.1], [0.3], [0.2]]), encoded)[0]["spearman"] == pytest.approx(50)
@@ -207,12 +208,13 @@ def test_random_weights_are_drawn_by_the_seed(finished):
 
 def test_a_diverged_run_counts_as_the_lowest(finished, tmp_path, capsys):
     result = tune(finished, "rte", tmp_path, "--learning-rate=1e38", "--epochs=0.1")  # one step, whose loss is finite
-    assert result["values"] == [-math.inf, -math.inf] and result["effective_rank"]["after"] == [None, None]
+    assert result["values"] == [None, None] and result["median"] is result["metrics"]["accuracy"] is None
+    assert result["effective_rank"]["after"] == [None, None]
     assert "accuracy diverged  (medians; seeds: diverged, diverged)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("labels, metrics", [(["01", "1", "1", "01"], {"accuracy", "f1"}),
-                                             ([0.5, 2.0, 1.0, 0.0], {"spearman"})])
+                                             ([0.5, 2.0, 1.0, 0.0], {"spearman", "r2"})])
 @pytest.mark.parametrize("flag", ["--epochs=3", "--frozen"])
 def test_a_test_file_is_predicted_in_its_order_and_chooses_nothing(labels, metrics, flag, finished, tmp_path, capsys):
     texts = ["the cat sees some bread", "c", f"{sentence(5)} {sentence(6)}", "a dog"]
@@ -228,7 +230,7 @@ def test_a_test_file_is_predicted_in_its_order_and_chooses_nothing(labels, metri
     assert [found[name] for name in ("values", "steps")] == [alone[name] for name in ("values", "steps")]
     assert alone["metrics"].keys() == metrics
     assert found["metrics"].keys() == {name + end for name in metrics for end in ("", "_test")}
-    dev, test = [pandas.read_json(tmp_path / f"out/predictions{end}.jsonl", lines=True, dtype=False)
+    dev, test = [pandas.read_json(tmp_path / f"out/seed1/predictions{end}.jsonl", lines=True, dtype=False)
                  for end in ("", "_test")]
     assert [*dev.label, *test.label[1:3]] == [*labels, labels[2], labels[0]] and test.label[[0, 3]].isna().all()
     assert [*test.id] == [0, 1, 2, 3]  # other columns are repeated
@@ -248,7 +250,7 @@ def fake_runs(monkeypatch, value):
     def run_once(runs, tune, seed):
         seeds.append(seed)
         found = value(runs, tune, seed)
-        return {"value": found, "metrics": {runs.metric: found}, "ranks": None}, {}
+        return {"ranks": None}, probe.Scores({runs.metric: found}, {})
 
     monkeypatch.setattr(finetune.FineTuning, "run_once", run_once)
     return seeds
@@ -256,8 +258,8 @@ def fake_runs(monkeypatch, value):
 
 def test_an_interrupted_sweep_continues(finished, tmp_path, monkeypatch):
     rates = [rate * (768 / 32) ** 2 for rate in (2e-5, 3e-5, 4e-5, 5e-5)]  # for an encoder of 32 dimensions
-    found = dict(zip(rates, (-9.0, -math.inf, 0.0, -1.0)))
-    seeds = fake_runs(monkeypatch, lambda runs, tune, seed: found[tune.learning_rate] + (seed == 2))
+    found = dict(zip(rates, (-9.0, None, 0.0, -1.0)))
+    seeds = fake_runs(monkeypatch, lambda runs, tune, seed: float(seed == 2) or found[tune.learning_rate])
     flags = "--sweep --warmup-share 0.06 --batch-size 4".split()  # leaves a grid of four rates
     whole = tune(finished, "cola", tmp_path, *flags)
     assert seeds == [0, 0, 0, 0, 1, 2] and whole["tune"]["learning_rate"] == rates[2]
@@ -289,7 +291,7 @@ def test_the_last_of_all_layers_is_that_of_finetune(finished, text, figures, tmp
     init = str(finished)
     command = f"--task sst2 --data {tmp_path} --init {init} --frozen cls".split()
     finetune.main([*command, "--out", str(tmp_path / "last")])
-    monkeypatch.setattr(tasks, "hub_records", lambda name, split: tasks.records_of(tmp_path / f"sst2/{split}.parquet"))
+    monkeypatch.setattr(examples, "hub_records", lambda name, split: records_of(tmp_path / f"sst2/{split}.parquet"))
     rank.main([init, "--data", str(text), "--val-share", "1", "--probe", "sst2", "--out", str(tmp_path / "rank")])
     models = read_json(tmp_path / "rank/rank.json")["models"]
     scores = models[init]["probe"]["cls"]

@@ -20,7 +20,7 @@ from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
 from support import export
 from support.checkpoints import Pretrained, load_model, write_checkpoint
 from support.heads import ClassifierHead, SpanHead
-from support.corpus import Text, documents
+from support.text import Text, documents
 from support.tokenizer import SPECIALS, Tokenizer
 from support.fill_mask import logits_at
 from support.program import json_lines, read_lines
@@ -207,7 +207,7 @@ def test_a_loss_is_the_mean_over_the_labels(hub, tmp_path):
 
 def test_an_export_overwrites_nothing_and_needs_transformers(tmp_path, monkeypatch, capsys):
     exported(tmp_path)
-    assert "not empty" in fails(lambda: exported(tmp_path), capsys)
+    assert "already exists" in fails(lambda: exported(tmp_path), capsys)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install -U transformers" in fails(lambda: exported(tmp_path / "other"), capsys)
 
@@ -248,5 +248,5 @@ def test_hf_names_work_in_every_program(tmp_path, monkeypatch):
     train.main(arguments(tmp_path / "text", tmp_path / "run", "--data", "hf:user/texts"))
     rank.main(["hf:user/bert", "--data", "hf:user/texts", "--val-share", "1", "--out", str(tmp_path / "rank")])
     finetune.main(f"--init {tmp_path}/run --task stsb --seeds 1 --epochs 1 --out {tuned}".split())
-    labels = [line["label"] for line in read_lines(tuned / "predictions.jsonl")]
+    labels = [line["label"] for line in read_lines(tuned / "seed1/predictions.jsonl")]
     assert labels == [3.2, 0.0, 5.0] * 4

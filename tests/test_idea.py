@@ -88,7 +88,7 @@ def test_a_line_follows_from_the_files_of_the_programs(finished, tmp_path, monke
     for number, (score, bits) in enumerate(right.items()):
         write_json(tmp_path / f"run-{score}/result.json", {"median": 50.0 + number})
         answers = [{"prediction": "a", "label": "ba"[int(bit)]} for bit in bits]
-        write_text(tmp_path / f"run-{score}/predictions.jsonl", json_lines(answers))
+        write_text(tmp_path / f"run-{score}/seed1/predictions.jsonl", json_lines(answers))
     model = idea.Model("mae-lm", 0, folder)
     found = model.line()
     log = read_log(finished)

@@ -147,7 +147,7 @@ def test_a_task_has_its_own_metric_and_a_probe_its_own_vector(apply, finished, t
         pandas.DataFrame(rows).to_parquet(tmp_path / f"{split}.parquet")
     out = tmp_path / "out"
     finetune.main(f"--init {finished} --task emotion --data {tmp_path} --frozen max --out {out}".split())
-    lines = read_lines(out / "predictions.jsonl")
+    lines = read_lines(out / "seed1/predictions.jsonl")
     true, predicted = [[line[name] for line in lines] for name in ("label", "prediction")]
     macro = 100 * sklearn.metrics.f1_score(true, predicted, average="macro")
     assert read_json(out / "result.json")["metrics"] == {"macro_f1": pytest.approx(macro)} and macro > 50

@@ -72,7 +72,7 @@ def test_biases_and_states_are_in_bf16():
     tokens, positions = torch.arange(4, 10).expand(2, -1), torch.arange(6)[None]
     padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
     expected = model.encoder(tokens, positions, padding)
-    with Worker.make("bf16", "cpu").autocast():
+    with Worker.make("bf16", "cpu", 32).autocast():
         assert model.encoder(tokens, positions).dtype == torch.bfloat16  # also between layers
     stack = model.bfloat16().encoder.stack
     assert stack.attention_bias(positions, padding).dtype == torch.bfloat16
@@ -84,7 +84,7 @@ def test_biases_and_states_are_in_bf16():
 @pytest.mark.parametrize("name", PAPER_ROWS)
 def test_bf16_is_close_to_float64(size, compiler, name):
     torch.compiler.reset()
-    for found in errors(size, name, Worker.make("bf16", "cuda"), compiler, seq_len=61, vocab_size=320):
+    for found in errors(size, name, Worker.make("bf16", "cuda", 32), compiler, seq_len=61, vocab_size=320):
         assert max(found) < 0.02
 
 

@@ -15,10 +15,8 @@ import torch
 import finetune
 import rank
 import train
-from support import worker
-from support import checkpoints
+from support import checkpoints, corpus, worker
 from support.program import lock_folder
-from support import corpus
 from tests.common import ROOT, arguments, contents, fails, last_checkpoint, losses, read_log, same, short_run
 from tests.common import write_corpus
 
@@ -75,7 +73,7 @@ def change_step(monkeypatch, changed, change):
     monkeypatch.setattr(train.Trainer, "step", step)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_a_checkpoint(number, text, finished, tmp_path, monkeypatch, capsys):
     before = signal.getsignal(number)
     change_step(monkeypatch, 3, lambda loss: signal.raise_signal(number) or loss)
@@ -120,7 +118,8 @@ def test_a_run_keeps_its_corpus_and_reads_no_text(tmp_path, finished, monkeypatc
         patch.setattr(corpus, "documents", None)
         assert same(short_run(text, out), finished)
     shutil.rmtree(tmp_path / "cache")
-    assert "are gone, and the text has changed" in fails(lambda: short_run(text, out, "--max-steps", 9), capsys)
+    line = fails(lambda: short_run(text, out, "--max-steps", 9), capsys)
+    assert "this is another text, or it has changed; restore it" in line
 
 
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
@@ -135,13 +134,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_can_be_used(text, f
 
 def test_settings_that_decide_neither_model_nor_data_may_change(text, finished, tmp_path, capsys):
     out = short_run(text, tmp_path / "run", "--stop-at", 3)
-    short_run(text, out, "--learning-rate", "1e-3", "--weight-decay", 0.5, "--seed", 2, "--max-steps", 7)
+    short_run(text, out, "--learning-rate", "1e-3", "--weight-decay", 0.5, "--max-steps", 7)
     changed, = [line["start"]["changed"] for line in read_log(out) if "start" in line and line["step"] == 3]
-    assert changed == {"learning_rate": [6e-3, 1e-3], "weight_decay": [0.1, 0.5], "seed": [0, 2], "stop_at": [3, 0],
+    assert changed == {"learning_rate": [6e-3, 1e-3], "weight_decay": [0.1, 0.5], "stop_at": [3, 0],
                        "max_steps": [6, 7]}
     assert "changed: weight_decay=0.5, before 0.1" in capsys.readouterr().out
     state = last_checkpoint(out)
-    assert state["step"] == 7 and state["settings"]["seed"] == 2
+    assert state["step"] == 7 and state["settings"]["weight_decay"] == 0.5
     assert state["optimizers"][0]["param_groups"][0]["weight_decay"] == 0.5 and read_log(out)[-2]["lr"] < 1e-3
 
 
@@ -177,7 +176,7 @@ def test_a_folder_in_use_is_refused(text, copy, capsys):
 
 @pytest.mark.parametrize("flags, message", [
     ("--mask-rate 0.3 --batch-size 4", "mask_rate=0.15 there, 0.3 here; batch_size=8 there, 4 here; choose"),
-    ("--encoder-layers 1", "encoder_layers=2 there, 1 here")])
+    ("--encoder-layers 1 --seed 2", "encoder_layers=2 there, 1 here; seed=0 there, 2 here")])
 def test_another_run_is_refused_and_the_differences_are_named(flags, message, text, copy, capsys):
     before = contents(copy)
     line = fails(lambda: short_run(text, copy, *flags.split()), capsys)
@@ -195,7 +194,7 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
     (train, "--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
     *[(train, f"--{field.replace('_', '-')}={value}", f"{field}={value}: use ") for field, value in (
         ("rel_pos_buckets", 7), ("decoder_dim", 100), ("decoder_layers", 0), ("encoder_heads", 7))],
-    (finetune, "--init RUN --frozen --epochs 2", "no settings but seq_len, batch_size, l2"),
+    (finetune, "--init RUN --frozen --epochs 2", "no settings but batch_size, l2, seq_len"),
     (finetune, "--task custom", "--task custom: needs --data"),
     (finetune, "--init RUN --task rte --data no/such", "--task rte: its train split has no examples; see --data"),
     (rank, "RUN --tokens 1000", "fewer than 10 d = 320")])
@@ -223,7 +222,7 @@ def test_auto_takes_the_best_device(monkeypatch):
                                          ({"avx512_f": True}, torch.float32)])
 def test_auto_multiplies_in_bf16_where_this_is_fast(units, auto, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units)
-    found = [worker.Worker.make(precision, "cpu").dtype for precision in ("auto", "fp32", "bf16")]
+    found = [worker.Worker.make(precision, "cpu", 32).dtype for precision in ("auto", "fp32", "bf16")]
     assert found == [auto, torch.float32, torch.bfloat16]
 
 

@@ -9,10 +9,10 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 
+from support import classification as metrics, docs, squad, tasks
+from support.docs import in_validation
+from support.examples import Data, Labels, Question, labels_of, read_task
 from support.program import UserError, json_lines
-from support import classification as metrics, squad, tasks
-from support import corpus
-from support.corpus import in_validation
 from tests.common import SUBJECTS, sentence
 
 GLUE = {name: task for name, task in tasks.TASKS.items() if name in tasks.GLUE}
@@ -61,7 +61,7 @@ def test_metrics_equal_scipy_and_scikit_learn(n):
 
 def test_squad_metrics_are_those_of_the_official_evaluation():
     def score(answer, *true):
-        question = tasks.Question("1", "?", "", tuple((0, text) for text in true))
+        question = Question("1", "?", "", tuple((0, text) for text in true))
         found = squad.squad_metrics([question], {"1": answer})
         return found["exact"], found["f1"]
 
@@ -87,17 +87,17 @@ def test_tasks_and_grids_are_those_of_the_paper():
     pair = "sentence1 sentence2"
     assert [" ".join(task.columns) for task in GLUE.values()] == [  # as on the Hub
         "premise hypothesis", "question1 question2", "question sentence", "sentence", "sentence", pair, pair, pair]
-    assert len(tasks.grid("docs", tasks.TuneConfig(epochs=7.0), 768, {"epochs": 7.0})) == 16
+    assert len(tasks.TuneConfig(epochs=7.0).grid("docs", 768, {"epochs": 7.0})) == 16
     fields = "epochs", "learning_rate", "batch_size", "warmup_share"
     assert {*tasks.SWEPT} == {*fields}
     for (name, dim), rows in GRIDS.items():
-        points = tasks.grid(name, tasks.TuneConfig(), dim, {})
+        points = tasks.TuneConfig().grid(name, dim, {})
         assert tuple({getattr(point, field) for point in points} for field in fields) == rows
 
 
 @pytest.mark.parametrize("name", tasks.GLUE)
 def test_the_hubs_files_are_read_as_they_are(name, tmp_path):
-    splits = tasks.read_task(name, str(write_glue(tmp_path)), {})
+    splits = read_task(name, Data(str(write_glue(tmp_path))), {})
     assert list(splits) == (["train", "dev", "dev_mm"] if name == "mnli" else ["train", "dev"])
     labels, columns = GLUE[name].labels, GLUE[name].columns
     for split, rows in splits.items():
@@ -106,15 +106,15 @@ def test_the_hubs_files_are_read_as_they_are(name, tmp_path):
             label = labels[record["label"]] if labels else round(record["label"], 1)
             texts = [record[column] for column in columns]
             assert found[:3] == (*texts, *[None] * (2 - len(texts)), label)
-    assert tasks.read_task(name, str(tmp_path / name), {}) == splits
+    assert read_task(name, Data(str(tmp_path / name)), {}) == splits
 
 
 def test_docs_repeat_no_text_of_dev_or_of_the_validation_split(monkeypatch):
     texts = [" ".join(f"{word}{i}" for word in range(15 if i % 2 else 5)) for i in range(4000)]
     copies = {f"Copied: {text.upper()}.": text for text in texts[1::2]}  # of the long ones
     documents = [(("torch", "numpy", "tqdm")[i % 3], text) for i, text in enumerate([*texts, *copies])]
-    monkeypatch.setattr(corpus, "read_docs", lambda cache: {"kept": documents}[cache])
-    train, dev = tasks.read_task("docs", None, {"val_share": 0.3, "cache": "kept"}).values()
+    monkeypatch.setattr(docs, "read_docs", lambda cache: {"kept": documents}[cache])
+    train, dev = read_task("docs", Data(), {"val_share": 0.3, "cache": "kept"}).values()
     for text, _, library, *_ in train + dev:
         assert library != "tqdm" and (library, text) in documents and not in_validation(text, 0.3)
     documents.sort(key=lambda item: hashlib.blake2b(item[1].encode()).hexdigest())
@@ -131,31 +131,31 @@ def test_custom_files_have_names_or_numbers_as_labels(tmp_path):
         rows = [{"text": f"a {i}", "label": label} | more for i, label in enumerate(labels)]
         (tmp_path / "train.jsonl").write_text(json_lines(rows))
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "dev.parquet")
-        splits = tasks.read_task("custom", str(tmp_path), {})
+        splits = read_task("custom", Data(str(tmp_path)), {})
         assert splits["train"] == splits["dev"]
-        return splits["train"], tasks.labels_of("custom", splits["train"])
+        return splits["train"], labels_of("custom", splits["train"])
 
     def read_table(name, content):
         for path in tmp_path.iterdir():
             path.unlink()
         (tmp_path / name).write_text(content)
-        splits = tasks.read_task("custom", str(tmp_path), {})
-        return splits, tasks.labels_of("custom", splits["train"])
+        splits = read_task("custom", Data(str(tmp_path)), {})
+        return splits, labels_of("custom", splits["train"])
 
     examples, labels = read(["01", "1", "NA"], text2="b")
-    assert examples[0] == ("a 0", "b", "01", {}) and labels == tasks.Labels(("accuracy",), ("01", "1", "NA"))
+    assert examples[0] == ("a 0", "b", "01", {}) and labels == Labels(("accuracy",), ("01", "1", "NA"))
     assert [labels.target(example.label) for example in examples] == [0, 1, 2] and labels.target(None) == 0
     examples, labels = read([3, 0, 3])
-    assert examples[0] == ("a 0", None, "3", {}) and labels == tasks.Labels(("accuracy", "f1"), ("0", "3"))
+    assert examples[0] == ("a 0", None, "3", {}) and labels == Labels(("accuracy", "f1"), ("0", "3"))
     examples, labels = read([1.0, -2.5])
-    assert labels == tasks.Labels(("spearman",), (), 2.5) and labels.target(examples[0].label) == 0.4
-    for wrong, found in (("x", labels), (1.5, tasks.Labels((), ("a",)))):
+    assert labels == Labels(("spearman", "r2"), (), -0.75, 1.75) and labels.target(examples[0].label) == 1
+    for wrong, found in (("x", labels), (1.5, Labels((), ("a",)))):
         with pytest.raises(UserError, match="is not one of the training labels"):
             found.target(wrong)
     for row in ({"text": "a", "label": ""}, {"text": "a", "label": math.nan}, {"text": None, "label": "b"}):
         (tmp_path / "train.jsonl").write_text(json_lines([row]))
-        with pytest.raises(UserError, match="custom, train, row 1: needs text in text and text2, and a label"):
-            tasks.read_task("custom", str(tmp_path), {})
+        with pytest.raises(UserError, match="train.jsonl, row 1: needs text in text, and a label in label"):
+            read_task("custom", Data(str(tmp_path)), {})
     # Cells are texts: 01 is not 1. Without dev, a tenth of train is dev.
     rows = "".join(f'{i},"a, {i}",{"01" if i % 2 else "1"},None\n' for i in range(40))
     splits, labels = read_table("train.csv", f"id,text,label,more\n{rows}")
@@ -164,15 +164,15 @@ def test_custom_files_have_names_or_numbers_as_labels(tmp_path):
     assert len(found) == 40 and found["7"] == ("a, 7", None, "01", {"id": "7", "more": "None"})
     rows = "".join(f'"a {i}\tb\t{i % 3}{".5" if i == 2 else ""}\n' for i in range(40))
     splits, labels = read_table("train.tsv", f"text\ttext2\tlabel\n{rows}")
-    assert splits["train"][0][0][0] == '"' and labels == tasks.Labels(("spearman",), (), 2.5)
-    for content, message in (("text,name\na,b\n", "train.csv: needs the columns text, label, but has text, name"),
-                             ("text,label\na,b,c\n", "train.csv: its rows have more cells than the header"),
+    assert splits["train"][0][0][0] == '"' and labels.metrics == ("spearman", "r2")
+    for content, message in (("text,name\na,b\n", "train.csv, row 1: needs text in text, and a label in label"),
+                             ("text,label\na,b,c\n", "train.csv: cannot be read .a row has more cells than the header"),
                              ('text,label\n"a', "train.csv: cannot be read")):
         with pytest.raises(UserError, match=message):
             read_table("train.csv", content)
     (tmp_path / "train.csv").unlink()
     with pytest.raises(UserError, match="its train split has no examples; see --data"):
-        tasks.read_task("custom", str(tmp_path), {})
+        read_task("custom", Data(str(tmp_path)), {})
 
 
 def test_questions_are_trained_only_where_their_answer_stands(tmp_path, capsys):
@@ -182,7 +182,7 @@ def test_questions_are_trained_only_where_their_answer_stands(tmp_path, capsys):
             for i, start in enumerate(starts)]
         for split in ("train", "validation"):
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{split}.parquet")
-        splits = tasks.read_task("squad2", str(tmp_path), {})
+        splits = read_task("squad2", Data(str(tmp_path)), {})
         assert len(splits["dev"]) == len(starts)  # scores compare texts
         return [question.id for question in splits["train"]]
 

@@ -12,8 +12,7 @@ import torch
 import train
 from conftest import generator, model_and_batch, random_tokens, tiny
 from maelm import MAELM, NUM_SPECIAL, Config, Corruption, Decoder, Encoder, Head, apply_masks, draw_masks
-from support import fill_mask
-from support import optim
+from support import fill_mask, optim
 from support.checkpoints import load_model
 from support.corpus import indices_of_step
 from support.model import flops

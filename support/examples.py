@@ -1,0 +1,211 @@
+"""The examples and labels of the tasks of finetune.py, from docs, the Hub or files."""
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from support.docs import docs_task
+from support.program import UserError, path_of
+from support.tasks import TASKS, Task
+from support.text import READERS, Text, hub_records, records_of, split_name
+
+
+# The comment after a field is also its text in -h.
+@dataclass(frozen=True)
+class Data:
+    """Where a task's examples come from."""
+    data: str = ""  # folder with the Hub's own files or, for custom, with train; default: the Hub
+    text_column: str = "text"  # custom: column with the text
+    text2_column: str = "text2"  # custom: column with a second text, if there is one
+    label_column: str = "label"  # custom: column with the label
+    regression: bool = False  # custom: whether labels are numbers to predict, also if they are whole
+
+
+class Example(NamedTuple):
+    """One or two texts and a label: a name, a number in a regression, or None if a test file has none."""
+    text: str
+    text2: str | None
+    label: str | float | None
+    others: dict = {}  # custom: the other columns of its record, which predictions repeat
+
+
+class Question(NamedTuple):
+    """A SQuAD question. Each answer is (first character, text); a question without answers is unanswerable."""
+    id: str
+    question: str
+    context: str
+    answers: tuple[tuple[int, str], ...]
+
+
+# ---- 1. Reading ---------------------------------------------------------------------------------------------
+def read_task(name: str, data: Data, settings: dict) -> dict[str, list]:
+    """The examples or questions of each split: train, dev, dev_mm of MNLI, and test of custom. Without dev, a tenth of
+    train is dev. For docs, `settings` of the pre-training run has the fraction that it held out and its cache. Raises
+    UserError if examples are missing or have no text or label."""
+    task = TASKS[name]
+    if name == "docs":
+        found = docs_task(settings.get("val_share", Text.val_share), settings.get("cache", Text.cache))
+        return {split: [Example(text, None, library) for library, text in each] for split, each in found.items()}
+    parts = dict(zip(("train", "dev", "test" if name == "custom" else "dev_mm"), ("train", *task.dev)))
+    splits = {}
+    for split, part in parts.items():
+        records = records_of_split(name, data.data, part)
+        if task.kind == "spans":
+            splits[split] = questions_of(records)
+        else:
+            splits[split] = [example_of(name, data, split, place, record) for place, record in records]
+    if name == "custom" and not splits["dev"]:
+        splits |= with_dev(splits["train"])
+    if task.kind == "spans":
+        splits["train"] = with_answers(name, splits["train"])
+    for split in ("train", "dev"):
+        if not splits[split]:
+            raise UserError(f"--task {name}: its {split} split has no examples; see --data")
+    return {split: examples for split, examples in splits.items() if examples}
+
+
+def folder_of(name: str, data: str) -> Path:
+    """The folder of a task: `data`, or the task's folder in it, such as glue/rte."""
+    root = path_of(data)
+    hub = TASKS[name].hub or f"nyu-mll/glue:{name}"
+    inside = [folder for folder in sorted(root.rglob(re.split("[/:]", hub)[-1])) if any(folder.glob("train*"))]
+    return (inside or [root])[0]
+
+
+def missing_tasks(names: list[str], data: str) -> list[str]:
+    """The tasks that have no training file in `data`; none on the Hub. Raises UserError if all are missing."""
+    missing = [name for name in names if data and not any(folder_of(name, data).glob("train*"))]
+    if missing == names:
+        raise UserError(f"--data {data}: has no training file of {', '.join(names)}")
+    return missing
+
+
+def records_of_split(name: str, data: str, part: str) -> Iterator[tuple[str, dict]]:
+    """(place, record) of a split: on the Hub if there is no `data`, or in its files, such as PART.csv or
+    PART-00000-of-00001.parquet. The place is for messages."""
+    files = sorted(folder_of(name, data).glob(f"{part}*")) if data else []
+    sources = {str(file): records_of(file) for file in files if split_name(file)[1] in READERS}
+    if not data:
+        hub = TASKS[name].hub or f"nyu-mll/glue:{name}"
+        sources = {f"hf:{hub}, {part}": hub_records(f"hf:{hub}", part)}
+    for source, records in sources.items():
+        for number, record in enumerate(records, start=1):
+            yield f"{source}, row {number}", record
+
+
+def example_of(name: str, data: Data, split: str, place: str, record: dict) -> Example:
+    """A record of a task that classifies texts as an Example. Raises UserError if its text or label is missing."""
+    task = TASKS[name]
+    columns, label_column, others = task.columns, "label", {}
+    if name == "custom":
+        columns, label_column = (data.text_column, data.text2_column), data.label_column
+        if record.get(data.text2_column) is None:
+            columns = columns[:1]  # the second text is optional
+        others = {column: cell for column, cell in record.items() if column not in (*columns, label_column)}
+        clash = others.keys() & {"label", "prediction", "scores"}
+        if clash:
+            raise UserError(f"{place}: rename its column {min(clash)}, which predictions would replace")
+    texts = [record.get(column) for column in columns]
+    label = label_of(task, record.get(label_column))
+    # On the Hub, a few texts of QQP are empty.
+    has_texts = all(isinstance(text, str) and (text.strip() or name != "custom") for text in texts)
+    if not has_texts or (label is None and split != "test"):
+        raise UserError(f"{place}: needs text in {' and '.join(columns)}, and a label in {label_column} (see "
+                        f"--text-column and --label-column), but has {record!r:.200}")
+    return Example(texts[0], texts[1] if len(texts) == 2 else None, label, others)
+
+
+def label_of(task: Task, label) -> str | float | None:
+    """A label as its name, or a number. The Hub's names are numbers from 0, and STS-B's 3.2 is 3.200000047683716 there.
+    None if the label is missing, or something else."""
+    if not isinstance(label, str | int | float) or label == "" or label != label:  # NaN
+        return None
+    if task.labels:
+        return task.labels[int(label)] if label in range(len(task.labels)) else None
+    if isinstance(label, float):
+        return float(f"{label:.6g}")
+    return str(label)
+
+
+def with_dev(train: list[Example]) -> dict[str, list[Example]]:
+    """Nine tenths of the training examples as train, and a tenth, drawn at random, as dev. Of each label, train has an
+    example."""
+    order = np.random.default_rng(0).permutation(len(train)).tolist()
+    first = {train[i].label: i for i in reversed(order)}
+    rest = [i for i in order if first[train[i].label] != i]
+    dev = rest[:len(train) // 10]
+    chosen = {*dev}
+    print(f"--data has no file dev: {len(dev):,} of {len(train):,} examples in train are dev")
+    return {"train": [train[i] for i in order if i not in chosen], "dev": [train[i] for i in dev]}
+
+
+def questions_of(records: Iterator[tuple[str, dict]]) -> list[Question]:
+    """Records of SQuAD -> questions. Raises UserError if two of them have one id."""
+    found = {}
+    for place, record in records:
+        answers = zip(record["answers"]["answer_start"], record["answers"]["text"])
+        question = Question(record["id"], record["question"], record["context"], tuple(answers))
+        if found.setdefault(question.id, question) is not question:
+            raise UserError(f"{place}: its id {question.id} occurs twice; predictions need one for each question")
+    return [*found.values()]
+
+
+def with_answers(name: str, questions: list[Question]) -> list[Question]:
+    """The training questions whose answer stands where the file says. Raises UserError if fewer than half do."""
+    kept = [q for q in questions if all(q.context[start:start + len(text)] == text for start, text in q.answers[:1])]
+    wrong = len(questions) - len(kept)
+    if wrong > len(kept):
+        raise UserError(f"--task {name}: {wrong:,} of {len(questions):,} training answers are not in their context at "
+                        "answer_start, which counts characters from 0; correct it")
+    if wrong:
+        print(f"--task {name}: {wrong:,} training questions are left out: their answer is not at answer_start")
+    return kept
+
+
+# ---- 2. Labels ----------------------------------------------------------------------------------------------
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d\d?)?", re.IGNORECASE)
+MOST_CLASSES = 20  # if labels are whole numbers; more are probably meant as numbers
+
+
+class Labels(NamedTuple):
+    """The possible outputs of a task: one of several names or, if there are no names, a number."""
+    metrics: tuple[str, ...]  # as in Task
+    names: tuple[str, ...] = ()
+    center: float = 0.0  # the model predicts (number - center) / scale
+    scale: float = 1.0
+
+    def target(self, label: str | float | None) -> int | float:
+        """A label in the form of the model's output: the index of its name, or a number; 0 if there is none."""
+        if label is None:
+            return 0
+        if label in self.names:
+            return self.names.index(label)
+        if self.names or not NUMBER.fullmatch(str(label)):
+            known = ", ".join(self.names[:20]) or "numbers"
+            raise UserError(f"label {label!r} is not one of the training labels ({known})")
+        return (float(label) - self.center) / self.scale
+
+
+def labels_of(name: str, train: list, regression: bool = False) -> Labels:
+    """The labels of task `name`: those of the release, numbers in a `regression` or if some have decimals, or else the
+    distinct training labels in alphabetical order. Raises UserError for numbers of which neither is clear."""
+    task = TASKS[name]
+    if task.labels or task.kind != "classification":
+        return Labels(task.metrics, task.labels)
+    names = tuple(sorted({str(example.label) for example in train}))
+    are_numbers = all(map(NUMBER.fullmatch, names))
+    has_decimals = are_numbers and not all(label.lstrip("+-").isdigit() for label in names)
+    if regression or has_decimals:
+        if not are_numbers:
+            raise UserError(f"--regression: needs numbers as labels, not {names[0]}")
+        if name != "custom":
+            return Labels(task.metrics, scale=5.0)  # as in the official code for STS-B
+        numbers = np.array([float(example.label) for example in train])
+        return Labels(("spearman", "r2"), (), float(numbers.mean()), float(numbers.std()) or 1.0)
+    if are_numbers and len(names) > MOST_CLASSES:
+        raise UserError(f"{len(names)} different whole numbers as labels: give --regression to predict numbers, or "
+                        "write classes as names, such as class 7")
+    return Labels(tuple(metric for metric in task.metrics if metric != "f1" or len(names) == 2), names)
