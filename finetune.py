@@ -78,6 +78,7 @@ class FineTuning:
     def finish(self, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
         """Do the jobs (settings, seed) that the results lack. Returns the runs of all jobs."""
         once = self.probe_once if self.flags.frozen else self.run_once
+        print(f"{self.task}: {len(jobs)} runs")
         runs = []
         for number, (tune, seed) in enumerate(jobs, start=1):
             run = self.results.find(tune, seed)
@@ -105,6 +106,7 @@ class FineTuning:
         evaluations = min(20, math.ceil(2 * tune.epochs))  # two per epoch, but at most 20
         evaluate_after = {math.ceil(steps * i / evaluations) for i in range(1, evaluations + 1)}
         best = -math.inf  # value on dev
+        began = time.perf_counter()
         bar = tqdm(range(steps), desc=f"{self.task} seed {seed}", leave=False, disable=None)
         for step, indices in zip(bar, train.shuffled(seed, tune.batch_size)):  # without end
             model.train()  # evaluation switched dropout off
@@ -114,6 +116,9 @@ class FineTuning:
                 logits = model(tokens, padding)
             kind.loss(logits, targets, tokens).backward()
             take_step([optimizer], learning_rate_factor(step, round(tune.warmup_share * steps), steps))
+            if step == 9 and not self.results.runs:
+                minutes = (time.perf_counter() - began) / 10 * steps / 60
+                print(f"{steps:,} steps per run, about {minutes:.1f} min without evaluations")
             if step + 1 in evaluate_after:
                 scores = self.evaluate(model, tune, ["dev"])
                 value = scores.metrics[self.metric]

@@ -48,13 +48,13 @@ class Config:
     norm: Literal["post", "pre"] = "post"  # LayerNorm after or before the sub-layers
     init_std: float = 0.02  # standard deviation of the initial weights
     decoder_relative: bool = False  # whether the decoder also has relative positions
-    # For Table 2 (see ABLATIONS) and Figure 4:
+    # For Table 2 and Figure 4; skip these until ABLATIONS:
     mask_in_encoder: float = 0.0  # delta in Figure 4: fraction of the masked positions that the encoder sees
     encoder_fill: Literal["mask", "random"] = "mask"  # the token that the encoder sees at masked positions
     decoder_reset: bool = False  # whether e_[MASK] replaces the encoder's output at masked positions
     aligned_positions: bool = True  # whether tokens keep their positions in the encoder, or get 0 to r - 1
     decoder_dim: int = 0  # dimensions of the decoder; 0 for encoder_dim
-    decoder: str = "bi"  # bi, or another decoder of Table 2: bi+cross | uni+cross | cross
+    decoder: str = "bi"  # bi, or one of Table 2, in support/: bi+cross | uni+cross | cross
 
     def num_masked(self, n):  # m for n tokens
         return round(self.mask_rate * n)
@@ -72,7 +72,7 @@ class Corruption(NamedTuple):
     kept: Tensor  # (B, r) int64, the positions that the encoder sees, ascending
 
     @property
-    def is_complete(self):  # as in an MLM: then all sequences have the positions 0 to n - 1
+    def is_complete(self):  # as in an MLM, whose sequences all have the positions 0 to n - 1
         return self.kept.shape == self.corrupted.shape
 
 
@@ -95,7 +95,8 @@ def draw_masks(maskable, m, generator):
 
 def apply_masks(tokens, masked, config, generator):
     """Mask tokens (B, n) int64 at the distinct positions `masked` (B, m) int64 -> Corruption, or ValueError.
-    Example for MAE-LM: tokens 10 11 12 13 10 14, masked 5 2 -> corrupted 10 11 3 13 10 3, kept 0 1 3 4."""
+    Example for MAE-LM: tokens 10 11 12 13 10 14, masked 5 2 -> corrupted 10 11 3 13 10 3, kept 0 1 3 4.
+    With mask_in_encoder = 0.5, the encoder also sees the [MASK] at position 5: kept 0 1 3 4 5."""
     B, m = masked.shape
     is_masked = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, masked, True)
     if m == 0 or is_masked.sum() != B * m:
@@ -156,14 +157,15 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x, bias=None, at=None):
-        """x (B, t, d) -> (B, t, d), or (B, m, d) at the indices `at`, a shortcut that Stack explains."""
+        """x (B, t, d) -> (B, t, d) or, if only the outputs at indices `at` (B, m) are needed, (B, m, d)."""
         x = self.sublayer(x, self.self_attention, self.attention_norm, bias)
-        if at is not None:
+        if at is not None:  # the FFN treats each token alone, so it can skip the others
             x = x.take_along_dim(at[:, :, None], dim=1)
         return self.sublayer(x, self.ffn, self.ffn_norm)
 
     def sublayer(self, x, layer, norm, *arguments):
-        """A layer with its dropout, skip connection and LayerNorm: last, as in the paper, or first."""
+        """A layer with its dropout, skip connection and LayerNorm: last, as in the paper, or first. Attention
+        has more arguments, bias and memory."""
         if self.post_norm:
             y = self.dropout(layer(x, *arguments))
             return norm(x + y).to(y.dtype)  # bf16 in autocast, whose LayerNorm gives float32
@@ -192,7 +194,7 @@ class Stack(nn.Module):
     def __init__(self, config, dim, layers, dropout, relative, block=Block):
         super().__init__()
         head_dim = config.encoder_dim // config.encoder_heads  # d_h
-        heads = dim // head_dim
+        heads = dim // head_dim  # more or fewer in a decoder of another width
         self.relative_bias = RelativeBias(config, heads) if relative and config.rel_pos_buckets > 0 else None
         self.blocks = nn.ModuleList([block(config, dim, heads, dropout) for _ in range(layers)])
         self.final_norm = nn.Identity() if config.norm == "post" else nn.LayerNorm(dim)
@@ -203,7 +205,7 @@ class Stack(nn.Module):
         states = [x]
         for block in self.blocks[:-1]:
             states.append(block(states[-1], bias))
-        # For speed, layer L can continue at M only: the loss needs no other position, and an FFN mixes none.
+        # For speed, layer L can end at M only, because the loss needs no other position.
         x = self.blocks[-1](states[-1], bias, at)
         return [*states, self.final_norm(x)]
 
@@ -311,7 +313,7 @@ class MAELM(nn.Module):
         """H^L (B, r, d) at the kept positions; in a standard MLM (r = n), (B, m, d) at the positions `at`."""
         seen = corruption.corrupted.gather(1, corruption.kept)  # (B, r)
         positions = corruption.kept  # in MAE-LM
-        if corruption.is_complete:  # all rows are equal, and using one of them saves time
+        if corruption.is_complete:  # all sequences have the same positions, and one copy saves time
             positions = positions[:1]
         if not self.config.aligned_positions:  # Table 2: misaligned
             positions = torch.arange(seen.shape[1], device=seen.device)[None]
@@ -335,7 +337,7 @@ class MAELM(nn.Module):
         return x
 
 
-ABLATIONS = {  # the rows of Table 2, as differences from MAE-LM
+ABLATIONS = {  # the entries of Table 2, as differences from MAE-LM
     "mae-lm": dict(),
     "mlm": dict(mask_in_encoder=1.0, decoder_layers=0),
     "enc-mask": dict(mask_in_encoder=1.0),
@@ -370,7 +372,7 @@ def relative_bucket(distance, num_buckets, max_distance):
 
 
 def lookup(values, index):
-    """values (2n - 1, heads), index (B, t, t) -> (B, heads, t, t). Faster than values[index]."""
+    """values (2n - 1, heads), index (B, t, t) -> values[index].permute(0, 3, 1, 2), but faster."""
     B, t, _ = index.shape
     flat = index.view(B, 1, t * t).expand(-1, values.shape[1], -1)  # (B, heads, t * t)
     return values.t().expand(B, -1, -1).gather(2, flat).unflatten(2, (t, t))

@@ -18,7 +18,6 @@ The paper's formula uses the singular values of H itself ("uncentered"), but the
 the mean vector is subtracted first). In our small presets, which have pre-LN, layers 1 to L - 1 are measured before
 any LayerNorm. support/subjects.py loads the models and their texts.
 """
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,10 +29,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from maelm import Config, draw_masks
-from support.checkpoints import hidden_states
-from support.corpus import evenly_spaced
-from support.program import Parser, UserError, clear_errors, compare, figure, path_of, read_json, short_name, write_json
-from support.subjects import Subject, open_subject
+from support.model import text_states
+from support.program import Parser, UserError, clear_errors, compare, figure, read_json, short_name, write_json
+from support.results import draw_steps
+from support.subjects import Subject, open_subjects
 from support.tasks import TASKS
 
 CENTERINGS = {"uncentered": False, "centered": True}
@@ -109,7 +108,7 @@ def encoder_ranks(encoder: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) 
     encoder.eval()
     moments = Moments()
     for tokens, padding in batches:
-        moments.add(hidden_states(encoder, tokens, padding)[-1][~padding])
+        moments.add(text_states(encoder, tokens, padding)[-1][~padding])
     return moments.ranks(0.9) if moments.are_enough() and moments.gram.isfinite().all() else None
 
 
@@ -127,9 +126,9 @@ class RankOptions:
     batch_size: int = 32  # sequences per batch
     seed: int = 0  # seed of the masks
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to measure
+    steps: bool = False  # measure all checkpoints of one run, and draw ranks and scores over its steps: Figure 3
     controls: bool = False  # also measure the text with random tokens, or one token, in place of [MASK]
     probe: Literal["", *PROBE_TASKS] = ""  # also probe each layer for the labels of a task of finetune.py, such as docs
-    out: str = ""  # folder for rank.json and rank.png; default: out/rank-MODEL-MODEL...
 
 
 class Curve(NamedTuple):
@@ -164,9 +163,8 @@ def texts_for(subject: Subject, rows, maskable, masks, options: RankOptions) -> 
 @torch.no_grad()
 def measure(subject: Subject, options: RankOptions) -> dict[str, list[Moments]]:
     """The moments of layers 0 to L for each curve. Raises UserError if there is too little text."""
-    n = subject.rows[[0]].shape[1]
-    rows = evenly_spaced(subject.rows, math.ceil(options.tokens / n))  # (N, n) int64
-    count = len(rows)
+    rows = subject.rows
+    count, n = rows.shape
     m = round(MASK_RATE * n)
     example = subject.encode(rows[:1])  # H^0 ... H^L, (1, n, d) each, to get L and d
     mask_count = count * m
@@ -251,28 +249,28 @@ def main(argv=None):
     with clear_errors("rank.py"):
         parser = Parser("rank.py", __doc__)
         parser.add_argument("models", nargs="+", metavar="MODEL", help="run folder, checkpoint, random:RUN or hf:MODEL")
+        parser.add_argument("--out", type=Path, help="folder for rank.json and rank.png [out/rank-MODEL-MODEL...]")
         parser.add_fields(RankOptions, {})
         flags, given = parser.read(argv)
         options = RankOptions(**given)
-        names = flags.models
-        if options.probe and not any(name.startswith("random:") for name in names):
-            names = [*names, f"random:{names[0]}"]  # how much of a score does training explain?
-        folder = "-".join(["rank", *map(short_name, flags.models)])
-        out = path_of(options.out or f"out/{folder[:100]}")
-        settings = asdict(options) | {"models": names}
+        out = flags.out or Path("out", "-".join(["rank", *map(short_name, flags.models)])[:100])
+        settings = asdict(options) | {"models": flags.models}
         if (out / "rank.json").is_file():
-            compare(out, read_json(out / "rank.json")["settings"], settings, settings.keys() - {"out", "device"})
+            compare(out, read_json(out / "rank.json")["settings"], settings, settings.keys() - {"device"})
         entries = {}
-        for name in names:
-            subject = open_subject(name, options)
-            entries[name] = model_ranks(subject, measure(subject, options), options.tau)
+        for subject in open_subjects(flags.models, options):
+            entry = model_ranks(subject, measure(subject, options), options.tau)
             if options.probe:
                 from support.probe import scores_by_layer  # here, because its code is also homework
-                entries[name]["probe"] = scores_by_layer(name, options.probe, subject.device)
-            print(table(name, entries[name], options.tau))
+                entry["probe"] = scores_by_layer(subject.name, options.probe, subject.device)
+            print(table(subject.name, entry, options.tau))
+            entries[subject.name] = entry
             # Now, because another model may fail.
             write_json(out / "rank.json", {"tau": options.tau, "settings": settings, "models": entries})
-        draw(entries, options.tau, options.probe, out / "rank.png")
+        if options.steps:
+            draw_steps(entries, options.tau, Path(flags.models[0]), out / "rank.png")
+        else:
+            draw(entries, options.tau, options.probe, out / "rank.png")
         print(f"{out}: rank.json, rank.png")
 
 

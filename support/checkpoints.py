@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from maelm import MAELM, NUM_SPECIAL, Config, Encoder
-from support.model import make_model
+from support.model import make_model, text_states
 from support.program import UserError, atomic, path_of, short_hash
 from support.tokenizer import Tokenizer
 
@@ -114,13 +114,6 @@ class Pretrained:
         return encoder
 
 
-def hidden_states(encoder: nn.Module, tokens, padding=None) -> list[Tensor]:
-    """H^0 ... H^L (B, t, d) for tokens (B, t) int64 at the positions 0 to t - 1. padding (B, t) bool hides keys."""
-    device = next(encoder.parameters()).device
-    positions = torch.arange(tokens.shape[1], device=device)[None]
-    return encoder.hidden_states(tokens.to(device), positions, padding)
-
-
 # ---- 3. Fine-tuned models -----------------------------------------------------------------------------------
 class Tuned(nn.Module):
     """An encoder with a head."""
@@ -130,7 +123,7 @@ class Tuned(nn.Module):
 
     def forward(self, tokens, padding):
         """tokens (B, t) int64, padding (B, t) bool -> the head's float32 logits."""
-        return self.head(hidden_states(self.encoder, tokens, padding)[-1], padding).float()
+        return self.head(text_states(self.encoder, tokens, padding)[-1], padding).float()
 
     def save(self, path: Path, pretrained: Pretrained, **entries):
         """Write a fine-tuned model, which can be exported or fine-tuned further. For the export, `entries` have its

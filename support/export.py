@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from maelm import MASK, NUM_SPECIAL, PAD, Config
-from support.checkpoints import hidden_states, load_checkpoint
+from support.checkpoints import load_checkpoint
 from support.fill_mask import logits_at
-from support.model import make_model
+from support.model import make_model, text_states
 from support.program import ROOT, Parser, UserError, clear_errors, write_json
 from support.subjects import transformers_library
 from support.tokenizer import Tokenizer
@@ -117,7 +117,7 @@ def check(out: Path, head: str, state: dict):
         model.load_state_dict(state["model"])
         at = torch.tensor([[2, 5]])
         found = theirs(tokens)[0]
-        expected = hidden_states(model.encoder, tokens)[-1]
+        expected = text_states(model.encoder, tokens)[-1]
         if head:
             found = theirs(tokens.scatter(1, at, MASK)).logits[:, at[0]]
             expected = logits_at(model, tokens, at)

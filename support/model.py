@@ -1,6 +1,7 @@
 """Models for any Config, their losses and FLOPs, and seeds."""
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from maelm import MAELM, Config, Corruption
@@ -60,6 +61,13 @@ def check(config: Config) -> Config:
         if not holds:
             raise UserError(f"{field}={getattr(c, field)!r}: use {advice}")
     return config
+
+
+def text_states(encoder: nn.Module, tokens, padding=None) -> list[Tensor]:
+    """H^0 ... H^L (B, t, d) for tokens (B, t) int64 at the positions 0 to t - 1. padding (B, t) bool hides keys."""
+    device = next(encoder.parameters()).device
+    positions = torch.arange(tokens.shape[1], device=device)[None]
+    return encoder.hidden_states(tokens.to(device), positions, padding)
 
 
 def losses_of(result) -> dict:

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from support.checkpoints import Pretrained, hidden_states
+from support.checkpoints import Pretrained
 from support.classification import METRICS, Encoded, Kind, Scores
 from support.examples import Data, read_task
 from support.kinds import encode_task
+from support.model import text_states
 from support.program import UserError
 from support.tasks import TuneConfig
 
@@ -29,7 +30,7 @@ def vectors_of(encoder: nn.Module, encoded: Encoded, pooling: str, layers: list[
     """A vector for each input of a split and each of these layers, (N, layers, d) float64. Raises UserError if they are
     not finite."""
     def pool(tokens, padding):
-        states = hidden_states(encoder, tokens, padding)
+        states = text_states(encoder, tokens, padding)
         real = ~padding[:, :, None]
         vectors = [POOLINGS[pooling](states[layer].float(), real) for layer in layers]
         return torch.stack(vectors, dim=1)

@@ -6,7 +6,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from support.classification import Scores
-from support.program import CODE, compare, json_lines, read_json, read_lines, short_hash, write_json, write_text
+from support.program import CODE, compare, figure, json_lines, path_of, read_json, read_lines, short_hash, write_json
+from support.program import write_text
 from support.tasks import SWEPT, TuneConfig
 
 
@@ -99,3 +100,34 @@ def table1(results: list[dict], missing: list[str], out: Path):
                                      "results": results})
     print("  ".join(f"{task} {shown(value)}" for task, value in medians.items()))
     print(f"average of {len(medians)} tasks: {shown(average)}" + "".join(f", without {name}" for name in missing))
+
+
+def scores_by_step(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """(step, median) of the results of finetune.py, in folders beside a run, whose --init is a checkpoint of it; by
+    task."""
+    found = {}
+    for file in sorted(run.resolve().parent.glob("*/result.json")):
+        result = read_json(file)
+        of_run = path_of(result.get("init", "")).resolve().parent == run.resolve()
+        if of_run and result["median"] is not None:
+            name = " ".join([result["task"], result["frozen"]]).strip()
+            found.setdefault(name, []).append((result["pretraining_step"], result["median"]))
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def draw_steps(entries: dict[str, dict], tau: float, run: Path, path: Path):
+    """Draw the ranks of the last layer in entries of rank.json, for text without [MASK], and the scores of fine-tuned
+    models, over the steps of a run (Figure 3)."""
+    scores = scores_by_step(run)
+    with figure(path, panels=2) as (left, right):
+        for centering in ("uncentered", "centered"):
+            points = [(entry["step"], entry[centering]["without_mask"][-1]) for entry in entries.values()]
+            left.plot(*zip(*points), "o-", label=centering)
+        for name, points in scores.items():
+            right.plot(*zip(*points), "o-", label=name)
+        left.set(ylabel=f"effective rank of the last layer, tau = {tau}")
+        right.set(ylabel="score on dev, %", title="" if scores else "no result.json of its checkpoints")
+        for axis in (left, right):
+            axis.set(xlabel="step of pre-training")
+            if axis.get_lines():
+                axis.legend(fontsize="small")

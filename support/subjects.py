@@ -1,17 +1,18 @@
 """The encoders that rank.py measures, from runs and from the Hub, and the texts that they read."""
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP
-from support.checkpoints import Pretrained, hidden_states
-from support.corpus import Rows, open_corpus, text_rows
-from support.program import UserError, fields_of
+from support.checkpoints import Pretrained, checkpoints
+from support.corpus import evenly_spaced, open_corpus, text_rows
+from support.model import text_states
+from support.program import UserError, fields_of, path_of
 from support.text import Text
 from support.worker import best_device
 
@@ -33,21 +34,28 @@ class Subject(NamedTuple):
     """An encoder and its text, in sequences of n tokens."""
     name: str
     encode: Callable[[Tensor], list[Tensor]]  # (B, n) int64 on the CPU -> H^0 ... H^L, (B, n, d) float32
-    rows: np.ndarray | Rows  # sequences: rows[indices] is (B, n) int64
+    rows: Tensor  # sequences (N, n) int64, evenly spaced over the text
     text: str  # the source of the text, such as docs
     mask_id: int  # of [MASK]
     specials: list[int]  # ids of the tokens that are never masked
     reads_mask: bool  # whether the encoder read [MASK] in training
-    device: torch.device
+    device: torch.device  # of its vectors
     step: int | None = None  # of its pre-training, if known
 
 
-def open_subject(name: str, options) -> Subject:
-    """The encoder that rank.py calls `name`, and its text, with the RankOptions of rank.py."""
+def open_subjects(names: list[str], options) -> Iterator[Subject]:
+    """The encoders that rank.py names, one after another, and their texts, with rank.py's RankOptions. With `probe`,
+    random weights are added, because they show how much of a score training explains."""
+    if options.steps:
+        names = [str(path) for path in checkpoints(path_of(names[0]))]
+    if options.probe and not any(name.startswith("random:") for name in names):
+        names = [*names, f"random:{names[0]}"]
     selected = {field: value for field, value in fields_of(Text, asdict(options)).items() if value}
-    if name.startswith("hf:"):
-        return subject_of_hub(name, selected, options.tokens, options.seq_len, options.device)
-    return subject_of_run(name, selected, options.tokens, options.device)
+    for name in names:
+        if name.startswith("hf:"):
+            yield subject_of_hub(name, selected, options.tokens, options.seq_len, options.device)
+        else:
+            yield subject_of_run(name, selected, options.tokens, options.device)
 
 
 def subject_of_run(name: str, selected: dict, tokens: int, device_name: str) -> Subject:
@@ -64,7 +72,8 @@ def subject_of_run(name: str, selected: dict, tokens: int, device_name: str) -> 
         rows = text_rows(text, state["tokenizer"].encode, ([CLS], [SEP], []), config.seq_len, tokens)
     reads_mask = config.mask_in_encoder > 0 and config.encoder_fill != "random"
     specials = list(range(NUM_SPECIAL))
-    encode = partial(hidden_states, encoder)
+    encode = partial(text_states, encoder)
+    rows = evenly_spaced(rows, math.ceil(tokens / config.seq_len))
     return Subject(name, encode, rows, text.data, MASK, specials, reads_mask, device, pretrained.step)
 
 
@@ -95,6 +104,6 @@ def subject_of_hub(name: str, selected: dict, tokens: int, seq_len: int, device_
     positions = getattr(model.config, "max_position_embeddings", 514) - 2
     n = min(seq_len, tokenizer.model_max_length, positions if positions > 0 else 512)
     text = Text(**selected)
-    rows = text_rows(text, encode_text, ([cls], [sep], [sep]), n, tokens)
+    rows = evenly_spaced(text_rows(text, encode_text, ([cls], [sep], [sep]), n, tokens), math.ceil(tokens / n))
     specials = sorted(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
     return Subject(name, encode, rows, text.data, mask, specials, True, device)

@@ -8,7 +8,7 @@ import torch
 import maelm
 import rank
 from conftest import generator
-from support import corpus, subjects
+from support import subjects
 from support.checkpoints import Pretrained, checkpoints
 from support.program import read_json
 from tests.common import fails, little_documents, sentence
@@ -80,7 +80,7 @@ def measure(seed, tau=0.9, size=7):
         read.append(tokens)
         return made_up(tokens)
 
-    subject = subjects.Subject("made up", encode, rows.numpy(), "rows", maelm.MASK, [0, 1, 2, 3], True, CPU)
+    subject = subjects.Subject("made up", encode, rows, "rows", maelm.MASK, [0, 1, 2, 3], True, CPU)
     options = rank.RankOptions(batch_size=size, tau=tau, seed=seed, controls=True)
     found = rank.model_ranks(subject, rank.measure(subject, options), tau)
     _, *batches = read  # the first is one sequence, read to count the layers
@@ -140,13 +140,12 @@ def test_a_text_is_sampled_evenly_and_as_the_run_held_it_out(finished, tmp_path)
     for name, first in (("a.txt", 0), ("b.txt", 2000)):
         (tmp_path / name).write_text("\n\n".join(sentence(i) for i in range(first, first + 2000)))
     data = dict(data=f"{tmp_path}/a.txt+{tmp_path}/b.txt")
-    found = [subjects.subject_of_run(str(finished), data | share, 2000, "cpu")
-             for share in ({}, dict(val_share=0.1), dict(val_share=1.0))]
+    found = [subjects.subject_of_run(str(finished), data | share, tokens, "cpu") for share, tokens in (
+        ({}, 10 ** 6), (dict(val_share=0.1), 10 ** 6), (dict(val_share=1.0), 10 ** 6), (dict(val_share=1.0), 84))]
     decode = Pretrained(str(finished)).tokenizer.decode
-    texts = [decode(torch.from_numpy(subject.rows).flatten()) for subject in found]
+    texts = [decode(subject.rows.flatten()) for subject in found]
     assert texts[0] == texts[1] and len(texts[2]) > len(texts[0])  # the run held out a tenth
-    few = decode(corpus.evenly_spaced(found[2].rows, 84).flatten())
-    numbers = [int(number) for number in re.findall(r"number (\d+)", few)]
+    numbers = [int(number) for number in re.findall(r"number (\d+)", texts[3])]
     assert len(numbers) < 200 and min(numbers) < 400 and max(numbers) > 3600
     own = subjects.subject_of_run(str(finished), dict(val_share=1.0), 10 ** 6, "cpu")  # also without data
     assert len(own.rows) > 5 * len(subjects.subject_of_run(str(finished), {}, 10 ** 6, "cpu").rows)
@@ -164,7 +163,7 @@ def test_an_encoder_has_read_mask_if_some_stayed_and_none_was_replaced(text, tmp
 def test_a_hub_encoder_reads_its_own_special_tokens(text, tmp_path):
     model, tokenizer = write_hub_model(tmp_path)
     subject = subjects.subject_of_hub(f"hf:{tmp_path}", dict(data=str(text), val_share=1.0), 10 ** 6, 512, "cpu")
-    tokens = torch.from_numpy(subject.rows[:3])
+    tokens = subject.rows[:3]
     for row in tokens.tolist():
         assert row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id
     assert tokenizer.decode(tokens[:, 1:-1].flatten()).startswith(little_documents()[0] + "</s>")
