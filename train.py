@@ -277,6 +277,10 @@ def parse(argv) -> tuple[Config, Recipe, dict | None, Namespace]:
         name = preset if flags.ablation == "mae-lm" else f"{preset}-{flags.ablation}"
         flags.out = flags.out or Path("out", name)
         values = PRESETS[preset] | ABLATIONS[flags.ablation]
+        other = [name for name, value in ABLATIONS[flags.ablation].items() if given.get(name, value) != value]
+        if other:
+            raise UserError(f"{other[0]}={given[other[0]]!r}: --ablation {flags.ablation} is {values[other[0]]!r} "
+                            "there; leave out one of the two")
     if "max_steps" in given:
         before = Recipe(**fields_of(Recipe, values))
         values["warmup_steps"] = round(before.warmup_steps / before.max_steps * given["max_steps"])

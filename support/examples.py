@@ -58,7 +58,7 @@ def read_task(name: str, data: Data, settings: dict) -> dict[str, list]:
         else:
             splits[split] = [example_of(name, data, split, place, record) for place, record in records]
     if name == "custom" and not splits["dev"]:
-        splits |= with_dev(splits["train"])
+        splits |= with_dev(splits["train"], data.regression)
     if task.kind == "spans":
         splits["train"] = with_answers(name, splits["train"])
     for split in ("train", "dev"):
@@ -130,16 +130,17 @@ def label_of(task: Task, label) -> str | float | None:
     return str(label)
 
 
-def with_dev(train: list[Example]) -> dict[str, list[Example]]:
-    """Nine tenths of the training examples as train, and a tenth, drawn at random, as dev. Of each label, train has an
+def with_dev(train: list[Example], regression: bool) -> dict[str, list[Example]]:
+    """Nine tenths of the training examples as train, and a tenth, drawn at random, as dev. Of each class, train has an
     example."""
     order = np.random.default_rng(0).permutation(len(train)).tolist()
-    first = {train[i].label: i for i in reversed(order)}
-    rest = [i for i in order if first[train[i].label] != i]
-    dev = rest[:len(train) // 10]
-    chosen = {*dev}
+    first = {}
+    if labels_of("custom", train, regression).names:
+        first = {train[i].label: i for i in reversed(order)}
+    dev = [i for i in order if first.get(train[i].label) != i][:len(train) // 10]
+    held = {*dev}
     print(f"--data has no file dev: {len(dev):,} of {len(train):,} examples in train are dev")
-    return {"train": [train[i] for i in order if i not in chosen], "dev": [train[i] for i in dev]}
+    return {"train": [train[i] for i in order if i not in held], "dev": [train[i] for i in dev]}
 
 
 def questions_of(records: Iterator[tuple[str, dict]]) -> list[Question]:

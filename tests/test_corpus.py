@@ -5,6 +5,7 @@ import hashlib
 import lzma
 import os
 import re
+import socket
 import sys
 from unittest.mock import Mock
 
@@ -38,7 +39,7 @@ def documents_of(data, **settings):
 
 
 # ---- Documents ------------------------------------------------------------------------------------------------------
-def test_every_format_gives_the_same_documents(tmp_path):
+def test_every_format_gives_the_same_documents_and_asks_no_server(tmp_path, monkeypatch):
     expected = little_documents(40)
     plain = "\n \n".join(expected).encode()
     records = [{"id": 1, "text": text} for text in expected] + [{"text": None, "other": {"a": []}}, {"id": "x"}]
@@ -52,8 +53,11 @@ def test_every_format_gives_the_same_documents(tmp_path):
         (tmp_path / name).write_bytes(content)
     pyarrow.parquet.write_table(pyarrow.table({"text": [*expected, None], "n": range(41)}), tmp_path / "a.parquet")
     (tmp_path / "a+b").symlink_to(tmp_path / "a[1]")
-    for name in (*list(files)[:6], "a.parquet", "a[1]", "a+b"):
-        assert documents_of(tmp_path / name) == expected, name
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "datasets", None)
+        patch.setattr(socket, "socket", None)
+        for name in (*list(files)[:6], "a.parquet", "a[1]", "a+b"):
+            assert documents_of(tmp_path / name) == expected, name
     assert documents_of("a.txt+a.jsonl") == 2 * expected
     with pytest.raises(UserError, match="the folder a.1. would be read instead"):  # instead of the Hub
         documents_of("hf:a[1]")

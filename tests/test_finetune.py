@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 
 import numpy as np
 import pandas
@@ -275,11 +276,19 @@ def test_an_interrupted_sweep_continues(finished, tmp_path, monkeypatch):
     assert again == whole
 
 
-def test_glue_is_the_average_of_eight_tasks(finished, tmp_path, monkeypatch):
+def test_an_average_names_its_tasks(finished, tmp_path, monkeypatch, capsys):
     seeds = fake_runs(monkeypatch, lambda runs, tune, seed: tasks.GLUE.index(runs.task) + 90.0 * (seed == 3))
-    finetune.main(f"--init {finished} --out {tmp_path}/out --task glue --data {write_glue(tmp_path / 'glue')}".split())
+    command = f"--init {finished} --out {tmp_path}/out --data {write_glue(tmp_path / 'deep/glue')} --task"
+    finetune.main([*command.split(), "glue"])
     assert read_json(tmp_path / "out/result.json")["average"] == 3.5  # of medians over seeds
     assert seeds == 8 * [1, 2, 3, 4, 5]
+    shutil.rmtree(tmp_path / "deep/glue/stsb")
+    finetune.main(command.replace("deep/glue", "deep").replace("/out", "/seven").split() + ["glue"])
+    assert read_json(tmp_path / "seven/result.json")["average"] == 3
+    finetune.main(command.replace("/out", "/two").split() + ["cola,rte"])
+    assert read_json(tmp_path / "two/result.json")["average"] == 4.5
+    assert "average of 7 tasks: 3.00, without stsb" in (printed := capsys.readouterr().out)
+    assert "average of 2 tasks: 4.50\n" in printed
 
 
 # ---- Layers ---------------------------------------------------------------------------------------------------------

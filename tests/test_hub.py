@@ -2,7 +2,10 @@
 import json
 import re
 import sys
+import threading
+import urllib.request
 from dataclasses import asdict
+from http.server import HTTPServer
 
 import datasets
 import pandas
@@ -127,26 +130,42 @@ def test_an_exported_tokenizer_gives_our_ids(uncased, hub, tmp_path):
 
 def test_python_of_the_page_runs(hub, tmp_path, monkeypatch):
     write_run(tmp_path / "run")
-    for name in ("toy", "docs"):
-        export.main(["run", f"exported/{name}"])
+    export.main(["run", "exported/toy"])
+    model, _ = load_model(tmp_path / "run")
+    head = ClassifierHead(32, 2, 0.0)
+    finetune.Tuned(model.encoder, head).save(tmp_path / "encoder.pt", Pretrained("run"), task="docs", labels=["a", "b"],
+                                             scale=1.0, longest=N)
+    export.main(["encoder.pt", "exported/docs"])
+    (tmp_path / "texts.txt").write_text("\n".join(little_documents(3)))
     main = train.main
     monkeypatch.setattr(train, "main", lambda flags: main([*QUICK, "--cache=cache", *flags]))
     (tmp_path / "my_texts").mkdir()
     write_corpus(tmp_path / "my_texts/a.txt")
-    page = (ROOT / "docs/transformers.md").read_text(encoding="utf-8")
+    servers = []
+    monkeypatch.setattr(HTTPServer, "serve_forever", lambda server: servers.append(server))
+    monkeypatch.syspath_prepend(ROOT)  # as pip install -e . does
+    page = (ROOT / "docs/transformers.md").read_text(encoding="utf-8").replace("8000", "0")  # any port that is free
     exec("".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), names := {})
+    assert len(names["weights"]) == 2 and names["nats"]
+    with servers[0] as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with urllib.request.urlopen(f"http://localhost:{server.server_port}", b"a text") as answer:
+            assert json.load(answer)[0].keys() == {"label", "score"}
+        thread.join()
     assert {field for line in names["log"] for field in line} <= {"step", *re.findall(r"`(\w+)`", page)}
 
 
-@pytest.mark.parametrize("task, labels, scale", [
-    ("rte", ["so", "no", "yes"], 1.0), ("stsb", [], 5.0), ("squad2", [], 1.0)])
+@pytest.mark.parametrize("task, labels, units", [
+    ("rte", ["so", "no", "yes"], dict(scale=1.0)), ("stsb", [], dict(scale=5.0, center=-3.0)),
+    ("squad2", [], dict(scale=1.0))])
 @torch.no_grad()
-def test_a_fine_tuned_model_gives_the_same_logits(task, labels, scale, hub, tmp_path):
+def test_a_fine_tuned_model_gives_the_same_logits(task, labels, units, hub, tmp_path):
     model = write_run(tmp_path / "run")
     head = SpanHead(32) if task == "squad2" else ClassifierHead(32, max(1, len(labels)), 0.0)
     tuned = finetune.Tuned(model.encoder, head).eval()
     pretrained = Pretrained(str(tmp_path / "run"))
-    tuned.save(tmp_path / "run" / "encoder.pt", pretrained, task=task, labels=labels, scale=scale, longest=N)
+    tuned.save(tmp_path / "run" / "encoder.pt", pretrained, task=task, labels=labels, longest=N, **units)
     export.main([str(tmp_path / "run"), str(tmp_path / "hub")])
     tokens, real = texts()
     inputs = dict(input_ids=tokens, attention_mask=real.long())
@@ -161,8 +180,10 @@ def test_a_fine_tuned_model_gives_the_same_logits(task, labels, scale, hub, tmp_
     at = torch.tensor([1, 0, 2]) if labels else torch.tensor([4.5, 1.0, 0.0])
     theirs = hub.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hub", **TRUST)
     found = theirs(**inputs, labels=at)
-    assert_close(found.logits, scale * wanted)
-    assert_close(found.loss, F.cross_entropy(wanted, at) if labels else F.mse_loss(scale * wanted[:, 0], at))
+    if not labels:
+        wanted = units["scale"] * wanted + units["center"]
+    assert_close(found.logits, wanted)
+    assert_close(found.loss, F.cross_entropy(wanted, at) if labels else F.mse_loss(wanted[:, 0], at))
     assert theirs.config.id2label == dict(enumerate(labels or ["number"]))
     tokenizer = hub.AutoTokenizer.from_pretrained(tmp_path / "hub")
     assert MASK not in tokenizer("a [MASK]")["input_ids"] and tokenizer.model_max_length == N
@@ -203,6 +224,19 @@ def test_a_loss_is_the_mean_over_the_labels(hub, tmp_path):
     assert_close(found.loss, F.cross_entropy(found.logits.flatten(0, 1), labels.flatten()))
     with pytest.raises(ValueError, match="161 tokens, but this model reads at most 160"):
         model(torch.full((1, N + 1), 9))
+
+
+@torch.no_grad()
+def test_an_exported_mlm_takes_new_tokens(hub, tmp_path):
+    _, folder = exported(tmp_path)
+    model = hub.AutoModelForMaskedLM.from_pretrained(folder, **TRUST)
+    text, _ = texts()
+    before = model(text).logits
+    model.resize_token_embeddings(V + 3)
+    assert_close(model(text).logits[:, :, :V], before)
+    model.save_pretrained(tmp_path / "copy")
+    again = hub.AutoModelForMaskedLM.from_pretrained(tmp_path / "copy", **TRUST)
+    assert_close(again(text).logits, model(text).logits)
 
 
 def test_an_export_overwrites_nothing_and_needs_transformers(tmp_path, monkeypatch, capsys):

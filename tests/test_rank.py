@@ -1,6 +1,7 @@
 """Claims about rank.py: measurements, models, and output."""
 import itertools
 import re
+import shutil
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ import rank
 from conftest import generator
 from support import subjects
 from support.checkpoints import Pretrained, checkpoints
-from support.program import read_json
+from support.program import read_json, write_json
 from tests.common import fails, little_documents, sentence
 from tests.test_homework import TAUS
 from tests.test_hub import write_hub_model, write_run
@@ -134,6 +135,20 @@ def test_the_command_writes_ranks_and_draws_them(text, finished, figures, tmp_pa
     assert lines[1] == [entry["uncentered"]["mask_only"] for entry in models.values()]
     assert [line.get_label() for line in right.get_lines()] == [f"[MASK] vectors: {name}" for name in names]
     assert "tau=0.5 there, 0.6 here" in fails(lambda: rank.main([*command, "--tau", "0.6"]), capsys)
+
+
+def test_ranks_and_scores_are_drawn_over_the_steps_of_a_run(text, finished, figures, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    for step in (6, 3):
+        result = {"task": "rte", "frozen": "", "median": 50.0 + step, "pretraining_step": step}
+        write_json(tmp_path / f"rte-{step}/result.json", result | {"init": f"{run}/step_000000{step}.pt"})
+    rank.main(f"{run} --steps --data {text} --val-share 1 --out {tmp_path}/rank".split())
+    models = read_json(tmp_path / "rank/rank.json")["models"]
+    left, right = [{line.get_label(): line.get_xydata().tolist() for line in axis.get_lines()}
+                   for axis in figures[0].axes]
+    assert left == {name: [[entry["step"], entry[name]["without_mask"][-1]] for entry in models.values()]
+                    for name in rank.CENTERINGS}
+    assert [entry["step"] for entry in models.values()] == [3, 6] and right == {"rte": [[3, 53], [6, 56]]}
 
 
 def test_a_text_is_sampled_evenly_and_as_the_run_held_it_out(finished, tmp_path):

@@ -73,6 +73,17 @@ def change_step(monkeypatch, changed, change):
     monkeypatch.setattr(train.Trainer, "step", step)
 
 
+def test_a_second_interrupt_ends_at_once_and_an_ignored_signal_stays_ignored(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with worker.Worker.make("fp32", "cpu", 32).noted_signals() as noted, pytest.raises(KeyboardInterrupt):
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+                signal.raise_signal(number)
+        assert noted == [signal.SIGINT, signal.SIGTERM, signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_a_checkpoint(number, text, finished, tmp_path, monkeypatch, capsys):
     before = signal.getsignal(number)
@@ -106,6 +117,16 @@ def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path, monkeypatch, cap
     assert last_checkpoint(tmp_path / "run")["step"] == 3
 
 
+def test_a_run_continues_where_its_folder_and_its_text_have_moved(finished, tmp_path):
+    text = write_corpus(tmp_path / "text.txt")
+    short_run(text, tmp_path / "run", "--stop-at", 3)
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("run", "text.txt"):
+        (tmp_path / name).rename(tmp_path / "elsewhere" / name)
+    assert same(short_run(tmp_path / "elsewhere/text.txt", tmp_path / "elsewhere/run"), finished)
+
+
 def test_a_run_keeps_its_corpus_and_reads_no_text(tmp_path, finished, monkeypatch, capsys):
     text = write_corpus(tmp_path / "text.txt")
     out = short_run(text, tmp_path / "run", "--stop-at", 3)
@@ -115,11 +136,12 @@ def test_a_run_keeps_its_corpus_and_reads_no_text(tmp_path, finished, monkeypatc
         assert capsys.readouterr().out.endswith(line)
     write_corpus(text, 399)
     with monkeypatch.context() as patch:
-        patch.setattr(corpus, "documents", None)
+        patch.setattr(corpus, "content_hash", None)
         assert same(short_run(text, out), finished)
-    shutil.rmtree(tmp_path / "cache")
-    line = fails(lambda: short_run(text, out, "--max-steps", 9), capsys)
-    assert "this is another text, or it has changed; restore it" in line
+    other = write_corpus(tmp_path / "other.txt", 398)
+    for change in (lambda: other, lambda: shutil.rmtree(tmp_path / "cache") or text):
+        line = fails(lambda: short_run(change(), out, "--cache", tmp_path / "cache", "--max-steps", 9), capsys)
+        assert "this is another text, or it has changed; restore it" in line
 
 
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
@@ -181,6 +203,10 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
     before = contents(copy)
     line = fails(lambda: short_run(text, copy, *flags.split()), capsys)
     assert re.search(f"{copy} was made with other settings: .*{message}", line)
+    (copy.parent / "export").mkdir()
+    (copy.parent / "export/model.safetensors").touch()
+    line = fails(lambda: short_run(text, copy.parent / "export"), capsys)
+    assert "export: has model.safetensors, which is not of a run" in line
     short_run(text, copy)
     assert re.search("finished at step 6; .* a larger --max-steps", capsys.readouterr().out)
     assert contents(copy) == before
@@ -190,12 +216,15 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
 @pytest.mark.parametrize("program, flags, message", [
     (train, "--steps 3", "unrecognized arguments: --steps 3"),
     (train, "--ablation bert", "invalid choice: 'bert' .*mae-lm.*dec-1024"),
+    (train, "--ablation mlm --decoder-layers 1", "decoder_layers=1: --ablation mlm is 0 there; leave out one"),
     (train, "--norm Pre", "argument --norm: invalid choice: 'Pre' .*post"),
     (train, "--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
     *[(train, f"--{field.replace('_', '-')}={value}", f"{field}={value}: use ") for field, value in (
         ("rel_pos_buckets", 7), ("decoder_dim", 100), ("decoder_layers", 0), ("encoder_heads", 7))],
     (finetune, "--init RUN --frozen --epochs 2", "no settings but batch_size, l2, seq_len"),
     (finetune, "--task custom", "--task custom: needs --data"),
+    (finetune, "--init RUN --task rte,cols", "--task rte,cols: use mnli, .*squad2.*glue"),
+    (finetune, "--init RUN --task glue --data .", "has no training file of mnli, .*stsb"),
     (finetune, "--init RUN --task rte --data no/such", "--task rte: its train split has no examples; see --data"),
     (rank, "RUN --tokens 1000", "fewer than 10 d = 320")])
 def test_a_bad_command_gets_a_one_line_error(program, flags, message, text, finished, tmp_path, monkeypatch, capsys):

@@ -156,9 +156,26 @@ def test_custom_files_have_names_or_numbers_as_labels(tmp_path):
         (tmp_path / "train.jsonl").write_text(json_lines([row]))
         with pytest.raises(UserError, match="train.jsonl, row 1: needs text in text, and a label in label"):
             read_task("custom", Data(str(tmp_path)), {})
+    for labels in (range(21), [["a", "b"]]):
+        with pytest.raises(UserError, match="give --regression" if len(labels) > 1 else "and a label in label"):
+            read(labels)
+    rows = [{"body": f"a {i}", "stars": i, "id": i} for i in range(30)]
+    (tmp_path / "train.jsonl").write_text(json_lines(rows))
+    how = Data(str(tmp_path), text_column="body", label_column="stars", regression=True)
+    (tmp_path / "dev.parquet").unlink()
+    splits = read_task("custom", how, {})
+    assert {(row.text, row.label, row.others["id"]) for row in sum(splits.values(), [])} == {
+        (f"a {i}", str(i), i) for i in range(30)}
+    assert labels_of("custom", splits["train"], True).metrics == ("spearman", "r2")
+    (tmp_path / "train.jsonl").write_text(json_lines([rows[0] | {"prediction": 3}]))
+    with pytest.raises(UserError, match="rename its column prediction"):
+        read_task("custom", how, {})
     # Cells are texts: 01 is not 1. Without dev, a tenth of train is dev.
     rows = "".join(f'{i},"a, {i}",{"01" if i % 2 else "1"},None\n' for i in range(40))
-    splits, labels = read_table("train.csv", f"id,text,label,more\n{rows}")
+    splits, labels = read_table("train.csv", f"id,text,label,more\n{rows}40,only one,rare,x\n")
+    assert "rare" in labels.names  # so it is not in dev alone
+    splits["train"] = [row for row in splits["train"] if row.label != "rare"]
+    labels = labels_of("custom", splits["train"])
     assert [len(splits[name]) for name in ("train", "dev")] == [36, 4] and labels.names == ("01", "1")
     found = {example.others["id"]: example for example in sum(splits.values(), [])}
     assert len(found) == 40 and found["7"] == ("a, 7", None, "01", {"id": "7", "more": "None"})
@@ -176,8 +193,8 @@ def test_custom_files_have_names_or_numbers_as_labels(tmp_path):
 
 
 def test_questions_are_trained_only_where_their_answer_stands(tmp_path, capsys):
-    def found(*starts):
-        rows = [{"id": str(i), "question": "who?", "context": "the cat sat", "answers": {
+    def found(*starts, name=str):
+        rows = [{"id": name(i), "question": "who?", "context": "the cat sat", "answers": {
             "text": [] if start is None else ["cat"], "answer_start": [] if start is None else [start]}}
             for i, start in enumerate(starts)]
         for split in ("train", "validation"):
@@ -186,6 +203,8 @@ def test_questions_are_trained_only_where_their_answer_stands(tmp_path, capsys):
         assert len(splits["dev"]) == len(starts)  # scores compare texts
         return [question.id for question in splits["train"]]
 
+    with pytest.raises(UserError, match="row 2: its id 0 occurs twice"):
+        found(4, 4, name=lambda i: "0")
     assert found(4, 4, None) == ["0", "1", "2"] and capsys.readouterr().out == ""
     assert found(4, 13, None, 3) == ["0", "2"] and "2 training questions are left out" in capsys.readouterr().out
     with pytest.raises(UserError, match="3 of 4 training answers are not in their context at answer_start"):

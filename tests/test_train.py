@@ -85,7 +85,7 @@ def test_validation_masks_single_tokens_at_the_papers_rate_in_every_run():
 
 
 # ---- Continued pre-training -----------------------------------------------------------------------------------------
-def test_init_gives_settings_tokenizer_and_weights_but_flags_win(text, finished, tmp_path, monkeypatch):
+def test_init_gives_settings_tokenizer_and_weights_but_flags_win(finished, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     other = write_corpus(tmp_path / "other.txt", 300)
     flags = ["--init", str(finished), "--data", str(other), "--cache", "cache", "--max-steps"]
@@ -98,8 +98,12 @@ def test_init_gives_settings_tokenizer_and_weights_but_flags_win(text, finished,
     assert last["tokenizer"] == first["tokenizer"] and last["corpus"].startswith("other.txt-300-")
     assert read_log(out)[1]["val_loss"] < 0.97 * read_log(finished)[1]["val_loss"]  # at step 0
     shutil.rmtree(tmp_path / "cache")  # made again, with the same tokenizer
-    train.main([*flags, "12"])
-    assert last_checkpoint(out)["step"] == 12
+    flags[1] = "gone"  # the first run has moved
+    assert "gone: no run folder" in fails(lambda: train.main([*flags, "12", "--out", str(out)]), capsys)
+    flags[1] = str(shutil.copytree(finished, tmp_path / "moved"))
+    train.main([*flags, "12", "--out", str(out)])
+    assert last_checkpoint(out)["step"] == 12 and last_checkpoint(out)["ablation"] == "mae-lm"
+    assert "began with other weights" in fails(lambda: train.main(["--init", str(out), "--out", str(out)]), capsys)
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -188,6 +192,10 @@ def test_wandb_gets_every_number_of_the_log(text, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     out = short_run(text, tmp_path / "run", "--wandb", "project")
     assert [call.args[0] for call in wandb.init.return_value.log.call_args_list] == read_log(out)
+    first = wandb.init.call_args.kwargs["id"]
+    wandb.init.side_effect = OSError("no network")
+    short_run(text, out, "--wandb", "project", "--max-steps", 7)  # goes on, as the same run there
+    assert wandb.init.call_args.kwargs["id"] == first and last_checkpoint(out)["step"] == 7
 
 
 EVERY_PRESET = dict(  # from Table 4 and section 4.1
