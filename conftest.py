@@ -7,6 +7,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 import maelm  # noqa: E402
 
@@ -34,6 +35,16 @@ def close(found, expected, hint="", rtol=1e-6, atol=1e-5, any_dtype=False):
     far = (found != expected) & ~(gap <= atol + rtol * expected.to(wide).abs())  # not for equal infinities
     at = tuple(far.nonzero()[0].tolist()) if far.any() else ()
     assert not far.any(), f"{hint}\n{found[at]}, not {expected[at]}, at index {at}; wrong: {far.sum()} of {far.numel()}"
+
+
+def on_meta(function, *arguments):
+    """Fails unless a function works on torch's device without values, and its results are there."""
+    hint = "create new tensors on the device of the arguments, as a GPU needs"
+    try:
+        results = function(*tree_map_only(torch.Tensor, lambda x: x.to("meta"), arguments))
+    except RuntimeError as error:
+        pytest.fail(f"{hint}: {error}")
+    assert all(x.is_meta for x in tree_leaves(results)), hint
 
 
 # ---- A small model and a batch --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import maelm
-from conftest import close, generator, model_and_batch, random_tokens, task, tiny
+from conftest import close, generator, model_and_batch, on_meta, random_tokens, task, tiny
 
 OTHER = dict(vocab_size=50, seq_len=40, encoder_dim=24, encoder_heads=2, rel_pos_buckets=8, rel_pos_max_distance=20)
 
@@ -187,6 +187,7 @@ def test_gaps_are_filled_by_the_two_case_formula():
             expected = torch.stack([torch.stack(row) for row in rows])
             corruption = maelm.Corruption(torch.zeros(2, 5, dtype=torch.int64), masked, kept)
             exact(model.fill_gaps(h, corruption), expected, f"decoder_reset={reset}: h_i or e_[MASK] is misplaced")
+            on_meta(model.to("meta").fill_gaps, h, corruption)
 
 
 @task("MAELM.fill_gaps")
@@ -208,6 +209,7 @@ def test_near_distances_have_buckets_of_their_own():
     found = maelm.relative_bucket(torch.tensor([[-7, -2, -1, 0], [1, 2, 6, 7]]), 32, 128)
     assert found.dtype == torch.int64, "buckets must be int64: they index a table"
     assert found.tolist() == [[7, 2, 1, 0], [17, 18, 22, 23]], "distances from -7 to 7 must not share buckets"
+    on_meta(maelm.relative_bucket, torch.arange(9), 32, 128)
 
 
 @task("relative_bucket", gate=True)
@@ -236,7 +238,10 @@ def test_relative_bias_is_of_key_minus_query():
     keys = torch.tensor([[0, 3, 4, 23]])
     buckets = torch.tensor([[0, 19, 20, 27], [3, 0, 17, 26], [4, 1, 0, 26], [11, 10, 10, 0]])
     expected = torch.stack([buckets + 100 * head for head in range(4)])
-    exact(bias_table()(keys), expected[None].float(), "row i, column j: the bucket of key j as query i sees it")
+    bias = bias_table()
+    bias(keys[:, 1:] + 1)  # of which nothing may remain
+    exact(bias(keys), expected[None].float(), "row i, column j: the bucket of key j as query i sees it")
+    on_meta(bias.to("meta"), keys)
     buckets = torch.tensor([[0, 7, 7], [3, 0, 5], [3, 1, 0]])  # 8 buckets up to distance 20, 40 positions
     expected = torch.stack([buckets, buckets + 100])[None].float()
     exact(bias_table(2, **OTHER)(torch.tensor([[2, 31, 32]])), expected, "wrong for other numbers of buckets and heads")
@@ -291,6 +296,7 @@ def test_a_bias_can_hide_keys():
     bias = torch.full((4, 4), -torch.inf).scatter(1, chosen[:, None], 0)[None, None]
     close(maelm.attention(q, k, v, bias), v[:, :, chosen], "each query can see one key, so it returns that key's value")
     assert maelm.attention(*[x.bfloat16() for x in (q, k, v)]).dtype == torch.bfloat16, "the result must have q's dtype"
+    on_meta(maelm.attention, q, k, v, bias, 0.2)
 
 
 @task("attention", gate=True)
@@ -321,6 +327,7 @@ def test_each_head_has_a_bias_of_its_own():
     expected = torch.cat([v[:, chosen[0], :4], v[:, chosen[1], 4:]], dim=-1)
     got = layer(x, 1000 * F.one_hot(chosen, 5).float()[None])
     close(got, layer.output(expected), "the bias makes each head read one key per query", atol=1e-5, rtol=1e-4)
+    on_meta(layer.to("meta"), x, got.new_zeros(1, 1, 5, 5), x)
 
 
 @task("Attention.forward", gate=True)
@@ -422,6 +429,7 @@ def test_padding_and_other_sequences_change_nothing():
             short = model.encoder.hidden_states(tokens[b:b + 1, :length], positions[:, :length])
             hint = "a sequence has different states alone and in a batch with padding"
             close([state[b:b + 1, :length] for state in states], short, hint, atol=1e-5, rtol=1e-4)
+        on_meta(model.to("meta").encoder.hidden_states, tokens, positions, padding)
 
 
 @task("Encoder.hidden_states", gate=True)
@@ -457,6 +465,7 @@ def test_loss_is_the_mean_over_the_masked_positions():
     half = model.bfloat16()
     expected = F.cross_entropy(half.logits(corruption).mT.float(), tokens.gather(1, corruption.masked))
     close(half(tokens, corruption), expected, "the loss must be computed in float32 for any dtype of the logits")
+    on_meta(model.to("meta"), tokens, corruption)
 
 
 @task("MAELM.forward")
