@@ -9,8 +9,9 @@
 In DIR, --task custom reads the files train, dev and test (.csv, .tsv, .jsonl or .parquet):
 
     columns    text, text2 (optional) and label, or those that flags name
-    labels     as written: 01 is not 1. F1 treats the second of two labels, in alphabetical order, as positive
-    numbers    with decimals are predicted as numbers (regression); whole ones are classes without --regression
+    labels     names, as written: 01 is not 1. Whole numbers are names too, unless --regression is given
+    numbers    labels with decimals are numbers to predict (regression)
+    F1         of two labels, the second one in alphabetical order is positive
     dev        chooses the best of at most 20 checkpoints, so its scores are slightly optimistic; without this
                file, it is a tenth of train
     test       may lack labels; predictions_test.jsonl has its predictions
@@ -35,7 +36,7 @@ from support.kinds import encode_task
 from support.model import seed_of
 from support.optim import take_step
 from support.probe import POOLINGS, Scores, probe_layers
-from support.program import Parser, UserError, clear_errors, short_name
+from support.program import Parser, UserError, clear_errors, fields_of, short_name
 from support.results import Results, ordered, table1
 from support.tasks import TuneConfig, task_names
 from support.worker import Worker
@@ -48,7 +49,7 @@ class FineTuning:
     loss and scores; `splits` are its encoded examples: train, and those on which models are scored."""
     def __init__(self, task: str, pretrained: Pretrained, examples: dict[str, list], given: dict, out: Path,
                  flags: argparse.Namespace, worker: Worker):
-        """Encode the examples with the `given` settings, and claim the folder `out`, as in Results."""
+        """Encode the examples with the `given` settings, and reserve the folder `out`; see Results."""
         self.task, self.given, self.flags, self.worker = task, given, flags, worker
         self.dim = pretrained.config.encoder_dim
         self.tune = TuneConfig.of(task, given, self.dim)
@@ -69,22 +70,23 @@ class FineTuning:
             sweep = self.finish([(point, 0) for point in tune.grid(self.task, self.dim, self.given)])
             sweep.sort(key=lambda run: ordered(run["value"]), reverse=True)
             tune = TuneConfig(**sweep[0]["tune"])
-        is_random = not flags.frozen or self.pretrained.is_random
-        count = flags.seeds or (5 if is_random else 1)
+        seeds_matter = not flags.frozen or self.pretrained.is_random
+        count = flags.seeds or (5 if seeds_matter else 1)
         runs = self.finish([(tune, seed) for seed in range(1, count + 1)])
-        before = self.ranks(self.pretrained.new_encoder(1).to(self.worker.device), tune)
+        encoder = self.pretrained.new_encoder(seed=1).to(self.worker.device)
+        before = self.ranks(encoder, tune)
         return self.results.finish(runs, sweep, before, self.dim, self.pretrained.step)
 
     def finish(self, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
         """Do the jobs (settings, seed) that the results lack. Returns the runs of all jobs."""
-        once = self.probe_once if self.flags.frozen else self.run_once
+        do_run = self.probe_once if self.flags.frozen else self.run_once
         print(f"{self.task}: {len(jobs)} runs")
         runs = []
         for number, (tune, seed) in enumerate(jobs, start=1):
             run = self.results.find(tune, seed)
             if run is None:
                 began = time.perf_counter()
-                run, scores = once(tune, seed)
+                run, scores = do_run(tune, seed)
                 run |= {"value": scores.metrics[self.metric], "metrics": scores.metrics, "tune": asdict(tune),
                         "seed": seed, "seconds": round(time.perf_counter() - began, 2)}
                 self.results.add(run, scores)
@@ -94,8 +96,8 @@ class FineTuning:
 
     # ---- 2. A run: section 4.1, Tables 5 and 6 ---------------------------------------------------
     def run_once(self, tune: TuneConfig, seed: int) -> tuple[dict, Scores]:
-        """Fine-tune, without gradient clipping. Returns the ranks and step of the best checkpoint on the dev split, and
-        its Scores. The best seed's model is saved."""
+        """Fine-tune, without gradient clipping. Returns ranks and step of the checkpoint that is best on the dev split,
+        and its Scores. The best seed's model is saved."""
         train, kind, worker = self.splits["train"], self.kind, self.worker
         encoder = self.pretrained.new_encoder(seed)
         torch.manual_seed(seed_of(seed))  # for the new head
@@ -105,10 +107,10 @@ class FineTuning:
         steps = math.ceil(tune.epochs * math.ceil(len(train.ids) / tune.batch_size))
         evaluations = min(20, math.ceil(2 * tune.epochs))  # two per epoch, but at most 20
         evaluate_after = {math.ceil(steps * i / evaluations) for i in range(1, evaluations + 1)}
-        best = -math.inf  # value on dev
+        best_value = -math.inf  # on dev
         began = time.perf_counter()
         bar = tqdm(range(steps), desc=f"{self.task} seed {seed}", leave=False, disable=None)
-        for step, indices in zip(bar, train.shuffled(seed, tune.batch_size)):  # without end
+        for step, indices in zip(bar, train.shuffled(seed, tune.batch_size)):  # until the bar ends
             model.train()  # evaluation switched dropout off
             torch.manual_seed(seed_of(seed, step, 1))  # for dropout
             tokens, padding, targets = train.batch(indices, worker.device)
@@ -116,21 +118,23 @@ class FineTuning:
                 logits = model(tokens, padding)
             kind.loss(logits, targets, tokens).backward()
             take_step([optimizer], learning_rate_factor(step, round(tune.warmup_share * steps), steps))
-            if step == 9 and not self.results.runs:
+            if step == 9 and not self.results.runs:  # after ten steps of the first run
                 minutes = (time.perf_counter() - began) / 10 * steps / 60
                 print(f"{steps:,} steps per run, about {minutes:.1f} min without evaluations")
             if step + 1 in evaluate_after:
                 scores = self.evaluate(model, tune, ["dev"])
                 value = scores.metrics[self.metric]
-                if value is None:  # it has diverged, whatever earlier checkpoints scored
+                if value is None:  # the run has diverged, even if an earlier checkpoint was good
                     return {"step": step + 1, "ranks": None}, scores
-                if value > best:
-                    best, best_step, best_weights = value, step + 1, copy.deepcopy(model.state_dict())
+                if value > best_value:
+                    best_value = value
+                    best_step = step + 1
+                    best_weights = copy.deepcopy(model.state_dict())
 
         model.load_state_dict(best_weights)
         scores = self.evaluate(model, tune, [split for split in self.splits if split != "train"])
-        best_seed = self.results.best()
-        if seed > 0 and (best_seed is None or best > best_seed["value"]):
+        best_run = self.results.best()
+        if seed > 0 and (best_run is None or best_value > best_run["value"]):
             labels = kind.labels
             model.save(self.results.out / "encoder.pt", self.pretrained, task=self.task, longest=tune.seq_len,
                        labels=list(labels.names), center=labels.center, scale=labels.scale)
@@ -158,7 +162,7 @@ class FineTuning:
         There are no new `ranks`, because they do not change."""
         encoder = self.pretrained.new_encoder(seed).to(self.worker.device).eval()
         last = self.pretrained.config.encoder_layers
-        probe, = probe_layers(encoder, self.kind, self.splits, self.flags.frozen, [last], tune)
+        [probe] = probe_layers(encoder, self.kind, self.splits, self.flags.frozen, [last], tune)
         return {"l2": probe.l2, "ranks": None}, probe.scores
 
 
@@ -183,7 +187,8 @@ def parse(argv) -> tuple[argparse.Namespace, dict]:
     parser.add_fields(Data, {})
     parser.add_fields(TuneConfig, TuneConfig.defaults(task))
     flags, given = parser.read(argv)
-    flags.source = Data(**{name: given.pop(name) for name in asdict(Data()) if name in given})
+    flags.source = Data(**fields_of(Data, given))
+    given = fields_of(TuneConfig, given)
     flags.tasks = task_names(flags.task)
     if flags.tasks == ["docs"] and flags.source.data:
         raise UserError("--data: docs reads the documentation on this machine; use --task custom for your own files")
@@ -203,6 +208,7 @@ def main(argv=None):
         pretrained = Pretrained(flags.init)
         precision = "fp32" if flags.frozen else given.get("precision", "auto")
         worker = Worker.make(precision, flags.device, pretrained.config.encoder_dim)
+        # Of glue, some tasks may be missing, but not a task that is named.
         missing = missing_tasks(flags.tasks, flags.source.data) if "glue" in flags.task else []
         tasks = [task for task in flags.tasks if task not in missing]
         found = {task: read_task(task, flags.source, pretrained.settings) for task in tasks}  # finds errors early

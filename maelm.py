@@ -85,7 +85,7 @@ def corrupt(tokens, config, generator):
 
 def draw_masks(maskable, m, generator):
     """Draw m positions per sequence where maskable (B, n) bool is True -> (B, m) int64, or ValueError."""
-    fewest = int(maskable.sum(1).min())
+    fewest = int(maskable.sum(dim=1).min())
     if not 0 < m <= fewest:
         raise ValueError(f"cannot mask {m} tokens of each sequence: use 1 to {fewest}")
     number = torch.rand(maskable.shape, generator=generator, device=maskable.device)  # below 1
@@ -232,10 +232,11 @@ class Encoder(nn.Module):
         self.stack = Stack(config, d, config.encoder_layers, config.dropout, relative=True)
 
     def forward(self, tokens, positions, padding=None, at=None):
-        return self.hidden_states(tokens, positions, padding, at)[-1]  # H^L (B, r, d)
+        return self.hidden_states(tokens, positions, padding, at)[-1]  # H^L (B, r, d), or (B, m, d) at `at`
 
     def hidden_states(self, tokens, positions, padding=None, at=None):
-        """tokens, positions (B, r) int64 -> [H^0, ..., H^L], as in Stack. padding (B, r) bool hides keys."""
+        """tokens, positions (B, r) int64 -> [H^0, ..., H^L], as in Stack. In fine-tuning, padding (B, r) bool
+        hides keys."""
         h = self.token_embedding(tokens) + self.position_embedding(positions)  # h_i^0 = e_{x_i} + p_i
         # Differs from the paper: the formula has no LayerNorm here; the authors' code has one.
         h = self.dropout(self.norm(h))
@@ -312,11 +313,12 @@ class MAELM(nn.Module):
     def encode(self, corruption, at=None):
         """H^L (B, r, d) at the kept positions; in a standard MLM (r = n), (B, m, d) at the positions `at`."""
         seen = corruption.corrupted.gather(1, corruption.kept)  # (B, r)
-        positions = corruption.kept  # in MAE-LM
-        if corruption.is_complete:  # all sequences have the same positions, and one copy saves time
-            positions = positions[:1]
         if not self.config.aligned_positions:  # Table 2: misaligned
             positions = torch.arange(seen.shape[1], device=seen.device)[None]
+        elif corruption.is_complete:  # all sequences have the same positions, and one copy saves time
+            positions = corruption.kept[:1]
+        else:  # as in MAE-LM
+            positions = corruption.kept
         return self.encoder(seen, positions, at=at)
 
     def decode(self, h, corruption):
@@ -363,9 +365,9 @@ def relative_bucket(distance, num_buckets, max_distance):
     half = num_buckets // 2  # keys to the right of the query get the upper half
     max_exact = half // 2  # distances below this have buckets of their own
     size = distance.abs()
-    # A log scale: 0 at max_exact, 1 at max_distance. Adding 1e-9 corrects rounding errors at boundaries.
+    # A log scale: 0 at max_exact, 1 at max_distance.
     fraction = (size.clamp(min=max_exact).double() / max_exact).log() / math.log(max_distance / max_exact)
-    far = max_exact + ((half - max_exact) * fraction + 1e-9).long()
+    far = max_exact + ((half - max_exact) * fraction + 1e-9).long()  # 1e-9 corrects rounding errors
     far = far.clamp(max=half - 1)  # the last bucket is open-ended
     bucket = torch.where(size < max_exact, size, far)
     return torch.where(distance > 0, half + bucket, bucket)

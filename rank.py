@@ -43,7 +43,7 @@ VECTORS_PER_DIM = 10  # at least, by a rule of thumb: too few would cap the rank
 
 # ---- 1. Effective rank: section 2.2 -------------------------------------------------------------------------
 def tau_rank(values, tau: float) -> int:
-    """The smallest k such that the first k values sigma_i^2, (d,) float64 in descending order, make up at least a
+    """The smallest k such that the first k values sigma_i^2, (K,) float64 in descending order, make up at least a
     fraction tau of the sum of all d (rank_tau of section 2.2); 0 if all are 0. Raises ValueError for a bad tau."""
     if not 0 < tau < 1:
         raise ValueError(f"tau={tau}: use 0 < tau < 1")
@@ -81,14 +81,14 @@ class Moments:
 
     def spectrum(self, centered: bool):
         """sigma_i^2 of H, or of H minus its mean row: (d,) float64, descending. Raises UserError if H is not finite."""
+        if not self.gram.isfinite().all():
+            raise UserError("the hidden states contain NaN or infinity; use another checkpoint")
         gram = self.gram
         if centered:
             gram = gram - torch.outer(self.total, self.total) / self.count
-        if not gram.isfinite().all():
-            raise UserError("the hidden states contain NaN or infinity; use another checkpoint")
-        # If all rows are equal, centering leaves only rounding errors, which would look like a high rank.
-        if gram.trace() <= 1e-12 * self.gram.trace():
-            return torch.zeros_like(self.total)
+            # If all rows are equal, centering leaves only rounding errors, which would look like a high rank.
+            if gram.trace() <= 1e-12 * self.gram.trace():
+                return torch.zeros_like(self.total)
         squares = torch.linalg.eigvalsh(gram).flip(0)  # the eigenvalues of H^T H
         return squares.clamp(min=0)  # rounding can push them below 0
 
@@ -166,8 +166,8 @@ def measure(subject: Subject, options: RankOptions) -> dict[str, list[Moments]]:
     rows = subject.rows
     count, n = rows.shape
     m = round(MASK_RATE * n)
-    example = subject.encode(rows[:1])  # H^0 ... H^L, (1, n, d) each, to get L and d
     mask_count = count * m
+    example = subject.encode(rows[:1])  # H^0 ... H^L, (1, n, d) each, to get L and d
     least = VECTORS_PER_DIM * example[-1].shape[-1]
     if mask_count < least:
         raise UserError(f"{subject.name}: {mask_count:,} [MASK] are fewer than {VECTORS_PER_DIM} d = {least:,}, the "
@@ -181,19 +181,17 @@ def measure(subject: Subject, options: RankOptions) -> dict[str, list[Moments]]:
     for start in tqdm(range(0, count, options.batch_size), subject.name, leave=False, disable=None):
         batch = slice(start, start + options.batch_size)
         is_masked = masks[batch].to(example[0].device)  # (B, n)
-        for text, sequences in texts.items():
-            for layer, h in enumerate(subject.encode(sequences[batch])):  # H^l (B, n, d)
-                for curve in moments:
-                    if CURVES[curve].text == text:
-                        vectors = h[is_masked] if CURVES[curve].masked_only else h
-                        moments[curve][layer].add(vectors)
+        states = {text: subject.encode(sequences[batch]) for text, sequences in texts.items()}
+        for curve, layers in moments.items():
+            for moments_of_layer, h in zip(layers, states[CURVES[curve].text]):  # H^l (B, n, d)
+                moments_of_layer.add(h[is_masked] if CURVES[curve].masked_only else h)
     return moments
 
 
 def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float) -> dict:
     """Turn the result of `measure` into an entry of rank.json, with the ranks of layers 0 to L:
 
-    {"text": "docs", "trained_on_mask": true, "d": 128, "n": {"with_mask": 64000, ...},
+    {"step": 1900, "text": "docs", "trained_on_mask": true, "d": 128, "n": {"with_mask": 64000, ...},
      "uncentered": {"with_mask": [61, 73, 78, 72], "without_mask": [...], "mask_only": [...]}, "centered": {...}}"""
     entry = {"step": subject.step, "text": subject.text, "trained_on_mask": subject.reads_mask,
              "d": len(moments["with_mask"][-1].total),
@@ -224,7 +222,7 @@ def table(name: str, entry: dict, tau: float) -> str:
 def draw(entries: dict[str, dict], tau: float, task: str, path: Path):
     """Draw the uncentered ranks by layer: (a) of all tokens of a text, (b) of vectors at [MASK] or at a control. More
     panels have the scores of probes."""
-    probes = entries[next(iter(entries))].get("probe", {})
+    probes = next(iter(entries.values())).get("probe", {})
     with figure(path, panels=2 + len(probes)) as (left, right, *others):
         for number, (name, entry) in enumerate(entries.items()):
             for curve, ranks in entry["uncentered"].items():
@@ -253,9 +251,11 @@ def main(argv=None):
         parser.add_fields(RankOptions, {})
         flags, given = parser.read(argv)
         options = RankOptions(**given)
+        if not 0 < options.tau < 1:
+            raise UserError(f"--tau {options.tau}: use 0 < tau < 1")
         out = flags.out or Path("out", "-".join(["rank", *map(short_name, flags.models)])[:100])
         settings = asdict(options) | {"models": flags.models}
-        if (out / "rank.json").is_file():
+        if (out / "rank.json").is_file():  # of another measurement?
             compare(out, read_json(out / "rank.json")["settings"], settings, settings.keys() - {"device"})
         entries = {}
         for subject in open_subjects(flags.models, options):

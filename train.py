@@ -6,7 +6,7 @@
     python train.py --data texts/ --prepare          # tokenize into --cache, and do not train
     torchrun --standalone --nproc_per_node 8 train.py --preset base --data texts/
 
-Every field of Config (maelm.py) and Recipe (below) is a flag; -h shows its value in --preset.
+Every field of Config (maelm.py) and Recipe (below) is a flag; with --preset NAME, -h shows that preset's values.
 Repeat a command to continue an unfinished run.
 """
 from argparse import Namespace
@@ -39,7 +39,7 @@ class Recipe(Text):
     also its help."""
     init: str = ""  # run folder or checkpoint with which to begin: its settings, tokenizer and weights
     batch_size: int = 2048  # sequences per optimizer step, over all processes
-    max_steps: int = 125_000  # training steps, and length of the learning-rate schedule
+    max_steps: int = 125_000  # training steps, and length of the schedule; warm-up keeps its share of another number
     warmup_steps: int = 10_000  # steps until the peak learning rate; the rate then falls to 0
     optimizer: Literal["adamw", "muon"] = "adamw"  # Muon for the matrices of the layers, AdamW for the rest
     learning_rate: float = 5e-4  # peak learning rate of AdamW
@@ -53,7 +53,7 @@ class Recipe(Text):
     position_init: Literal["normal", "sinusoid"] = "normal"  # initial values of the learned positions
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # for matrix products; auto is bf16 where it is fast
     seed: int = 0  # seed of weights, data order, masks and dropout
-    # The rest decides no weights, except, by dropout's masks, the micro-batch:
+    # The rest changes no weights, except by rounding, and micro_batch_size by dropout's masks:
     micro_batch_size: int = 64  # largest number of sequences per forward pass; gradients are accumulated
     stop_at: int = 0  # step at which to end early, without changing the schedule; 0 for never
     log_interval: int = 100  # steps between lines in the terminal and in log.jsonl
@@ -101,7 +101,8 @@ def make_settings(values: dict) -> tuple[Config, Recipe]:
     return check(Config(**of_config)), Recipe(**rest)
 
 
-# The settings that stay when a run continues: they decide the model, the text, its order, and old checkpoints.
+# The settings that stay when a run continues: they decide the model, the text, its order, and whether old checkpoints
+# are deleted. (open_corpus compares the text itself.)
 FIXED = asdict(Config()).keys() | {"column", "uncased", "val_share", "seed", "batch_size", "optimizer", "position_init",
                                    "keep_checkpoints"}
 
@@ -144,7 +145,7 @@ class Trainer:
         corruption = corrupt(tokens, self.config, generator)
         m = corruption.masked.shape[1]
         expected = self.config.num_masked(tokens.shape[1])
-        if m != expected:
+        if m != expected:  # if you have changed corrupt
             raise UserError(f"corrupt masks {m} tokens; FLOPs and shapes need the {expected} of mask_rate="
                             f"{self.config.mask_rate}")
         batches = self.worker.micro_batches(tokens, corruption, recipe.micro_batch_size)
@@ -173,13 +174,13 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, rows) -> tuple[float, float]:
-        """Mean loss in nats, and accuracy in [0, 1], on `eval_rows` sequences, with single tokens masked at the paper's
-        rate: the same for all runs, whatever their masks and their loss in training. (The decoder of uni+cross, which
+        """Mean loss in nats, and accuracy in [0, 1], on `eval_rows` sequences, with tokens masked at the paper's rate:
+        the same ones for all runs, whatever their masks and their loss in training. (The decoder of uni+cross, which
         reads true tokens in training, reads [MASK] here.)"""
         self.model.eval()
         tokens = evenly_spaced(rows, self.recipe.eval_rows)
         generator = torch.Generator().manual_seed(0)
-        m = max(1, Config().num_masked(tokens.shape[1]))
+        m = max(1, Config().num_masked(tokens.shape[1]))  # not of self.config
         masked = draw_masks(tokens >= NUM_SPECIAL, m, generator)
         corruption = apply_masks(tokens, masked, self.config, generator)
         total = 0.0
@@ -201,7 +202,7 @@ class Trainer:
 def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespace, worker: Worker) -> int:
     """Begin or continue the run in flags.out, and train it to its end. A new run has random weights, or those of the
     checkpoint `start`. Returns 0, or 128 + the signal that ended training."""
-    if recipe.batch_size % worker.world_size > 0:  # the mean of the processes' gradients would be another
+    if recipe.batch_size % worker.world_size > 0:  # the mean over processes would not be that of the batch
         raise UserError(f"batch_size={recipe.batch_size}: use a multiple of the {worker.world_size} processes")
     run = Run(flags.out, config, recipe, FIXED, worker)  # at the step of its newest checkpoint, or at step 0
     if run.step >= recipe.last_step:
@@ -215,7 +216,7 @@ def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespac
         run.log_validation(*trainer.validate(corpus.val))
     with worker.noted_signals() as noted:
         signal = train_and_report(trainer, run, corpus, noted)
-    worker.wait()  # until the first process has saved
+    worker.wait()  # for the first process to save
     if run.step < recipe.last_step:
         print(f"stopped by signal {signal}; repeat the command to continue")
         return 128 + signal
@@ -233,7 +234,7 @@ def train_and_report(trainer: Trainer, run: Run, corpus: Corpus, noted: list[int
     while run.step < recipe.last_step and not signal:
         # While a GPU computes, the CPU prepares the next batch: nothing waits for a result until it is logged.
         batches = trainer.batches(corpus.train, run.step)
-        run.add(trainer.step(batches, run.step))
+        run.count_step(trainer.step(batches, run.step))
         signal = trainer.worker.signal_of_any(noted, run.step)
         is_last = run.step == recipe.last_step
         evaluating = is_last or run.step % recipe.eval_interval == 0
@@ -271,20 +272,22 @@ def parse(argv) -> tuple[Config, Recipe, dict | None, Namespace]:
         flags.out = flags.out or Path("out", f"{short_name(given['init'])}-more")
         start = starting_point(given["init"], flags.out)
         flags.preset, flags.ablation = start.get("preset", ""), start.get("ablation", "")
-        values = asdict(start["config"]) | fields_of(Recipe, start["settings"]) | {"stop_at": 0}
+        values = asdict(start["config"]) | fields_of(Recipe, start["settings"])
+        values["stop_at"] = 0  # the early end of an earlier run does not hold here
     else:
         flags.preset, flags.ablation = preset, flags.ablation or "mae-lm"
         name = preset if flags.ablation == "mae-lm" else f"{preset}-{flags.ablation}"
         flags.out = flags.out or Path("out", name)
         values = PRESETS[preset] | ABLATIONS[flags.ablation]
-        other = [name for name, value in ABLATIONS[flags.ablation].items() if given.get(name, value) != value]
-        if other:
-            raise UserError(f"{other[0]}={given[other[0]]!r}: --ablation {flags.ablation} is {values[other[0]]!r} "
-                            "there; leave out one of the two")
-    if "max_steps" in given:
+        for name, value in ABLATIONS[flags.ablation].items():
+            if given.get(name, value) != value:
+                raise UserError(f"{name}={given[name]!r}: --ablation {flags.ablation} sets it to {value!r}; leave out "
+                                "one of the two")
+    if "max_steps" in given:  # warm-up keeps its share
         before = Recipe(**fields_of(Recipe, values))
         values["warmup_steps"] = round(before.warmup_steps / before.max_steps * given["max_steps"])
-    return *make_settings(values | given), start, flags
+    config, recipe = make_settings(values | given)
+    return config, recipe, start, flags
 
 
 def main(argv=None):
@@ -297,7 +300,7 @@ def main(argv=None):
         else:
             with worker.lock(flags.out):
                 code = pretrain(config, recipe, start, flags, worker)
-    if code:
+    if code:  # now that the processes have disconnected
         raise SystemExit(code)
 
 

@@ -1,6 +1,6 @@
 """Grades a submission: runs claims about its functions, each worth a point; see teaching.md. The tasks run one after
-another, each in a fresh copy of this project: the student's file, with our solutions to earlier tasks only (all others
-in `together`), so that no process has seen our solution to a later task. It is no sandbox."""
+another, each in a fresh copy of this project: the student's file, with our solutions to earlier tasks (all others in
+`together`), but not to later ones, which its code could read. It is no sandbox."""
 import itertools
 import os
 import re
@@ -36,15 +36,17 @@ def grade(texts: dict[str, str], tasks: list[str], seconds: float) -> list[Resul
 
 def result_of(task: str, problem: str, messages: dict[str, str]) -> Result:
     """The points of a task, given the outcome of run_task."""
-    claims = claims_of(task)
+    is_gate = claims_of(task)
     if problem:
-        return Result(task, 0, len(claims), problem)
-    failed = [claim for claim in claims if messages[claim]]
-    gates = [claim for claim in failed if claims[claim]]
-    points = 0 if gates else len(claims) - len(failed)
+        return Result(task, 0, len(is_gate), problem)
+    failed = [claim for claim in is_gate if messages[claim]]
+    gates = [claim for claim in failed if is_gate[claim]]
+    points = 0 if gates else len(is_gate) - len(failed)
     status = f"failed: {', '.join(failed)}" if failed else "full marks"
-    status = f"no points without {gates[0]}; {status}" if gates else status
-    return Result(task, points, len(claims), "\n    ".join([status, *[f"{name}: {messages[name]}" for name in failed]]))
+    if gates:
+        status = f"no points without {gates[0]}; {status}"
+    lines = [status, *[f"{name}: {messages[name]}" for name in failed]]
+    return Result(task, points, len(is_gate), "\n    ".join(lines))
 
 
 def claims_of(task: str) -> dict[str, bool]:
@@ -60,7 +62,7 @@ def run_task(task: str, texts: dict[str, str], seconds: float) -> tuple[str, dic
     tasks = HOMEWORK if task == TOGETHER else [task]
     students = [name for name in tasks if is_attempted(name, texts)]
     needed = TASKS["maelm.py"] if task == TOGETHER else [task]  # other functions may be ours
-    if not {*needed}.issubset(students):
+    if not all(name in students for name in needed):
         return "not attempted", {}
     claims = claims_of(task)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
@@ -72,15 +74,15 @@ def run_task(task: str, texts: dict[str, str], seconds: float) -> tuple[str, dic
         problem = run_limited(command, folder, seconds)
         found = read_report(folder / "report.xml")
     if problem or not found:
-        return problem or "no report: the code ends Python", {}
+        return problem or "no report: the code ends Python before the tests do", {}
     if found.keys().isdisjoint(claims):  # pytest could not even collect the tests
         return f"cannot be imported: {next(iter(found.values()))}", {}
-    return "", {claim: found.get(claim, "has no result") for claim in claims}
+    return "", {claim: found.get(claim, "did not run") for claim in claims}
 
 
 def copy_for(task: str, texts: dict[str, str], students: list[str]) -> dict[str, str]:
-    """The files of the copy in which a task runs: ours with blanks or, for some tasks, the student's. Our solutions to
-    earlier tasks follow at the end of each file, where they replace the student's."""
+    """The files of the copy in which a task runs: ours with blanks or, for the tasks in `students`, the student's. Our
+    solutions to the other earlier tasks follow at the end of each file."""
     files = PROJECT | HANDED_OUT | {"pytest.ini": INI}
     for name in students:
         files[HOMEWORK[name]] = texts[HOMEWORK[name]]

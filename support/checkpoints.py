@@ -91,8 +91,8 @@ class Pretrained:
         self.tokenizer = self.state["tokenizer"]
         self.settings = self.state["settings"]
         self.config = self.state["config"]
-        self.step = self.state.get("step")  # None for finetune.py's encoder.pt
         self.is_random = name.startswith("random:")
+        self.step = None if self.is_random else self.state.get("step")  # nor has finetune.py's encoder.pt a step
 
     def with_dropout(self, dropout: float) -> "Pretrained":
         """The same weights, with this dropout in training."""

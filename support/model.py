@@ -52,6 +52,7 @@ def check(config: Config) -> Config:
     width = max(1, d // max(1, heads))  # dimensions of a head
     mlm = c.mask_in_encoder == 1 and c.decoder == "bi" and c.decoder_dim == 0
     for field, holds, advice in (
+            ("mask_rate", 0 < c.num_masked(c.seq_len) < c.seq_len, "more than 0 and less than 1"),
             ("encoder_heads", heads * width == d, f"a divisor of encoder_dim={d}"),
             ("rel_pos_buckets", buckets == 0 or (buckets > 3 and buckets % 2 == 0), "0, 4, 6, 8 ..."),
             ("rel_pos_max_distance", c.rel_pos_max_distance > buckets // 4, f"more than {buckets // 4}"),

@@ -31,8 +31,8 @@ class Results:
     """The folder for the runs of a task. config.json is the `record` of all that they share, runs.jsonl has a line for
     each, seedN/ the predictions of a seed, and result.json the medians. encoder.pt is the best of the seeds on dev."""
     def __init__(self, out: Path, record: dict):
-        """Claim the folder. Raises UserError if it has runs with other settings, examples or code; the encoder may have
-        moved."""
+        """Reserve the folder. Raises UserError if it has runs with other settings, examples or code; the encoder may
+        have moved."""
         self.out, self.record = out, record | {"examples": short_hash(repr(record["examples"])), "code": CODE}
         if (out / "config.json").is_file():
             compare(out, read_json(out / "config.json"), self.record, self.record.keys() - {"init"})

@@ -41,7 +41,7 @@ class Run:
         self.settings = asdict(config) | asdict(recipe)
         self.step = 0
         self.seconds = 0.0  # of training, without evaluations and checkpoints
-        self.recent = []  # what `add` got since the last line
+        self.recent = []  # what `count_step` got since the last line
         self.changed = {}  # settings: name -> [before, now]
         self.saved = None  # the newest checkpoint
         found = checkpoints(out)
@@ -67,8 +67,8 @@ class Run:
             try:
                 model.load_state_dict(source.pop("model"))  # not kept in memory
             except RuntimeError as error:
-                raise UserError(f"--init: its weights have another shape; leave out flags that change it ({error})"
-                                ) from None
+                raise UserError("--init: its weights have another shape; name a run of train.py, and no flags that "
+                                f"change it ({error})") from None
         if self.saved:
             for optimizer, state in zip(optimizers, self.saved.pop("optimizers"), strict=True):
                 optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
@@ -141,8 +141,8 @@ class Run:
         """From here on, time is training time. `log_steps` stops the clock."""
         self.since = time.perf_counter()
 
-    def add(self, values: dict):
-        """Count a step, and note its loss, terms and gradient norm (scalars on any device by name), for a line."""
+    def count_step(self, values: dict):
+        """Count a step, and keep its loss, terms and gradient norm (scalars on any device by name) for a line."""
         self.recent.append(values)
         self.step += 1
 

@@ -3,6 +3,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,11 @@ def open_subjects(names: list[str], options) -> Iterator[Subject]:
     """The encoders that rank.py names, one after another, and their texts, with rank.py's RankOptions. With `probe`,
     random weights are added, because they show how much of a score training explains."""
     if options.steps:
-        names = [str(path) for path in checkpoints(path_of(names[0]))]
+        names = [str(path) for name in names for path in checkpoints(path_of(name))]
+        if options.probe or len({Path(name).parent for name in names}) != 1:
+            raise UserError("--steps: needs the folder of one run with checkpoints, and no --probe")
+    if options.probe and any(name.startswith("hf:") for name in names):
+        raise UserError(f"--probe {options.probe}: only for runs, not for models of the Hub")
     if options.probe and not any(name.startswith("random:") for name in names):
         names = [*names, f"random:{names[0]}"]
     selected = {field: value for field, value in fields_of(Text, asdict(options)).items() if value}

@@ -80,7 +80,7 @@ class Worker(NamedTuple):
         self.sums(0)
 
     def is_same(self, number: int) -> bool:
-        """Whether all processes have the same number: otherwise, it is not the mean in one of them or more."""
+        """Whether all processes have the same number. (If they differ, one process at least has not the mean.)"""
         return self.sums(number)[0] == number * self.world_size
 
     @contextmanager

@@ -97,7 +97,7 @@ SUBMISSIONS = [  # task -> the end of its file, and the start of its line
      "matthews": ("def broken(:", "0/3 cannot be imported: SyntaxError: invalid syntax"),
      "attention": ("def attention(*given):\n    return unknown", "0/3 no points without test_attention_and_its_gradi"),
      "relative_bucket": ("", "0/2 not attempted")},
-    {"learning_rate_factor": ("import os\nos._exit(0)", "0/2 no report: the code ends Python"),
+    {"learning_rate_factor": ("import os\nos._exit(0)", "0/2 no report: the code ends Python before"),
      "tau_rank": (TAMPERED, "0/3 no points without test_rank_is_the_smallest_k_that_reaches_tau; failed: test_rank")}]
 
 

@@ -216,7 +216,7 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
 @pytest.mark.parametrize("program, flags, message", [
     (train, "--steps 3", "unrecognized arguments: --steps 3"),
     (train, "--ablation bert", "invalid choice: 'bert' .*mae-lm.*dec-1024"),
-    (train, "--ablation mlm --decoder-layers 1", "decoder_layers=1: --ablation mlm is 0 there; leave out one"),
+    (train, "--ablation mlm --decoder-layers 1", "decoder_layers=1: --ablation mlm sets it to 0; leave out one"),
     (train, "--norm Pre", "argument --norm: invalid choice: 'Pre' .*post"),
     (train, "--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
     *[(train, f"--{field.replace('_', '-')}={value}", f"{field}={value}: use ") for field, value in (
