@@ -104,9 +104,7 @@ class FineTuning:
         model = Tuned(encoder, kind.head()).to(worker.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=tune.learning_rate, betas=(0.9, 0.98),
                                       eps=1e-6, weight_decay=tune.weight_decay, fused=True)
-        steps = math.ceil(tune.epochs * math.ceil(len(train.ids) / tune.batch_size))
-        evaluations = min(20, math.ceil(2 * tune.epochs))  # two per epoch, but at most 20
-        evaluate_after = {math.ceil(steps * i / evaluations) for i in range(1, evaluations + 1)}
+        steps, evaluate_after = schedule(tune, len(train.ids))
         best_value = -math.inf  # on dev
         began = time.perf_counter()
         bar = tqdm(range(steps), desc=f"{self.task} seed {seed}", leave=False, disable=None)
@@ -135,9 +133,8 @@ class FineTuning:
         scores = self.evaluate(model, tune, [split for split in self.splits if split != "train"])
         best_run = self.results.best()
         if seed > 0 and (best_run is None or best_value > best_run["value"]):
-            labels = kind.labels
             model.save(self.results.out / "encoder.pt", self.pretrained, task=self.task, longest=tune.seq_len,
-                       labels=list(labels.names), center=labels.center, scale=labels.scale)
+                       **kind.labels.saved())
         return {"step": best_step, "ranks": self.ranks(model.encoder, tune)}, scores
 
     def evaluate(self, model: Tuned, tune: TuneConfig, splits: list[str]) -> Scores:
@@ -164,6 +161,14 @@ class FineTuning:
         last = self.pretrained.config.encoder_layers
         [probe] = probe_layers(encoder, self.kind, self.splits, self.flags.frozen, [last], tune)
         return {"l2": probe.l2, "ranks": None}, probe.scores
+
+
+def schedule(tune: TuneConfig, inputs: int) -> tuple[int, set[int]]:
+    """The number of steps for this many inputs, and the numbers of steps after which checkpoints are evaluated: two per
+    epoch, but at most 20."""
+    steps = math.ceil(tune.epochs * math.ceil(inputs / tune.batch_size))
+    evaluations = min(20, math.ceil(2 * tune.epochs))
+    return steps, {math.ceil(steps * i / evaluations) for i in range(1, evaluations + 1)}
 
 
 # ---- 3. Command line -----------------------------------------------------------------------------

@@ -178,6 +178,10 @@ class Labels(NamedTuple):
     center: float = 0.0  # the model predicts (number - center) / scale
     scale: float = 1.0
 
+    def saved(self) -> dict:
+        """What an export needs of these labels."""
+        return {"labels": list(self.names), "center": self.center, "scale": self.scale}
+
     def target(self, label: str | float | None) -> int | float:
         """A label in the form of the model's output: the index of its name, or a number; 0 if there is none."""
         if label is None:
