@@ -38,7 +38,7 @@ from support.optim import take_step
 from support.probe import POOLINGS, Scores, probe_layers
 from support.program import Parser, UserError, clear_errors, fields_of, short_name
 from support.results import Results, ordered, table1
-from support.tasks import TuneConfig, task_names
+from support.tasks import PROBED, TuneConfig, task_names
 from support.worker import Worker
 from train import learning_rate_factor
 
@@ -199,9 +199,9 @@ def parse(argv) -> tuple[argparse.Namespace, dict]:
         raise UserError("--data: docs reads the documentation on this machine; use --task custom for your own files")
     if "custom" in flags.tasks and not flags.source.data:
         raise UserError("--task custom: needs --data, a folder with a file train")
-    if flags.frozen and (flags.sweep or not given.keys() <= TuneConfig.probed() or "squad2" in flags.tasks):
+    if flags.frozen and (flags.sweep or not given.keys() <= PROBED or "squad2" in flags.tasks):
         raise UserError(f"--frozen {flags.frozen}: no --sweep, no squad2, and no settings but "
-                        f"{', '.join(sorted(TuneConfig.probed()))}")
+                        f"{', '.join(sorted(PROBED))}")
     return flags, given
 
 

@@ -92,14 +92,6 @@ class Moments:
         squares = torch.linalg.eigvalsh(gram).flip(0)  # the eigenvalues of H^T H
         return squares.clamp(min=0)  # rounding can push them below 0
 
-    def are_enough(self) -> bool:
-        """Whether there are enough rows for a rank."""
-        return self.count >= VECTORS_PER_DIM * len(self.total)
-
-    def ranks(self, tau: float) -> dict[str, int]:
-        """rank_tau, uncentered and centered."""
-        return {name: tau_rank(self.spectrum(centered), tau) for name, centered in CENTERINGS.items()}
-
 
 @torch.no_grad()
 def encoder_ranks(encoder: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, int] | None:
@@ -109,7 +101,9 @@ def encoder_ranks(encoder: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) 
     moments = Moments()
     for tokens, padding in batches:
         moments.add(text_states(encoder, tokens, padding)[-1][~padding])
-    return moments.ranks(0.9) if moments.are_enough() and moments.gram.isfinite().all() else None
+    if moments.count < VECTORS_PER_DIM * len(moments.total) or not moments.gram.isfinite().all():
+        return None
+    return {name: tau_rank(moments.spectrum(centered), 0.9) for name, centered in CENTERINGS.items()}
 
 
 # ---- 2. Measuring a model -----------------------------------------------------------------------------------
@@ -196,9 +190,10 @@ def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float)
     entry = {"step": subject.step, "text": subject.text, "trained_on_mask": subject.reads_mask,
              "d": len(moments["with_mask"][-1].total),
              "n": {curve: layers[-1].count for curve, layers in moments.items()}}
-    ranks = {curve: [layer.ranks(tau) for layer in layers] for curve, layers in moments.items()}
-    for centering in CENTERINGS:
-        entry[centering] = {curve: [rank[centering] for rank in layers] for curve, layers in ranks.items()}
+    for name, centered in CENTERINGS.items():
+        entry[name] = {}
+        for curve, layers in moments.items():
+            entry[name][curve] = [tau_rank(layer.spectrum(centered), tau) for layer in layers]
     return entry
 
 
@@ -206,14 +201,10 @@ def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float)
 def table(name: str, entry: dict, tau: float) -> str:
     """An entry of rank.json as text: the ranks by layer, centering and curve."""
     n = entry["n"]
-    columns = {}
-    for centering in CENTERINGS:
-        for curve, ranks in entry[centering].items():
-            columns[centering, curve] = ranks
-    for pooling, scores in entry.get("probe", {}).items():
-        columns["probe, %", pooling] = scores
+    parts = {part: pandas.DataFrame(entry[part]) for part in (*CENTERINGS, "probe") if part in entry}
+    columns = pandas.concat(parts, axis=1)
     lines = [f"{name}: rank_{tau} of {n['without_mask']:,} tokens ({n['mask_only']:,} [MASK]), d = {entry['d']}, text "
-             f"{entry['text']}", pandas.DataFrame(columns).rename_axis("layer").round(1).to_string()]
+             f"{entry['text']}", columns.rename_axis("layer").round(1).to_string()]
     if not entry["trained_on_mask"]:
         lines.append("its encoder never read [MASK] in training, so it does not know this token")
     return "\n".join(lines)

@@ -143,11 +143,8 @@ class Trainer:
         tokens = torch.from_numpy(rows[indices])  # (B, n)
         generator = torch.Generator().manual_seed(mask_seed(recipe.seed, step))
         corruption = corrupt(tokens, self.config, generator)
-        m = corruption.masked.shape[1]
-        expected = self.config.num_masked(tokens.shape[1])
-        if m != expected:  # if you have changed corrupt
-            raise UserError(f"corrupt masks {m} tokens; FLOPs and shapes need the {expected} of mask_rate="
-                            f"{self.config.mask_rate}")
+        m = self.config.num_masked(tokens.shape[1])
+        assert corruption.masked.shape[1] == m, f"corrupt must mask the {m} tokens of mask_rate: FLOPs follow it"
         batches = self.worker.micro_batches(tokens, corruption, recipe.micro_batch_size)
         return [self.worker.pin(batch) for batch in batches]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas
 
-from course.grade import INI, TESTS, TOGETHER, Result, grade, write_all
+from course.grade import INI, TESTS, TOGETHER, grade, write_all
 from course.homework import FILES, HANDED_OUT, HOMEWORK, PROJECT, TASKS, read, without
 from support.program import ROOT, Parser, UserError, clear_errors, write_json
 
@@ -36,42 +36,27 @@ def make_autograder(path: Path, tasks: list[str]):
     print(f"{path}: upload it as the autograder")
 
 
-def grade_student(path: Path, texts: dict[str, str], flags: Namespace):
-    """Grade a student's files, with a line per task and one for the total. Raises UserError if there are none."""
-    if not texts:
-        raise UserError(f"{path}: has no file named {', '.join(FILES)}")
-    results = grade(texts, flags.only, flags.time_limit)
-    print(*[f"{row.name} {row.score}/{row.max_score} {row.output}" for row in results], sep="\n")
-    print(f"{path}: total {total(results)}")
-    if flags.json:
-        write_json(flags.json, {"tests": [row._asdict() for row in results]})
-
-
-def grade_class(folder: Path, students: dict[str, dict[str, str]], flags: Namespace):
-    """Grade the files of each student in a folder, with a line per student here and in grades.csv there."""
-    rows = []
-    for name, texts in students.items():
-        results = grade(texts, flags.only, flags.time_limit)
-        print(f"{name}: {total(results)}; {', '.join(f'{row.name} {row.score}' for row in results)}")
-        points = {row.name: row.score for row in results}
-        rows.append({"student": name, "total": sum(points.values())} | points)
-        pandas.DataFrame(rows).to_csv(folder / "grades.csv", index=False)
-
-
 def grade_all(path: Path, flags: Namespace):
-    """Grade a student's folder or zip or, if several folders or zips in a folder have homework's files, a class."""
+    """Grade a student's folder or zip, with a line per task and one for the total; or, if several folders or zips in a
+    folder have homework's files, a class, whose points also go into grades.csv there."""
     inside = [each for each in sorted(path.glob("*")) if each.is_dir() or each.suffix == ".zip"]
     students = {each.stem: read(each) for each in inside}
     is_class = sum(map(bool, students.values())) > 1 and not any((path / name).is_file() for name in FILES)
-    if is_class and not flags.json:
-        grade_class(path, students, flags)
-    else:
-        grade_student(path, read(path), flags)
-
-
-def total(results: list[Result]) -> str:
-    """The points of all tasks, such as 40/45."""
-    return f"{sum(row.score for row in results)}/{sum(row.max_score for row in results)}"
+    if flags.json or not is_class:
+        students = {path: read(path)}
+    if not any(students.values()):
+        raise UserError(f"{path}: has no file named {', '.join(FILES)}")
+    rows = []
+    for name, texts in students.items():
+        results = grade(texts, flags.only, flags.time_limit)
+        print(*[f"{row.name} {row.score}/{row.max_score} {row.output}" for row in results], sep="\n")
+        points = {row.name: row.score for row in results}
+        rows.append({"student": name, "total": sum(points.values())} | points)
+        print(f"{name}: total {rows[-1]['total']}/{sum(row.max_score for row in results)}")
+        if len(students) > 1:
+            pandas.DataFrame(rows).to_csv(path / "grades.csv", index=False)
+    if flags.json:
+        write_json(flags.json, {"tests": [row._asdict() for row in results]})
 
 
 def main(argv=None):

@@ -117,6 +117,12 @@ class Kind:
     """A kind of task. It has `labels` and these methods: `encode` turns examples into tokens; `head` makes one; `loss`
     compares its outputs with the targets of a batch; `decode` takes from the outputs of a batch what `score` needs,
     (B, K), which becomes (N, K) for a whole split; `score` turns these into Scores."""
+    def __init__(self, tokenizer: Tokenizer, config: Config, tune: TuneConfig, labels: Labels):
+        self.tokenizer, self.config, self.tune, self.labels = tokenizer, config, tune, labels
+        self.n = min(tune.seq_len, config.seq_len)
+        self.model = tokenizer.framed()
+        self.model.enable_truncation(self.n)  # cut the longer text first
+
     def scores(self, outputs: dict[str, Tensor], splits: dict[str, Encoded]) -> Scores:
         """Outputs (N, K) by split -> Scores. Names end in _mm or _test for splits other than dev. If the model has
         diverged, the files show it as if NaN were 0."""
@@ -133,12 +139,6 @@ class Kind:
 
 class Classification(Kind):
     """Inputs `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`. The target is a label or a number."""
-    def __init__(self, tokenizer: Tokenizer, config: Config, tune: TuneConfig, labels: Labels):
-        self.config, self.labels = config, labels
-        self.n = min(tune.seq_len, config.seq_len)
-        self.model = tokenizer.framed()
-        self.model.enable_truncation(self.n)  # cut the longer text first
-
     def encode(self, examples: list[Example]) -> Encoded:
         """Tokenize the examples of a split, each to at most n tokens. Raises UserError if a label is unknown."""
         targets = [self.labels.target(example.label) for example in examples]  # before the slow part

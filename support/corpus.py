@@ -173,7 +173,7 @@ def text_rows(text: Text, encode: Callable, frame: tuple, n: int, tokens: int) -
     ids = []
     for document in tqdm(sample(held_out, 20 * tokens), "tokenizing", unit="text", leave=False, disable=None):
         ids += [*encode(document.decode()), *between]
-    count = len(ids) // room if room > 0 else 0
+    count = len(ids) // room
     if count == 0:
         raise UserError(f"--data {text.data}: {len(ids)} tokens, but a sequence has {n}; use --val-share 1")
     rows = [[*before, *ids[i * room:(i + 1) * room], *after] for i in range(count)]

@@ -70,8 +70,8 @@ def read_task(name: str, data: Data, settings: dict) -> dict[str, list]:
 def folder_of(name: str, data: str) -> Path:
     """The folder of a task: `data`, or the task's folder in it, such as glue/rte."""
     root = path_of(data)
-    hub = TASKS[name].hub or f"nyu-mll/glue:{name}"
-    inside = [folder for folder in sorted(root.rglob(re.split("[/:]", hub)[-1])) if any(folder.glob("train*"))]
+    folders = sorted(root.rglob(re.split("[/:]", TASKS[name].hub or name)[-1]))
+    inside = [folder for folder in folders if any(folder.glob("train*"))]
     return (inside or [root])[0]
 
 
@@ -86,9 +86,10 @@ def missing_tasks(names: list[str], data: str) -> list[str]:
 def records_of_split(name: str, data: str, part: str) -> Iterator[tuple[str, dict]]:
     """(place, record) of a split: on the Hub if there is no `data`, or in its files, such as PART.csv or
     PART-00000-of-00001.parquet. The place is for messages."""
-    files = sorted(folder_of(name, data).glob(f"{part}*")) if data else []
-    sources = {str(file): records_of(file) for file in files if split_name(file)[1] in READERS}
-    if not data:
+    if data:
+        files = sorted(folder_of(name, data).glob(f"{part}*"))
+        sources = {file: records_of(file) for file in files if split_name(file)[1] in READERS}
+    else:
         hub = TASKS[name].hub or f"nyu-mll/glue:{name}"
         sources = {f"hf:{hub}, {part}": hub_records(f"hf:{hub}", part)}
     for source, records in sources.items():

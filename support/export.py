@@ -2,6 +2,7 @@
 
     python -m support.export out/toy DIR
 """
+import math
 import re
 import shutil
 import tempfile
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from maelm import MASK, NUM_SPECIAL, PAD, Config
+from maelm import MASK, NUM_SPECIAL, PAD
 from support.checkpoints import load_checkpoint
 from support.fill_mask import logits_at
 from support.model import make_model, text_states
@@ -37,16 +38,19 @@ def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
     return {re.sub("^head", name_there, name): weight for name, weight in weights.items()}, suffix, labels
 
 
-def hub_config(config: Config, head: str, labels: list[str], center: float, scale: float) -> dict:
+def hub_config(state: dict, head: str, labels: list[str]) -> dict:
     """The content of config.json: our fields under "maelm", and the fields that other programs look for. Logits are
     multiplied by `scale` and moved by `center`, so that numbers have their original unit."""
+    config = state["config"]
     code = "modeling_maelm.MAELM"  # our file, and the beginning of its class names
     fields = {
         "model_type": "maelm", "vocab_size": config.vocab_size, "hidden_size": config.encoder_dim,
         "num_hidden_layers": config.encoder_layers, "num_attention_heads": config.encoder_heads,
         "intermediate_size": 4 * config.encoder_dim, "hidden_dropout_prob": config.dropout, "pad_token_id": PAD,
-        "max_position_embeddings": config.seq_len, "maelm": asdict(config), "center": center, "scale": scale,
-        "architectures": ["MAELM" + (head or "Model")], "auto_map": {"AutoConfig": code + "Config"},
+        "max_position_embeddings": config.seq_len, "maelm": asdict(config),
+        "architectures": ["MAELM" + (head or "Model")],
+        "center": state.get("center", 0.0), "scale": state.get("scale", 1.0),
+        "auto_map": {"AutoConfig": code + "Config"},
     }
     for name in ("", "ForSequenceClassification", "ForQuestionAnswering", head):
         fields["auto_map"]["AutoModel" + name] = code + (name or "Model")
@@ -74,6 +78,7 @@ def export(source: Path, out: Path):
     if out.exists():
         raise UserError(f"{out}: already exists; name a new folder")
     transformers_library()  # raises UserError if it is missing
+    import safetensors.torch  # comes with transformers
     state = load_checkpoint(source)
     weights, head, labels = weights_of(state)
     for name, buffer in make_model(state["config"]).named_buffers():  # transformers does not compute them
@@ -83,25 +88,17 @@ def export(source: Path, out: Path):
     with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
         folder = Path(temporary, out.name)
         folder.mkdir()
-        write_files(folder, state, weights, head, labels)
+        for code in ("support/modeling_maelm.py", "support/heads.py", "maelm.py"):
+            shutil.copy(ROOT / code, folder)
+        # The inputs of fine-tuning may be shorter than those of pre-training.
+        longest = min(state["config"].seq_len, state.get("longest", math.inf))
+        save_tokenizer(state["tokenizer"], longest, head, folder)
+        # Not save_file, which makes a file that only its owner can read.
+        (folder / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
+        write_json(folder / "config.json", hub_config(state, head, labels))
         check(folder, head, state)
         folder.rename(out)  # only now: a folder with this name is whole, and computes what our model does
     print(f"{out}: for AutoModel{head} with trust_remote_code=True; another class would have a random head")
-
-
-def write_files(out: Path, state: dict, weights: dict[str, torch.Tensor], head: str, labels: list[str]):
-    """Write the files of an export."""
-    import safetensors.torch  # comes with transformers
-    config = state["config"]
-    for code in ("support/modeling_maelm.py", "support/heads.py", "maelm.py"):
-        shutil.copy(ROOT / code, out)
-    # The inputs of fine-tuning may be shorter than those of pre-training.
-    longest = min(config.seq_len, state.get("longest", config.seq_len))
-    save_tokenizer(state["tokenizer"], longest, head, out)
-    # Not save_file, which makes a file that only its owner can read.
-    (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
-    units = state.get("center", 0.0), state.get("scale", 1.0)
-    write_json(out / "config.json", hub_config(config, head, labels, *units))
 
 
 @torch.no_grad()

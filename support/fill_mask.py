@@ -12,8 +12,6 @@ from support.checkpoints import load_model
 from support.program import Parser, UserError, clear_errors
 from support.tokenizer import Tokenizer
 
-Guess = list[tuple[str, float]]  # the three best tokens at a position, with their probabilities
-
 
 @torch.no_grad()
 def logits_at(model: MAELM, tokens, at):
@@ -23,8 +21,9 @@ def logits_at(model: MAELM, tokens, at):
     return model.logits(apply_masks(tokens, at, config, torch.Generator().manual_seed(0)))
 
 
-def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[Guess]:
-    """Guess each [MASK] in a text. Raises UserError if the text has no [MASK] or too many tokens."""
+def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[list[tuple[str, float]]]:
+    """The three best tokens at each [MASK] in a text, with their probabilities. Raises UserError if the text has no
+    [MASK] or too many tokens."""
     tokens = torch.tensor([tokenizer.with_masks().encode(text).ids])
     if MASK not in tokens:
         raise UserError(f"{text!r:.40}: has no [MASK]")
@@ -36,11 +35,6 @@ def guess_masks(model: MAELM, tokenizer: Tokenizer, text: str) -> list[Guess]:
             for ids, probabilities in zip(best.indices.tolist(), best.values.tolist())]
 
 
-def format_guess(guess: Guess) -> str:
-    """A guess as text, such as `the 0.61  a 0.20  its 0.03`."""
-    return "  ".join(f"{word} {p:.2f}" for word, p in guess)
-
-
 def main(argv=None):
     with clear_errors("support.fill_mask"):
         parser = Parser("support.fill_mask", __doc__)
@@ -49,7 +43,7 @@ def main(argv=None):
         flags = parser.parse_args(argv)
         model, tokenizer = load_model(flags.run)
         for number, guess in enumerate(guess_masks(model, tokenizer, flags.text), start=1):
-            print(f"[MASK] {number}: {format_guess(guess)}")
+            print(f"[MASK] {number}:", "  ".join(f"{word} {p:.2f}" for word, p in guess))
 
 
 if __name__ == "__main__":

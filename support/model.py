@@ -40,9 +40,9 @@ def make_model(config: Config, position_init: str = "normal") -> MAELM:
 def sinusoid_(table, std: float):
     """Fill a table (n, d) with sinusoids (Vaswani et al., 2017) whose root mean square is std."""
     n, d = table.shape
-    rates = 10000 ** -torch.linspace(0, 1, (d + 1) // 2, device=table.device)
+    rates = 10000 ** -torch.linspace(0, 1, d // 2, device=table.device)
     angle = torch.arange(n, device=table.device)[:, None] * rates  # (n, d / 2)
-    waves = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :d]  # an odd d needs one column fewer
+    waves = torch.cat([angle.sin(), angle.cos()], dim=1)
     table.data.copy_(std * 2 ** 0.5 * waves)  # the root mean square of sin and cos is 1 / sqrt(2)
 
 
@@ -52,6 +52,7 @@ def check(config: Config) -> Config:
     width = max(1, d // max(1, heads))  # dimensions of a head
     mlm = c.mask_in_encoder == 1 and c.decoder == "bi" and c.decoder_dim == 0
     for field, holds, advice in (
+            ("decoder", c.decoder in DECODERS, ", ".join(DECODERS)),
             ("mask_rate", 0 < c.num_masked(c.seq_len) < c.seq_len, "more than 0 and less than 1"),
             ("encoder_heads", heads * width == d, f"a divisor of encoder_dim={d}"),
             ("rel_pos_buckets", buckets == 0 or (buckets > 3 and buckets % 2 == 0), "0, 4, 6, 8 ..."),

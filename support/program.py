@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import get_args
 
 from filelock import FileLock, Timeout
 
@@ -62,11 +62,10 @@ class Parser(argparse.ArgumentParser):
             value = values.get(field.name, field.default)
             shown = "" if value == "" else f" [{value}]"
             text = f"{comments[field.name]}{shown}".replace("%", "%%")  # argparse formats with %
-            how = dict(type=field.type, metavar=getattr(field.type, "__name__", "").upper())
+            choices = get_args(field.type)  # of a Literal
+            how = dict(choices=choices) if choices else dict(type=field.type, metavar=field.type.__name__.upper())
             if field.type is bool:
                 how = dict(action=argparse.BooleanOptionalAction)
-            if get_origin(field.type) is Literal:
-                how = dict(choices=get_args(field.type))
             group.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text, **how)
 
     def read(self, argv: list[str] | None) -> tuple[argparse.Namespace, dict]:
@@ -146,13 +145,9 @@ def short_hash(content: str | bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def code_hash() -> str:
-    """A hash of our code without its comments."""
-    files = [*[ROOT / name for name in PROGRAMS], *sorted(ROOT.glob("support/*.py"))]
-    return short_hash("".join(ast.dump(ast.parse(file.read_bytes())) for file in files))
-
-
-CODE = code_hash()  # taken when a program starts: an edit while it runs is not part of its results
+# A hash of our code without its comments, taken when a program starts: a later edit is not part of its results.
+FILES = [*[ROOT / name for name in PROGRAMS], *sorted(ROOT.glob("support/*.py"))]
+CODE = short_hash("".join(ast.dump(ast.parse(file.read_bytes())) for file in FILES))
 
 
 # ---- 3. Folders, and figures in them ------------------------------------------------------------------------

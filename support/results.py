@@ -41,8 +41,8 @@ class Results:
 
     def find(self, tune: TuneConfig, seed: int) -> dict | None:
         """The run with these settings and this seed, if it is done."""
-        found = [run for run in self.runs if (run["tune"], run["seed"]) == (asdict(tune), seed)]
-        return found[0] if found else None
+        wanted = asdict(tune), seed
+        return next((run for run in self.runs if (run["tune"], run["seed"]) == wanted), None)
 
     def best(self) -> dict | None:
         """The best run that is done, except those of a sweep, which have seed 0; None if there is none."""
@@ -102,29 +102,22 @@ def table1(results: list[dict], missing: list[str], out: Path):
     print(f"average of {len(medians)} tasks: {shown(average)}" + "".join(f", without {name}" for name in missing))
 
 
-def scores_by_step(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """(step, median) of the results of finetune.py, in folders beside a run, whose --init is a checkpoint of it; by
-    task."""
-    found = {}
-    for file in sorted(run.resolve().parent.glob("*/result.json")):
+def draw_steps(entries: dict[str, dict], tau: float, run: Path, path: Path):
+    """Draw over the steps of a run (Figure 3): the ranks of the last layer in entries of rank.json, for text without
+    [MASK], and the medians of finetune.py in folders beside the run whose --init is a checkpoint of it."""
+    scores = {}
+    for file in run.resolve().parent.glob("*/result.json"):
         result = read_json(file)
         of_run = path_of(result.get("init", "")).resolve().parent == run.resolve()
         if of_run and result["median"] is not None:
-            name = " ".join([result["task"], result["frozen"]]).strip()
-            found.setdefault(name, []).append((result["pretraining_step"], result["median"]))
-    return {name: sorted(points) for name, points in found.items()}
-
-
-def draw_steps(entries: dict[str, dict], tau: float, run: Path, path: Path):
-    """Draw the ranks of the last layer in entries of rank.json, for text without [MASK], and the scores of fine-tuned
-    models, over the steps of a run (Figure 3)."""
-    scores = scores_by_step(run)
+            name = f"{result['task']} {result['frozen']}".strip()
+            scores.setdefault(name, []).append((result["pretraining_step"], result["median"]))
     with figure(path, panels=2) as (left, right):
         for centering in ("uncentered", "centered"):
             points = [(entry["step"], entry[centering]["without_mask"][-1]) for entry in entries.values()]
             left.plot(*zip(*points), "o-", label=centering)
         for name, points in scores.items():
-            right.plot(*zip(*points), "o-", label=name)
+            right.plot(*zip(*sorted(points)), "o-", label=name)
         left.set(ylabel=f"effective rank of the last layer, tau = {tau}")
         right.set(ylabel="score on dev, %", title="" if scores else "no result.json of its checkpoints")
         for axis in (left, right):

@@ -5,18 +5,17 @@ import re
 import string
 from collections import Counter
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from maelm import PAD, SEP, Config
+from maelm import PAD, SEP
 from support.classification import Encoded, Kind, Scores
-from support.examples import Labels, Question
+from support.examples import Question
 from support.heads import SpanHead
-from support.tasks import TuneConfig
-from support.tokenizer import Tokenizer
 
 
 # ---- 1. Metrics ---------------------------------------------------------------------------------------------
@@ -43,7 +42,7 @@ def squad_metrics(questions: list, predictions: dict[str, str]) -> dict[str, flo
         answer = predictions[q.id]
         exact.append(normalize(answer) in map(normalize, true))
         f1.append(max(token_f1(answer, text) for text in true))
-    return {"exact": float(np.mean(100.0 * np.array(exact))), "f1": float(np.mean(100.0 * np.array(f1)))}
+    return {"exact": 100 * fmean(exact), "f1": 100 * fmean(f1)}
 
 
 # ---- 2. The kind of task ------------------------------------------------------------------------------------
@@ -56,11 +55,6 @@ class Windows(Encoded):
 class Spans(Kind):
     """Inputs `[CLS] question [SEP] window of the context [SEP]`. The target is the answer's first and last token, or
     [CLS] if the answer is elsewhere."""
-    def __init__(self, tokenizer: Tokenizer, config: Config, tune: TuneConfig, labels: Labels):
-        self.tokenizer, self.config, self.tune, self.labels = tokenizer, config, tune, labels
-        self.n = min(tune.seq_len, config.seq_len)
-        self.model = tokenizer.framed()
-
     def encode(self, questions: list[Question]) -> Windows:
         """All windows of all questions. They start doc_stride tokens apart, or half a window apart if that is less."""
         ids, targets, windows, lost = [], [], [], 0

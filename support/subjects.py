@@ -3,7 +3,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -48,8 +47,8 @@ def open_subjects(names: list[str], options) -> Iterator[Subject]:
     """The encoders that rank.py names, one after another, and their texts, with rank.py's RankOptions. With `probe`,
     random weights are added, because they show how much of a score training explains."""
     if options.steps:
-        names = [str(path) for name in names for path in checkpoints(path_of(name))]
-        if options.probe or len({Path(name).parent for name in names}) != 1:
+        names = [str(path) for path in checkpoints(path_of(names[0]))] if len(names) == 1 else []
+        if options.probe or not names:
             raise UserError("--steps: needs the folder of one run with checkpoints, and no --probe")
     if options.probe and any(name.startswith("hf:") for name in names):
         raise UserError(f"--probe {options.probe}: only for runs, not for models of the Hub")

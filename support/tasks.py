@@ -32,10 +32,9 @@ TASKS = {
     "rte": Task("small", labels=ENTAILMENT),
     "mrpc": Task("small", ("accuracy", "f1"), YES_NO),
     "stsb": Task("small", ("spearman",)),
-    "squad2": Task("squad", ("f1",), columns=("id", "question", "context", "answers"), kind="spans",
-                   hub="rajpurkar/squad_v2"),
-    "docs": Task("docs", columns=("text",), labels=LIBRARIES),
-    "custom": Task("small", ("accuracy", "f1"), columns=("text", "text2"), dev=("dev", "test")),
+    "squad2": Task("squad", ("f1",), kind="spans", hub="rajpurkar/squad_v2"),
+    "docs": Task("docs", labels=LIBRARIES),
+    "custom": Task("small", ("accuracy", "f1"), dev=("dev", "test")),
 }
 GLUE = ("mnli", "qqp", "qnli", "sst2", "cola", "rte", "mrpc", "stsb")  # Table 1, left to right
 
@@ -59,14 +58,15 @@ DEFAULTS = {  # by group: differences from the fields' values
 SWEEPS = {  # group -> values to try; Tables 5 and 6
     "small": dict(epochs=(2.0, 3.0, 5.0, 10.0), batch_size=(16, 32), warmup_share=(0.06, 0.10)),
     "large": dict(epochs=(2.0, 3.0, 5.0), batch_size=(32,), warmup_share=(0.06,)),
-    "squad": dict(epochs=(2.0, 3.0), batch_size=(16, 32), warmup_share=(0.06, 0.10)),
 }
+SWEEPS["squad"] = SWEEPS["small"] | dict(epochs=(2.0, 3.0))
 RATES = {  # group -> learning rates to try for base's width and, from 1,024 dimensions, for large++'s
     "small": ((2e-5, 3e-5, 4e-5, 5e-5), (7e-6, 1e-5, 2e-5, 3e-5)),
     "large": ((1e-5, 2e-5, 3e-5, 4e-5), (5e-6, 7e-6, 1e-5, 2e-5)),
-    "squad": ((2e-5, 3e-5, 4e-5, 5e-5), (7e-6, 1e-5, 2e-5, 3e-5)),
 }
+RATES["squad"] = RATES["small"]
 SWEPT = ("learning_rate", *dict.fromkeys(name for sweep in SWEEPS.values() for name in sweep))
+PROBED = {"seq_len", "batch_size", "l2"}  # the settings that a linear probe uses
 
 
 # The comment after a field is also its text in -h.
@@ -85,11 +85,6 @@ class TuneConfig:
     doc_stride: int = 128  # SQuAD: tokens between the starts of windows, at most half a window
     max_answer: int = 30  # SQuAD: longest answer in tokens
     l2: float = 0.0  # --frozen: strength of L2 regularization; 0 chooses it on the training split
-
-    @classmethod
-    def probed(cls) -> set[str]:
-        """The names of the settings that a linear probe uses."""
-        return {"seq_len", "batch_size", "l2"}
 
     @classmethod
     def defaults(cls, task: str) -> dict:

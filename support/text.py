@@ -152,14 +152,14 @@ def texts_of(text: Text, remarks: list[str]) -> Iterator[str]:
         else:
             files, others = files_of(source)
             places = {file: records_of(file) for file in files}
-        count = Counter()
+        count = empty = 0
         for place, records in places.items():
             for document in column_of(place, records, text.column):
-                count["texts"] += 1
-                count["empty"] += not document.strip()
+                count += 1
+                empty += not document.strip()
                 yield document
         skipped = ", ".join(f"{number:,} {suffix}" for suffix, number in sorted(others.items())) or "none"
-        remarks.append(f"{source}: {count['texts']:,} texts, of which {count['empty']:,} are empty or missing; files "
+        remarks.append(f"{source}: {count:,} texts, of which {empty:,} are empty or missing; files "
                        f"read: {len(places):,}; other files: {skipped}")
 
 

@@ -3,7 +3,6 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import tiktoken
 import tokenizers
@@ -73,11 +72,6 @@ class Tokenizer:
     def of_json(cls, text: str) -> "Tokenizer":
         """The tokenizer that `to_json` wrote."""
         return cls(tokenizers.Tokenizer.from_str(text))
-
-    @classmethod
-    def load(cls, folder: Path) -> "Tokenizer":
-        """Read `folder`/tokenizer.json."""
-        return cls.of_json((folder / "tokenizer.json").read_text("utf-8"))
 
     def to_json(self) -> str:
         """The content of tokenizer.json, in the format of the library `tokenizers`."""

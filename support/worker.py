@@ -121,8 +121,12 @@ class Worker(NamedTuple):
         return nullcontext() if self.world_size == 1 or is_last else network.no_sync()
 
     def parallel(self, model: nn.Module, when: str) -> nn.Module:
-        """A model that averages its gradients over all processes in the backward pass. when: see compile_model."""
-        compile_model(model, when, self.device)
+        """A model that averages its gradients over all processes in the backward pass. Its first call compiles it, in
+        place so that its parameters keep their names: when = on, or auto for large models on CUDA."""
+        fast = self.device.type == "cuda" and model.config.encoder_dim >= GPU_DIM
+        if when == "on" or (when == "auto" and fast):
+            torch._dynamo.config.optimize_ddp = False  # it would split the model
+            model.compile(dynamic=False)
         if self.world_size == 1:
             return model
         group = dist.new_group(backend="nccl") if self.device.type == "cuda" else None
@@ -171,16 +175,7 @@ def has_bf16(device: torch.device) -> bool:
     """Whether a device multiplies matrices in bf16 faster than in float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)  # a T4 or V100 only emulates bf16, slowly
-    if device.type == "mps" or not hasattr(torch.cpu, "get_capabilities"):  # older versions of PyTorch lack it
+    if device.type == "mps":
         return False
-    units = torch.cpu.get_capabilities()
+    units = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of PyTorch lack it
     return bool(units.get("amx_bf16") or units.get("avx512_bf16"))
-
-
-def compile_model(model: nn.Module, when: str, device: torch.device):
-    """Compile a model at its first call, in place so that its parameters keep their names. when: auto | on | off; auto
-    is on for CUDA, except small models, which compiling slows down."""
-    fast = device.type == "cuda" and model.config.encoder_dim >= GPU_DIM
-    if when == "on" or (when == "auto" and fast):
-        torch._dynamo.config.optimize_ddp = False  # it would split the model
-        model.compile(dynamic=False)

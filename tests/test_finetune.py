@@ -94,7 +94,7 @@ def test_windows_cover_the_context_and_hold_the_answers(uncased):
 
 
 def test_inputs_are_those_of_the_exported_tokenizer(finished, tmp_path):
-    ours, text = Tokenizer.load(finished), "\t \n".join(little_documents(9))
+    ours, text = finetune.Pretrained(str(finished)).tokenizer, "\t \n".join(little_documents(9))
     export.save_tokenizer(ours, 24, "ForSequenceClassification", tmp_path)
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for n, first, second in itertools.product((8, 9, 24), range(0, 60, 7), (*range(0, 60, 7), None)):

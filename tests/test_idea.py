@@ -10,7 +10,7 @@ import torch
 
 import train
 from bench import claims, idea, speed
-from support.program import UserError, code_hash, json_lines, read_json, write_json, write_text
+from support.program import CODE, UserError, json_lines, read_json, write_json, write_text
 from support.run import flops
 from tests.common import arguments, fails, losses, make_config, read_log
 
@@ -92,7 +92,7 @@ def test_a_line_follows_from_the_files_of_the_programs(finished, tmp_path, monke
     model = idea.Model("mae-lm", 0, folder)
     found = model.line()
     log = read_log(finished)
-    assert (found["name"], found["seed"], found["text"], found["code"]) == ("mae-lm", 0, "t", code_hash())
+    assert (found["name"], found["seed"], found["text"], found["code"]) == ("mae-lm", 0, "t", CODE)
     assert [found[score] for score in right] == [50, 51, 52] and found["ranks"] == ranks
     assert [found[f"{score}_right"] for score in right] == ["83", "0f", "5a"]
     assert (found["tokens"], found["val_loss"]) == (6 * 8 * 24, log[-1]["val_loss"])

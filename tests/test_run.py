@@ -219,14 +219,17 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
     (train, "--ablation mlm --decoder-layers 1", "decoder_layers=1: --ablation mlm sets it to 0; leave out one"),
     (train, "--norm Pre", "argument --norm: invalid choice: 'Pre' .*post"),
     (train, "--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
-    *[(train, f"--{field.replace('_', '-')}={value}", f"{field}={value}: use ") for field, value in (
-        ("rel_pos_buckets", 7), ("decoder_dim", 100), ("decoder_layers", 0), ("encoder_heads", 7))],
+    *[(train, f"--{field.replace('_', '-')}={value}", f"{field}={value!r}: use ") for field, value in (
+        ("rel_pos_buckets", 7), ("decoder", "foo"), ("mask_rate", 0.0), ("decoder_dim", 100), ("decoder_layers", 0),
+        ("encoder_heads", 7))],
     (finetune, "--init RUN --frozen --epochs 2", "no settings but batch_size, l2, seq_len"),
     (finetune, "--task custom", "--task custom: needs --data"),
     (finetune, "--init RUN --task rte,cols", "--task rte,cols: use mnli, .*squad2.*glue"),
     (finetune, "--init RUN --task glue --data .", "has no training file of mnli, .*stsb"),
     (finetune, "--init RUN --task rte --data no/such", "--task rte: its train split has no examples; see --data"),
-    (rank, "RUN --tokens 1000", "fewer than 10 d = 320")])
+    (rank, "RUN --tokens 1000", "fewer than 10 d = 320"), (rank, "RUN --tau 90", "--tau 90.0: use 0 < tau < 1"),
+    (rank, "RUN RUN/step_0000003.pt --steps", "--steps: needs the folder of one run"),
+    (rank, "hf:a/b --probe docs", "--probe docs: only for runs")])
 def test_a_bad_command_gets_a_one_line_error(program, flags, message, text, finished, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = tmp_path / "new"
