@@ -31,30 +31,33 @@ from tqdm import tqdm
 
 from rank import encoder_ranks
 from support.checkpoints import Pretrained, Tuned
-from support.examples import Data, missing_tasks, read_task
+from support.examples import Data, read_tasks
 from support.kinds import encode_task
 from support.model import seed_of
 from support.optim import take_step
 from support.probe import POOLINGS, Scores, probe_layers
 from support.program import Parser, UserError, clear_errors, fields_of, short_name
-from support.results import Results, ordered, table1
-from support.tasks import PROBED, TuneConfig, task_names
+from support.results import Results, table1
+from support.tasks import TuneConfig, task_names
 from support.worker import Worker
 from train import learning_rate_factor
 
 
 # ---- 1. All runs of a task -----------------------------------------------------------------------
 class FineTuning:
-    """The runs of a task with an encoder: a sweep, if wanted, then several seeds. `kind` knows the task's inputs, head,
-    loss and scores; `splits` are its encoded examples: train, and those on which models are scored."""
+    """The runs of a task with an encoder: a sweep, if wanted, then several seeds. `kind` knows the
+    task's inputs, head, loss and scores; `splits` are its encoded examples: train, and those on
+    which models are scored."""
     def __init__(self, task: str, pretrained: Pretrained, examples: dict[str, list], given: dict, out: Path,
                  flags: argparse.Namespace, worker: Worker):
-        """Encode the examples with the `given` settings, and reserve the folder `out`; see Results."""
+        """Encode the examples with the `given` settings, and reserve the folder `out`; see
+        Results."""
         self.task, self.given, self.flags, self.worker = task, given, flags, worker
         self.dim = pretrained.config.encoder_dim
         self.tune = TuneConfig.of(task, given, self.dim)
         self.pretrained = pretrained.with_dropout(self.tune.dropout)
-        self.kind, self.splits = encode_task(task, examples, self.pretrained, self.tune, flags.source.regression)
+        regression = flags.source.regression
+        self.kind, self.splits = encode_task(task, examples, self.pretrained, self.tune, regression)
         self.metric = self.kind.labels.metrics[0]  # selects checkpoints, and is the value of a run
         self.results = Results(out, asdict(self.tune) | {
             "init": flags.init, "task": task, "weights": pretrained.weights_hash(), "metric": self.metric,
@@ -68,7 +71,7 @@ class FineTuning:
         if flags.sweep:
             # Seed 0, because the choice must not depend on the seeds of the result.
             sweep = self.finish([(point, 0) for point in tune.grid(self.task, self.dim, self.given)])
-            sweep.sort(key=lambda run: ordered(run["value"]), reverse=True)
+            sweep = self.results.best_first(sweep)
             tune = TuneConfig(**sweep[0]["tune"])
         seeds_matter = not flags.frozen or self.pretrained.is_random
         count = flags.seeds or (5 if seeds_matter else 1)
@@ -96,8 +99,8 @@ class FineTuning:
 
     # ---- 2. A run: section 4.1, Tables 5 and 6 ---------------------------------------------------
     def run_once(self, tune: TuneConfig, seed: int) -> tuple[dict, Scores]:
-        """Fine-tune, without gradient clipping. Returns ranks and step of the checkpoint that is best on the dev split,
-        and its Scores. The best seed's model is saved."""
+        """Fine-tune, without gradient clipping. Returns ranks and step of the checkpoint that is
+        best on the dev split, and its Scores. The best seed's model is saved."""
         train, kind, worker = self.splits["train"], self.kind, self.worker
         encoder = self.pretrained.new_encoder(seed)
         torch.manual_seed(seed_of(seed))  # for the new head
@@ -115,7 +118,8 @@ class FineTuning:
             with worker.autocast():
                 logits = model(tokens, padding)
             kind.loss(logits, targets, tokens).backward()
-            take_step([optimizer], learning_rate_factor(step, round(tune.warmup_share * steps), steps))
+            factor = learning_rate_factor(step, round(tune.warmup_share * steps), steps)
+            take_step([optimizer], factor)
             if step == 9 and not self.results.runs:  # after ten steps of the first run
                 minutes = (time.perf_counter() - began) / 10 * steps / 60
                 print(f"{steps:,} steps per run, about {minutes:.1f} min without evaluations")
@@ -155,8 +159,8 @@ class FineTuning:
         return encoder_ranks(encoder, ((tokens, padding) for _, tokens, padding, _ in batches))
 
     def probe_once(self, tune: TuneConfig, seed: int) -> tuple[dict, Scores]:
-        """Fit a linear model to the vectors of the frozen encoder. Returns its strength of regularization and Scores.
-        There are no new `ranks`, because they do not change."""
+        """Fit a linear model to the vectors of the frozen encoder. Returns its strength of
+        regularization and Scores. There are no new `ranks`, because they do not change."""
         encoder = self.pretrained.new_encoder(seed).to(self.worker.device).eval()
         last = self.pretrained.config.encoder_layers
         [probe] = probe_layers(encoder, self.kind, self.splits, self.flags.frozen, [last], tune)
@@ -164,8 +168,8 @@ class FineTuning:
 
 
 def schedule(tune: TuneConfig, inputs: int) -> tuple[int, set[int]]:
-    """The number of steps for this many inputs, and the numbers of steps after which checkpoints are evaluated: two per
-    epoch, but at most 20."""
+    """The number of steps for this many inputs, and the numbers of steps after which checkpoints
+    are evaluated: two per epoch, but at most 20."""
     steps = math.ceil(tune.epochs * math.ceil(inputs / tune.batch_size))
     evaluations = min(20, math.ceil(2 * tune.epochs))
     return steps, {math.ceil(steps * i / evaluations) for i in range(1, evaluations + 1)}
@@ -173,8 +177,8 @@ def schedule(tune: TuneConfig, inputs: int) -> tuple[int, set[int]]:
 
 # ---- 3. Command line -----------------------------------------------------------------------------
 def parse(argv) -> tuple[argparse.Namespace, dict]:
-    """Read and check the command line: flags, of which `source` is a Data, and the fields of TuneConfig that were
-    given."""
+    """Read and check the command line: flags, of which `source` is a Data, and the fields of
+    TuneConfig that were given."""
     # Twice, because -h shows the settings of the task.
     first = Parser("finetune.py", __doc__, add_help=False)
     first.add_argument("--task", default="docs", help="docs, custom, squad2, a task of GLUE, glue for all eight, or "
@@ -199,9 +203,9 @@ def parse(argv) -> tuple[argparse.Namespace, dict]:
         raise UserError("--data: docs reads the documentation on this machine; use --task custom for your own files")
     if "custom" in flags.tasks and not flags.source.data:
         raise UserError("--task custom: needs --data, a folder with a file train")
-    if flags.frozen and (flags.sweep or not given.keys() <= PROBED or "squad2" in flags.tasks):
+    if flags.frozen and (flags.sweep or not given.keys() <= TuneConfig.PROBED or "squad2" in flags.tasks):
         raise UserError(f"--frozen {flags.frozen}: no --sweep, no squad2, and no settings but "
-                        f"{', '.join(sorted(PROBED))}")
+                        f"{', '.join(sorted(TuneConfig.PROBED))}")
     return flags, given
 
 
@@ -213,18 +217,16 @@ def main(argv=None):
         pretrained = Pretrained(flags.init)
         precision = "fp32" if flags.frozen else given.get("precision", "auto")
         worker = Worker.make(precision, flags.device, pretrained.config.encoder_dim)
-        # Of glue, some tasks may be missing, but not a task that is named.
-        missing = missing_tasks(flags.tasks, flags.source.data) if "glue" in flags.task else []
-        tasks = [task for task in flags.tasks if task not in missing]
-        found = {task: read_task(task, flags.source, pretrained.settings) for task in tasks}  # finds errors early
+        some = "glue" in flags.task  # of glue, tasks may be missing; not a task that is named
+        tasks = read_tasks(flags.tasks, flags.source, pretrained.settings, some)
         results = []
-        for task, examples in found.items():
+        for task, examples in tasks.items():
             out = folder if flags.task == task else folder / task
             with worker.lock(out):
                 runs = FineTuning(task, pretrained, examples, given, out, flags, worker)
                 results.append(runs.run_all())
         if len(results) > 1:
-            table1(results, missing, folder)
+            table1(results, [task for task in flags.tasks if task not in tasks], folder)
 
 
 if __name__ == "__main__":

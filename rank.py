@@ -41,10 +41,11 @@ PROBE_TASKS = [name for name, task in TASKS.items() if task.kind == "classificat
 VECTORS_PER_DIM = 10  # at least, by a rule of thumb: too few would cap the rank
 
 
-# ---- 1. Effective rank: section 2.2 -------------------------------------------------------------------------
+# ---- 1. Effective rank: section 2.2 --------------------------------------------------------------
 def tau_rank(values, tau: float) -> int:
-    """The smallest k such that the first k values sigma_i^2, (K,) float64 in descending order, make up at least a
-    fraction tau of the sum of all d (rank_tau of section 2.2); 0 if all are 0. Raises ValueError for a bad tau."""
+    """The smallest k such that the first k values sigma_i^2, (K,) float64 in descending order, make
+    up at least a fraction tau of the sum of all d (rank_tau of section 2.2); 0 if all are 0. Raises
+    ValueError for a bad tau."""
     if not 0 < tau < 1:
         raise ValueError(f"tau={tau}: use 0 < tau < 1")
     if values[0] == 0:  # the largest
@@ -55,8 +56,8 @@ def tau_rank(values, tau: float) -> int:
 
 
 def effective_rank(h, tau: float = 0.9) -> int:
-    """rank_tau(H) of H (N, d) in float64, by its definition in section 2.2. Raises ValueError if H is not 2-D,
-    empty or not finite."""
+    """rank_tau(H) of H (N, d) in float64, by its definition in section 2.2. Raises ValueError if H
+    is not 2-D, empty or not finite."""
     x = torch.as_tensor(h).double()
     if x.ndim != 2 or x.numel() == 0 or not x.isfinite().all():
         raise ValueError(f"effective_rank: needs finite numbers of shape (N, d), not {tuple(x.shape)}")
@@ -64,7 +65,8 @@ def effective_rank(h, tau: float = 0.9) -> int:
 
 
 class Moments:
-    """The count, sum and Gram matrix of the rows of H (N, d) in float64. They give its rank, so H is not kept."""
+    """The count, sum and Gram matrix of the rows of H (N, d) in float64. They give its rank, so H
+    is not kept."""
     def __init__(self):
         self.count = 0
         self.total = 0.0  # (d,) after the first add
@@ -80,7 +82,8 @@ class Moments:
         self.gram += h.T @ h
 
     def spectrum(self, centered: bool):
-        """sigma_i^2 of H, or of H minus its mean row: (d,) float64, descending. Raises UserError if H is not finite."""
+        """sigma_i^2 of H, or of H minus its mean row: (d,) float64, descending. Raises UserError if
+        H is not finite."""
         if not self.gram.isfinite().all():
             raise UserError("the hidden states contain NaN or infinity; use another checkpoint")
         gram = self.gram
@@ -95,8 +98,9 @@ class Moments:
 
 @torch.no_grad()
 def encoder_ranks(encoder: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, int] | None:
-    """The ranks (tau = 0.9) of an encoder's last layer, uncentered and centered, for batches of tokens and padding,
-    (B, t) each. None if there are too few vectors, or if they are not finite."""
+    """The ranks (tau = 0.9) of an encoder's last layer, uncentered and centered, for batches of
+    tokens and padding, (B, t) each. None if there are too few vectors, or if they are not
+    finite."""
     encoder.eval()
     moments = Moments()
     for tokens, padding in batches:
@@ -106,7 +110,7 @@ def encoder_ranks(encoder: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) 
     return {name: tau_rank(moments.spectrum(centered), 0.9) for name, centered in CENTERINGS.items()}
 
 
-# ---- 2. Measuring a model -----------------------------------------------------------------------------------
+# ---- 2. Measuring a model ------------------------------------------------------------------------
 # The comment after a field is also its text in -h.
 @dataclass(frozen=True)
 class RankOptions:
@@ -143,8 +147,9 @@ CURVES = {
 
 
 def texts_for(subject: Subject, rows, maskable, masks, options: RankOptions) -> dict:
-    """The texts (N, n) int64 that the encoder reads, by name; they differ at the masked positions. Random tokens are
-    drawn from the text itself, and the ordinary token is its most frequent one."""
+    """The texts (N, n) int64 that the encoder reads, by name; they differ at the masked positions.
+    Random tokens are drawn from the text itself, and the ordinary token is its most frequent
+    one."""
     texts = {"masked": rows.masked_fill(masks, subject.mask_id), "unmasked": rows}
     if options.controls:
         real = rows[maskable]
@@ -197,7 +202,7 @@ def model_ranks(subject: Subject, moments: dict[str, list[Moments]], tau: float)
     return entry
 
 
-# ---- 3. A table, and Figure 1 ---------------------------------------------------------------------------------
+# ---- 3. A table, and Figure 1 --------------------------------------------------------------------
 def table(name: str, entry: dict, tau: float) -> str:
     """An entry of rank.json as text: the ranks by layer, centering and curve."""
     n = entry["n"]
@@ -211,8 +216,8 @@ def table(name: str, entry: dict, tau: float) -> str:
 
 
 def draw(entries: dict[str, dict], tau: float, task: str, path: Path):
-    """Draw the uncentered ranks by layer: (a) of all tokens of a text, (b) of vectors at [MASK] or at a control. More
-    panels have the scores of probes."""
+    """Draw the uncentered ranks by layer: (a) of all tokens of a text, (b) of vectors at [MASK] or
+    at a control. More panels have the scores of probes."""
     probes = next(iter(entries.values())).get("probe", {})
     with figure(path, panels=2 + len(probes)) as (left, right, *others):
         for number, (name, entry) in enumerate(entries.items()):
@@ -233,7 +238,7 @@ def draw(entries: dict[str, dict], tau: float, task: str, path: Path):
             axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2))  # below all curves
 
 
-# ---- 4. Command line ----------------------------------------------------------------------------------------
+# ---- 4. Command line -----------------------------------------------------------------------------
 def main(argv=None):
     with clear_errors("rank.py"):
         parser = Parser("rank.py", __doc__)

@@ -6,7 +6,8 @@
     python train.py --data texts/ --prepare          # tokenize into --cache, and do not train
     torchrun --standalone --nproc_per_node 8 train.py --preset base --data texts/
 
-Every field of Config (maelm.py) and Recipe (below) is a flag; with --preset NAME, -h shows that preset's values.
+Every field of Config (maelm.py) and Recipe (below) is a flag; with --preset NAME, -h shows the
+values of that preset.
 Repeat a command to continue an unfinished run.
 """
 from argparse import Namespace
@@ -35,11 +36,11 @@ from support.worker import Worker, joined_processes
 # ---- 1. Settings: Table 4 ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Recipe(Text):
-    """The settings of training, after those of Text. The defaults are the paper's base model's. A field's comment is
-    also its help."""
+    """The settings of training, after those of Text. The defaults are the paper's base model's. A
+    field's comment is also its help."""
     init: str = ""  # run folder or checkpoint with which to begin: its settings, tokenizer and weights
     batch_size: int = 2048  # sequences per optimizer step, over all processes
-    max_steps: int = 125_000  # training steps, and length of the schedule; warm-up keeps its share of another number
+    max_steps: int = 125_000  # training steps, and length of the schedule; warm-up keeps its share
     warmup_steps: int = 10_000  # steps until the peak learning rate; the rate then falls to 0
     optimizer: Literal["adamw", "muon"] = "adamw"  # Muon for the matrices of the layers, AdamW for the rest
     learning_rate: float = 5e-4  # peak learning rate of AdamW
@@ -101,13 +102,13 @@ def make_settings(values: dict) -> tuple[Config, Recipe]:
     return check(Config(**of_config)), Recipe(**rest)
 
 
-# The settings that stay when a run continues: they decide the model, the text, its order, and whether old checkpoints
-# are deleted. (open_corpus compares the text itself.)
-FIXED = asdict(Config()).keys() | {"column", "uncased", "val_share", "seed", "batch_size", "optimizer", "position_init",
-                                   "keep_checkpoints"}
+# The settings that stay when a run continues: they decide the model, the text, its order, and
+# whether old checkpoints are deleted. (open_corpus compares the text itself.)
+FIXED = asdict(Config()).keys() | {"column", "uncased", "val_share", "seed", "batch_size", "optimizer",
+                                   "position_init", "keep_checkpoints"}
 
 
-# ---- 2. One training step ---------------------------------------------------------------------------
+# ---- 2. One training step ------------------------------------------------------------------------
 def learning_rate_factor(step: int, warmup_steps: int, max_steps: int) -> float:
     """Fraction of the peak rate at a step: linear warm-up (Table 4), then linear decay to 0."""
     if step < warmup_steps:
@@ -136,28 +137,28 @@ class Trainer:
         self.network = worker.parallel(self.model, recipe.compile)  # only for `step`
 
     def batches(self, rows, step: int) -> list[tuple]:
-        """This process's micro-batches (tokens, corruption) of a step: rows[indices] are sequences (B, n) int64. The
-        seed decides their order and masks."""
+        """This process's micro-batches (tokens, corruption) of a step: rows[indices] are sequences
+        (B, n) int64. The seed decides their order and masks."""
         recipe = self.recipe
         indices = indices_of_step(recipe.seed, step, recipe.batch_size, len(rows))  # (B,)
         tokens = torch.from_numpy(rows[indices])  # (B, n)
         generator = torch.Generator().manual_seed(mask_seed(recipe.seed, step))
         corruption = corrupt(tokens, self.config, generator)
         m = self.config.num_masked(tokens.shape[1])
-        assert corruption.masked.shape[1] == m, f"corrupt must mask the {m} tokens of mask_rate: FLOPs follow it"
+        assert corruption.masked.shape[1] == m, f"mask {m} tokens: FLOPs and shapes follow mask_rate"
         batches = self.worker.micro_batches(tokens, corruption, recipe.micro_batch_size)
         return [self.worker.pin(batch) for batch in batches]
 
     def step(self, batches: list[tuple], step: int) -> dict:
-        """Take one optimizer step. Returns scalars by name: this process's mean `loss` and, if it is a sum, the means
-        of its terms, and the unclipped `grad_norm`."""
+        """Take one optimizer step. Returns scalars by name: this process's mean `loss` and, if it
+        is a sum, the means of its terms, and the unclipped `grad_norm`."""
         recipe, worker = self.recipe, self.worker
         means = defaultdict(float)
         sequences = sum(len(tokens) for tokens, _ in batches)  # of this process
         for i, batch in enumerate(batches):  # gradients accumulate in p.grad
             torch.manual_seed(dropout_seed(recipe.seed, step, worker.rank * len(batches) + i))
             tokens, corruption = worker.put(batch)
-            weight = len(tokens) / sequences  # of this micro-batch in the mean; the last one may be smaller
+            weight = len(tokens) / sequences  # in the mean; the last micro-batch may be smaller
             is_last = i == len(batches) - 1
             with worker.averaging(self.network, is_last):
                 with worker.autocast():
@@ -165,15 +166,18 @@ class Trainer:
                 (losses["loss"] * weight).backward()
             for name, loss in losses.items():
                 means[name] += loss.detach() * weight
-        means["grad_norm"] = nn.utils.clip_grad_norm_(self.network.parameters(), recipe.clip_norm or inf)
-        take_step(self.optimizers, learning_rate_factor(step, recipe.warmup_steps, recipe.max_steps))
+        limit = recipe.clip_norm or inf
+        means["grad_norm"] = nn.utils.clip_grad_norm_(self.network.parameters(), limit)
+        factor = learning_rate_factor(step, recipe.warmup_steps, recipe.max_steps)
+        take_step(self.optimizers, factor)
         return means
 
     @torch.no_grad()
     def validate(self, rows) -> tuple[float, float]:
-        """Mean loss in nats, and accuracy in [0, 1], on `eval_rows` sequences, with tokens masked at the paper's rate:
-        the same ones for all runs, whatever their masks and their loss in training. (The decoder of uni+cross, which
-        reads true tokens in training, reads [MASK] here.)"""
+        """Mean loss in nats, and accuracy in [0, 1], on `eval_rows` sequences, with tokens masked
+        at the paper's rate: the same ones for all runs, whatever their masks and their loss in
+        training. (The decoder of uni+cross, which reads true tokens in training, reads [MASK]
+        here.)"""
         self.model.eval()
         tokens = evenly_spaced(rows, self.recipe.eval_rows)
         generator = torch.Generator().manual_seed(0)
@@ -197,11 +201,12 @@ class Trainer:
 
 # ---- 3. A run ------------------------------------------------------------------------------------
 def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespace, worker: Worker) -> int:
-    """Begin or continue the run in flags.out, and train it to its end. A new run has random weights, or those of the
-    checkpoint `start`. Returns 0, or 128 + the signal that ended training."""
-    if recipe.batch_size % worker.world_size > 0:  # the mean over processes would not be that of the batch
-        raise UserError(f"batch_size={recipe.batch_size}: use a multiple of the {worker.world_size} processes")
-    run = Run(flags.out, config, recipe, FIXED, worker)  # at the step of its newest checkpoint, or at step 0
+    """Begin or continue the run in flags.out, and train it to its end. A new run has random
+    weights, or those of the checkpoint `start`. Returns 0, or 128 + the signal that ended
+    training."""
+    if recipe.batch_size % worker.world_size > 0:  # means over processes would not be the batch's
+        raise UserError(f"batch_size={recipe.batch_size}: use a multiple of {worker.world_size}, for all processes")
+    run = Run(flags.out, config, recipe, FIXED, worker)  # at its newest checkpoint, or at step 0
     if run.step >= recipe.last_step:
         print(f"{run.out} is finished at step {run.step}; for more, use a larger --max-steps or --stop-at")
         return 0
@@ -223,13 +228,13 @@ def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespac
 
 
 def train_and_report(trainer: Trainer, run: Run, corpus: Corpus, noted: list[int]) -> int:
-    """Train until the last step, or until a signal is among the `noted` ones. On the way, log, evaluate and save.
-    Returns the signal, or 0."""
+    """Train until the last step, or until a signal is among the `noted` ones. On the way, log,
+    evaluate and save. Returns the signal, or 0."""
     recipe = trainer.recipe
     signal = 0
     run.start_clock()
     while run.step < recipe.last_step and not signal:
-        # While a GPU computes, the CPU prepares the next batch: nothing waits for a result until it is logged.
+        # While a GPU computes, the CPU prepares the next batch: results are read when they are logged.
         batches = trainer.batches(corpus.train, run.step)
         run.count_step(trainer.step(batches, run.step))
         signal = trainer.worker.signal_of_any(noted, run.step)

@@ -41,6 +41,15 @@ class Question(NamedTuple):
 
 
 # ---- 1. Reading ---------------------------------------------------------------------------------------------
+def read_tasks(names: list[str], data: Data, settings: dict, some: bool) -> dict[str, dict[str, list]]:
+    """What read_task returns for each task. With `some`, tasks without a training file in data.data are left out.
+    Raises UserError if none is there."""
+    there = [name for name in names if not some or not data.data or any(folder_of(name, data.data).glob("train*"))]
+    if not there:
+        raise UserError(f"--data {data.data}: has no training file of {', '.join(names)}")
+    return {name: read_task(name, data, settings) for name in there}
+
+
 def read_task(name: str, data: Data, settings: dict) -> dict[str, list]:
     """The examples or questions of each split: train, dev, dev_mm of MNLI, and test of custom. Without dev, a tenth of
     train is dev. For docs, `settings` of the pre-training run has the fraction that it held out and its cache. Raises
@@ -73,14 +82,6 @@ def folder_of(name: str, data: str) -> Path:
     folders = sorted(root.rglob(re.split("[/:]", TASKS[name].hub or name)[-1]))
     inside = [folder for folder in folders if any(folder.glob("train*"))]
     return (inside or [root])[0]
-
-
-def missing_tasks(names: list[str], data: str) -> list[str]:
-    """The tasks that have no training file in `data`; none on the Hub. Raises UserError if all are missing."""
-    missing = [name for name in names if data and not any(folder_of(name, data).glob("train*"))]
-    if missing == names:
-        raise UserError(f"--data {data}: has no training file of {', '.join(names)}")
-    return missing
 
 
 def records_of_split(name: str, data: str, part: str) -> Iterator[tuple[str, dict]]:

@@ -44,6 +44,10 @@ class Results:
         wanted = asdict(tune), seed
         return next((run for run in self.runs if (run["tune"], run["seed"]) == wanted), None)
 
+    def best_first(self, runs: list[dict]) -> list[dict]:
+        """Runs by their values, the highest first; runs that have diverged are last."""
+        return sorted(runs, key=lambda run: ordered(run["value"]), reverse=True)
+
     def best(self) -> dict | None:
         """The best run that is done, except those of a sweep, which have seed 0; None if there is none."""
         seeds = [run for run in self.runs if run["seed"] > 0 and run["value"] is not None]

@@ -66,8 +66,6 @@ RATES = {  # group -> learning rates to try for base's width and, from 1,024 dim
 }
 RATES["squad"] = RATES["small"]
 SWEPT = ("learning_rate", *dict.fromkeys(name for sweep in SWEEPS.values() for name in sweep))
-PROBED = {"seq_len", "batch_size", "l2"}  # the settings that a linear probe uses
-
 
 # The comment after a field is also its text in -h.
 @dataclass(frozen=True)
@@ -85,6 +83,8 @@ class TuneConfig:
     doc_stride: int = 128  # SQuAD: tokens between the starts of windows, at most half a window
     max_answer: int = 30  # SQuAD: longest answer in tokens
     l2: float = 0.0  # --frozen: strength of L2 regularization; 0 chooses it on the training split
+
+    PROBED = {"seq_len", "batch_size", "l2"}  # no field: the settings that a linear probe uses
 
     @classmethod
     def defaults(cls, task: str) -> dict:
