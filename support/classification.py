@@ -87,7 +87,9 @@ class Encoded:
     def outputs(self, function: Callable[[Tensor, Tensor], Tensor], batch_size: int, device: torch.device) -> Tensor:
         """function(tokens, padding) for all inputs, as one tensor (N, ...) in their order."""
         outputs = {}
-        for chosen, tokens, padding, _ in self.by_length(batch_size, device):
+        batches = math.ceil(len(self.ids) / batch_size)
+        for chosen, tokens, padding, _ in tqdm(self.by_length(batch_size, device), "evaluating", batches, leave=False,
+                                               disable=None):
             outputs |= zip(chosen, function(tokens, padding).cpu())
         return torch.stack([outputs[i] for i in range(len(outputs))])
 
@@ -149,7 +151,7 @@ class Classification(Kind):
             truncated += bool(encoding.overflowing)
         labels = ", ".join(self.labels.names) or "numbers as labels"
         [(label, count)] = Counter(example.label for example in examples).most_common(1)
-        label = label or "without a label"
+        label = "without a label" if label is None else label
         remark = (f"{len(ids):,} examples ({labels:.200}), of which {count / len(ids):.1%} are {str(label):.40}; "
                   f"{truncated:,} are cut off at the limit of {self.n} tokens")
         return Encoded(ids, torch.tensor(targets), examples, remark)

@@ -125,7 +125,7 @@ def open_corpus(text: Text, vocab_size: int, seq_len: int, tokenizer: Tokenizer 
         names = [re.sub(r"[^\w.]+", "_", path_of(source).resolve().name) for source in text.sources()]
         made_from = short_hash(content + tokenizer.to_json())
         folder = path_of(text.cache) / f"{'+'.join(names)[:100]}-{vocab_size}-{made_from}"
-        if kept and kept != folder:
+        if kept and kept.name[-16:] != made_from:  # the text's own name may have changed
             raise UserError(f"--data {text.data}: this run has the tokens {kept}, but this is another text, or it has "
                             "changed; restore it, or begin another run")
         if not (folder / "meta.json").is_file():

@@ -42,12 +42,17 @@ class Question(NamedTuple):
 
 # ---- 1. Reading ---------------------------------------------------------------------------------------------
 def read_tasks(names: list[str], data: Data, settings: dict, some: bool) -> dict[str, dict[str, list]]:
-    """What read_task returns for each task. With `some`, tasks without a training file in data.data are left out.
-    Raises UserError if none is there."""
-    there = [name for name in names if not some or not data.data or any(folder_of(name, data.data).glob("train*"))]
-    if not there:
-        raise UserError(f"--data {data.data}: has no training file of {', '.join(names)}")
-    return {name: read_task(name, data, settings) for name in there}
+    """What read_task returns for each task. Raises UserError if data.data has no training file of a task or, with
+    `some`, of any task. Several tasks need folders of their own."""
+    missing = []
+    for name in names:
+        folder = folder_of(name, data.data)
+        shared = len(names) > 1 and folder == path_of(data.data)
+        if data.data and name != "docs" and (shared or not files_of_split(folder, "train")):
+            missing.append(name)
+    if missing and (missing == names or not some):
+        raise UserError(f"--data {data.data}: has no training file of {', '.join(missing)}")
+    return {name: read_task(name, data, settings) for name in names if name not in missing}
 
 
 def read_task(name: str, data: Data, settings: dict) -> dict[str, list]:
@@ -59,6 +64,11 @@ def read_task(name: str, data: Data, settings: dict) -> dict[str, list]:
         found = docs_task(settings.get("val_share", Text.val_share), settings.get("cache", Text.cache))
         return {split: [Example(text, None, library) for library, text in each] for split, each in found.items()}
     parts = dict(zip(("train", "dev", "test" if name == "custom" else "dev_mm"), ("train", *task.dev)))
+    if data.data:
+        folder = folder_of(name, data.data)
+        read = [file for part in parts.values() for file in files_of_split(folder, part)]
+        others = [file.name for file in sorted(folder.glob("[!.]*")) if file not in read]
+        print(f"{folder}: {', '.join(file.name for file in read)}; not read: {', '.join(others) or 'nothing':.200}")
     splits = {}
     for split, part in parts.items():
         records = records_of_split(name, data.data, part)
@@ -66,6 +76,8 @@ def read_task(name: str, data: Data, settings: dict) -> dict[str, list]:
             splits[split] = questions_of(records)
         else:
             splits[split] = [example_of(name, data, split, place, record) for place, record in records]
+    if name == "custom" and len({row.text2 is None for rows in splits.values() for row in rows}) > 1:
+        raise UserError(f"--data {data.data}: some rows have a {data.text2_column}, but others have none")
     if name == "custom" and not splits["dev"]:
         splits |= with_dev(splits["train"], data.regression)
     if task.kind == "spans":
@@ -77,25 +89,38 @@ def read_task(name: str, data: Data, settings: dict) -> dict[str, list]:
 
 
 def folder_of(name: str, data: str) -> Path:
-    """The folder of a task: `data`, or the task's folder in it, such as glue/rte."""
+    """The folder of a task: the task's folder in `data`, such as glue/rte, or `data` itself."""
     root = path_of(data)
-    folders = sorted(root.rglob(re.split("[/:]", TASKS[name].hub or name)[-1]))
-    inside = [folder for folder in folders if any(folder.glob("train*"))]
+    folders = sorted(root.rglob(re.split("[/:]", TASKS[name].hub or name)[-1])) if data else []
+    inside = [folder for folder in folders if files_of_split(folder, "train")]
     return (inside or [root])[0]
 
 
+def files_of_split(folder: Path, part: str) -> list[Path]:
+    """The file PART.csv (or in another format), or the Hub's PART-00000-of-00001.parquet. Raises UserError for two
+    files with one name."""
+    files = [file for file in sorted(folder.glob(f"{part}*")) if split_name(file)[1] in READERS]
+    whole = [file for file in files if split_name(file)[0] == part]
+    if len(whole) > 1:
+        raise UserError(f"{whole[0]} and {whole[1].name}: keep one of them")
+    return whole or [file for file in files if re.fullmatch(rf"{part}-\d+-of-\d+.*", split_name(file)[0])]
+
+
 def records_of_split(name: str, data: str, part: str) -> Iterator[tuple[str, dict]]:
-    """(place, record) of a split: on the Hub if there is no `data`, or in its files, such as PART.csv or
-    PART-00000-of-00001.parquet. The place is for messages."""
+    """(place, record) of a split: on the Hub, or in files_of_split if there is `data`. The place is for messages.
+    Raises UserError if files have no rows."""
     if data:
-        files = sorted(folder_of(name, data).glob(f"{part}*"))
-        sources = {file: records_of(file) for file in files if split_name(file)[1] in READERS}
+        sources = {file: records_of(file) for file in files_of_split(folder_of(name, data), part)}
     else:
         hub = TASKS[name].hub or f"nyu-mll/glue:{name}"
         sources = {f"hf:{hub}, {part}": hub_records(f"hf:{hub}", part)}
+    place = ""
     for source, records in sources.items():
         for number, record in enumerate(records, start=1):
-            yield f"{source}, row {number}", record
+            place = f"{source}, row {number}"
+            yield place, record
+    if sources and not place:
+        raise UserError(f"{', '.join(map(str, sources))}: has no rows")
 
 
 def example_of(name: str, data: Data, split: str, place: str, record: dict) -> Example:
@@ -115,8 +140,9 @@ def example_of(name: str, data: Data, split: str, place: str, record: dict) -> E
     # On the Hub, a few texts of QQP are empty.
     has_texts = all(isinstance(text, str) and (text.strip() or name != "custom") for text in texts)
     if not has_texts or (label is None and split != "test"):
-        raise UserError(f"{place}: needs text in {' and '.join(columns)}, and a label in {label_column} (see "
-                        f"--text-column and --label-column), but has {record!r:.200}")
+        wanted = "" if split == "test" else f", and a label in {label_column}"
+        raise UserError(f"{place}: needs text in {' and '.join(columns)}{wanted} (see --text-column and "
+                        f"--label-column), but has {record!r:.200}")
     return Example(texts[0], texts[1] if len(texts) == 2 else None, label, others)
 
 
@@ -203,16 +229,20 @@ def labels_of(name: str, train: list, regression: bool = False) -> Labels:
     if task.labels or task.kind != "classification":
         return Labels(task.metrics, task.labels)
     names = tuple(sorted({str(example.label) for example in train}))
-    are_numbers = all(map(NUMBER.fullmatch, names))
-    has_decimals = are_numbers and not all(label.lstrip("+-").isdigit() for label in names)
+    numbers = [label for label in names if NUMBER.fullmatch(label)]
+    has_decimals = not all(label.lstrip("+-").isdigit() for label in numbers)
     if regression or has_decimals:
-        if not are_numbers:
-            raise UserError(f"--regression: needs numbers as labels, not {names[0]}")
+        wrong = [label for label in names if label not in numbers]
+        if wrong:
+            raise UserError(f"label {wrong[0]!r}: is no number, but other labels are; correct or remove it")
         if name != "custom":
             return Labels(task.metrics, scale=5.0)  # as in the official code for STS-B
-        numbers = np.array([float(example.label) for example in train])
-        return Labels(("spearman", "r2"), (), float(numbers.mean()), float(numbers.std()) or 1.0)
-    if are_numbers and len(names) > MOST_CLASSES:
+        values = np.array([float(example.label) for example in train])
+        return Labels(("spearman", "r2"), (), float(values.mean()), float(values.std()) or 1.0)
+    comma = [label for label in names if re.fullmatch(r"[-+]?\d+,\d+", label)]
+    if comma or len(names) < 2:
+        raise UserError(f"label {(comma or names)[0]!r}: write decimals with a point, and give two labels or more")
+    if len(numbers) == len(names) > MOST_CLASSES:
         raise UserError(f"{len(names)} different whole numbers as labels: give --regression to predict numbers, or "
                         "write classes as names, such as class 7")
     return Labels(tuple(metric for metric in task.metrics if metric != "f1" or len(names) == 2), names)

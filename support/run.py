@@ -50,7 +50,8 @@ class Run:
             self.step, self.seconds = self.saved["step"], self.saved["seconds"]
             then = type(recipe)(**fields_of(type(recipe), self.saved["settings"]))  # what it lacks has its default
             self.changed = compare(out, asdict(self.saved["config"]) | asdict(then), self.settings, fixed)
-        foreign = [path.name for path in sorted(out.glob("[!.]*")) if path.name not in FILES]
+        own = FILES if (out / "log.jsonl").is_file() else ()  # a run begins with its log
+        foreign = [path.name for path in sorted(out.glob("[!.]*")) if path.name not in own]
         if foreign and not found:
             raise UserError(f"{out}: has {foreign[0]}, which is not of a run that has begun; choose another --out")
         if not worker.is_same(self.step):
@@ -170,7 +171,10 @@ class Run:
                    f"{left:.1f} min left", **line)
 
     def log_validation(self, loss: float, accuracy: float):
-        """Log the validation loss in nats, and the accuracy at the masks."""
+        """Log the validation loss in nats, and the accuracy at the masks. Raises UserError for a loss that is not
+        finite."""
+        if not math.isfinite(loss):
+            raise UserError(f"step {self.step}: the validation loss is not finite; use a lower --learning-rate")
         self.write(f"step {self.step:>6,}/{self.recipe.last_step:,}  validation loss {loss:.3f}  accuracy "
                    f"{accuracy:.1%}  ({VALIDATION})", val_loss=loss, val_accuracy=accuracy, seconds=self.seconds)
 

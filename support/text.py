@@ -85,7 +85,10 @@ def table_rows(lines: IO[str], separators: str, quoting: int) -> Iterator[dict]:
     csv.field_size_limit(1 << 30)  # characters in a cell
     header = next(lines, "")
     separator = max(separators, key=header.count)
-    for row in csv.DictReader(itertools.chain([header], lines), delimiter=separator, quoting=quoting, strict=True):
+    rows = csv.DictReader(itertools.chain([header], lines), delimiter=separator, quoting=quoting, strict=True)
+    if len({*rows.fieldnames}) < len(rows.fieldnames):
+        raise ValueError(f"two columns have one name: {', '.join(rows.fieldnames)}")
+    for row in rows:
         if None in row:
             raise ValueError("a row has more cells than the header")
         yield row
@@ -97,8 +100,13 @@ def parquet_rows(file: IO[bytes]) -> Iterator[dict]:
         yield from batch.to_pylist()
 
 
+def json_objects(lines: IO[str]) -> Iterator[dict]:
+    """The objects in lines of JSON, of which some may be blank."""
+    return (json.loads(line) for line in lines if not line.isspace())
+
+
 READERS = {  # suffix -> the records in an open file
-    ".txt": grouped, ".jsonl": lambda lines: map(json.loads, lines), ".json": lambda lines: map(json.loads, lines),
+    ".txt": grouped, ".jsonl": json_objects, ".json": json_objects,
     ".csv": lambda lines: table_rows(lines, ",;\t", csv.QUOTE_MINIMAL),
     ".tsv": lambda lines: table_rows(lines, "\t", csv.QUOTE_NONE),  # as in GLUE's own files
     ".parquet": parquet_rows}
@@ -110,12 +118,15 @@ def records_of(path: Path) -> Iterator[dict]:
     how = dict(mode="rb") if kind == ".parquet" else dict(mode="rt", encoding="utf-8-sig", newline=None)
     if kind == ".csv":
         how["newline"] = ""  # a cell may hold \r
+    count = 0
     try:
         with LocalFileSystem().open(str(path.absolute()), compression="infer", **how) as file:
             for record in READERS[kind](file):
                 yield dict(record)
+                count += 1
     except Exception as error:  # each format has its own errors
-        raise UserError(f"{path}: cannot be read ({error})") from error
+        hint = "; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+        raise UserError(f"{path}, after record {count}: cannot be read ({error}){hint}") from error
 
 
 def hub_records(name: str, split: str = "train") -> Iterable[dict]:

@@ -2,6 +2,7 @@
 import bz2
 import gzip
 import hashlib
+import json
 import lzma
 import os
 import re
@@ -44,7 +45,7 @@ def test_every_format_gives_the_same_documents_and_asks_no_server(tmp_path, monk
     plain = "\n \n".join(expected).encode()
     records = [{"id": 1, "text": text} for text in expected] + [{"text": None, "other": {"a": []}}, {"id": "x"}]
     records[-1]["text"] = " "
-    lines = json_lines(records).encode()
+    lines = b"\n".join(json.dumps(record).encode() + b"\n" for record in records)  # with blank lines
     files = {"a.txt": b"\xef\xbb\xbf" + plain, "a.txt.xz": lzma.compress(plain), "a.jsonl": lines,
              "A.Jsonl.GZ": gzip.compress(lines), "a.json.bz2": bz2.compress(lines),
              "a[1]/Book [vol 2].TXT": plain, "a[1]/a.csv": b"of another format"}
@@ -75,11 +76,12 @@ def test_text_without_blank_lines_is_split_by_size(tmp_path):
 
 @pytest.mark.parametrize("name, content, message", [
     ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl: --column can be content, id, not text"),
-    ("a.txt", b"good text\n\ncaf\xe9", "a.txt: cannot be read .*'utf-8' codec"),
-    ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz: cannot be read .Compressed file ended"),
+    ("a.txt", b"good text\n\ncaf\xe9", "a.txt, after record 1: cannot be read .*'utf-8' codec.*save it as UTF-8"),
+    ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz, after record 0: .*Compressed file ended"),
     ("a.jsonl", b'{"text": 3, "id": 3}', "a.jsonl: needs text in its field text, not 3"),
-    ("a.csv", b"a,text\nx,y,z", "a.csv: cannot be read .a row has more cells than the header"),
-    ("a.csv", b'text\n"a', "a.csv: cannot be read .unexpected end"),
+    ("a.csv", b"a,text\n1,2\nx,y,z", "a.csv, after record 1: cannot be read .a row has more cells than the header"),
+    ("a.csv", b'text\n"a', "a.csv, after record 0: cannot be read .unexpected end"),
+    ("a.csv", b"text;text\n1;2", "a.csv, after record 0: cannot be read .two columns have one name"),
     ("a.txt", b"few", "its train split has . tokens, too few for a sequence of seq_len=64; .* --val-share"),
     ("a.txt", b" ", "contains no text"),
     ("b[2].txt", None, "b.2..txt: has no file ending in .txt")])

@@ -136,7 +136,7 @@ def test_python_of_the_page_runs(hub, tmp_path, monkeypatch):
     finetune.Tuned(model.encoder, head).save(tmp_path / "encoder.pt", Pretrained("run"), task="docs", labels=["a", "b"],
                                              scale=1.0, longest=N)
     export.main(["encoder.pt", "exported/docs"])
-    (tmp_path / "texts.txt").write_text("\n".join(little_documents(3)))
+    pandas.DataFrame({"id": range(3), "text": little_documents(3)}).to_csv("new.csv", index=False)
     main = train.main
     monkeypatch.setattr(train, "main", lambda flags: main([*QUICK, "--cache=cache", *flags]))
     (tmp_path / "my_texts").mkdir()
@@ -147,6 +147,7 @@ def test_python_of_the_page_runs(hub, tmp_path, monkeypatch):
     page = (ROOT / "docs/transformers.md").read_text(encoding="utf-8").replace("8000", "0")  # any port that is free
     exec("".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), names := {})
     assert len(names["weights"]) == 2 and names["nats"]
+    assert [*pandas.read_csv("labels.csv")] == ["id", "text", "label"]
     with servers[0] as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()

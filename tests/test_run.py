@@ -111,6 +111,9 @@ def test_a_full_disk_destroys_nothing(text, finished, tmp_path, monkeypatch, cap
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "validate", lambda trainer, rows: (math.nan, 0.0))
+        assert "validation loss is not finite" in fails(lambda: short_run(text, tmp_path / "nan"), capsys)
     change_step(monkeypatch, 4, lambda loss: loss * math.nan)
     line = fails(lambda: short_run(text, tmp_path / "run", "--log-interval", 6), capsys)
     assert re.search("steps 4 to 6: a loss or a gradient's norm is not finite; .* --learning-rate", line)
@@ -123,8 +126,8 @@ def test_a_run_continues_where_its_folder_and_its_text_have_moved(finished, tmp_
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "elsewhere").mkdir()
     for name in ("run", "text.txt"):
-        (tmp_path / name).rename(tmp_path / "elsewhere" / name)
-    assert same(short_run(tmp_path / "elsewhere/text.txt", tmp_path / "elsewhere/run"), finished)
+        (tmp_path / name).rename(tmp_path / f"elsewhere/my-{name}")
+    assert same(short_run(tmp_path / "elsewhere/my-text.txt", tmp_path / "elsewhere/my-run"), finished)
 
 
 def test_a_run_keeps_its_corpus_and_reads_no_text(tmp_path, finished, monkeypatch, capsys):
@@ -203,10 +206,11 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
     before = contents(copy)
     line = fails(lambda: short_run(text, copy, *flags.split()), capsys)
     assert re.search(f"{copy} was made with other settings: .*{message}", line)
-    (copy.parent / "export").mkdir()
-    (copy.parent / "export/model.safetensors").touch()
-    line = fails(lambda: short_run(text, copy.parent / "export"), capsys)
-    assert "export: has model.safetensors, which is not of a run" in line
+    for name in ("config.json", "model.safetensors"):  # of an export
+        (copy.parent / name).mkdir()
+        (copy.parent / name / name).touch()
+        line = fails(lambda: short_run(text, copy.parent / name), capsys)
+        assert f"has {name}, which is not of a run" in line
     short_run(text, copy)
     assert re.search("finished at step 6; .* a larger --max-steps", capsys.readouterr().out)
     assert contents(copy) == before
@@ -226,7 +230,7 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
     (finetune, "--task custom", "--task custom: needs --data"),
     (finetune, "--init RUN --task rte,cols", "--task rte,cols: use mnli, .*squad2.*glue"),
     (finetune, "--init RUN --task glue --data .", "has no training file of mnli, .*stsb"),
-    (finetune, "--init RUN --task rte --data no/such", "--task rte: its train split has no examples; see --data"),
+    (finetune, "--init RUN --task rte --data no/such", "--data no/such: has no training file of rte"),
     (rank, "RUN --tokens 1000", "fewer than 10 d = 320"), (rank, "RUN --tau 90", "--tau 90.0: use 0 < tau < 1"),
     (rank, "RUN RUN/step_0000003.pt --steps", "--steps: needs the folder of one run"),
     (rank, "hf:a/b --probe docs", "--probe docs: only for runs")])

@@ -11,7 +11,7 @@ import sklearn.metrics
 
 from support import classification as metrics, docs, squad, tasks
 from support.docs import in_validation
-from support.examples import Data, Labels, Question, labels_of, read_task
+from support.examples import Data, Labels, Question, labels_of, read_task, read_tasks
 from support.program import UserError, json_lines
 from tests.common import SUBJECTS, sentence
 
@@ -126,7 +126,7 @@ def test_docs_repeat_no_text_of_dev_or_of_the_validation_split(monkeypatch):
     assert len(train) == 200 and len(dev) == 300 and originals[0].isdisjoint(originals[1])
 
 
-def test_custom_files_have_names_or_numbers_as_labels(tmp_path):
+def test_custom_files_have_names_or_numbers_as_labels(tmp_path, capsys):
     def read(labels, **more):
         rows = [{"text": f"a {i}", "label": label} | more for i, label in enumerate(labels)]
         (tmp_path / "train.jsonl").write_text(json_lines(rows))
@@ -156,8 +156,10 @@ def test_custom_files_have_names_or_numbers_as_labels(tmp_path):
         (tmp_path / "train.jsonl").write_text(json_lines([row]))
         with pytest.raises(UserError, match="train.jsonl, row 1: needs text in text, and a label in label"):
             read_task("custom", Data(str(tmp_path)), {})
-    for labels in (range(21), [["a", "b"]]):
-        with pytest.raises(UserError, match="give --regression" if len(labels) > 1 else "and a label in label"):
+    for labels, message in ((range(21), "give --regression"), ([["a", "b"], ["c"]], "and a label in label"),
+                            (["0.5", "n/a"], "'n/a': is no number"), (["0,5", "1,5"], "write decimals with a point"),
+                            (["a", "a"], "'a': .* two labels or more")):
+        with pytest.raises(UserError, match=message):
             read(labels)
     rows = [{"body": f"a {i}", "stars": i, "id": i} for i in range(30)]
     (tmp_path / "train.jsonl").write_text(json_lines(rows))
@@ -183,13 +185,23 @@ def test_custom_files_have_names_or_numbers_as_labels(tmp_path):
     splits, labels = read_table("train.tsv", f"text\ttext2\tlabel\n{rows}")
     assert splits["train"][0][0][0] == '"' and labels.metrics == ("spearman", "r2")
     for content, message in (("text,name\na,b\n", "train.csv, row 1: needs text in text, and a label in label"),
-                             ("text,label\na,b,c\n", "train.csv: cannot be read .a row has more cells than the header"),
-                             ('text,label\n"a', "train.csv: cannot be read")):
+                             ("text,label\na,b,c\n", "train.csv, after record 0: cannot be read .a row has more"),
+                             ('text,label\n"a', "train.csv, after record 0: cannot be read")):
         with pytest.raises(UserError, match=message):
             read_table("train.csv", content)
-    (tmp_path / "train.csv").unlink()
-    with pytest.raises(UserError, match="its train split has no examples; see --data"):
-        read_task("custom", Data(str(tmp_path)), {})
+    (tmp_path / "train.csv").write_text("text,text2,label\na,b,x\nc,d,y\n" * 20)
+    capsys.readouterr()
+    for name, content in (("train_old.csv", "no table"), ("test.csv", "text,text2\n"), ("test.tsv", ""), ("dev", "")):
+        (tmp_path / name).write_text(content)
+    for message in ("test.csv and test.tsv: keep one", "test.csv: has no rows", "some rows have a text2, but others"):
+        with pytest.raises(UserError, match=message):
+            read_task("custom", Data(str(tmp_path)), {})
+        (tmp_path / "test.tsv").unlink(missing_ok=True)
+        if "no rows" in message:
+            (tmp_path / "test.csv").write_text("text\na\n")
+    assert "train.csv, test.csv; not read: dev, train_old.csv" in capsys.readouterr().out
+    with pytest.raises(UserError, match="has no training file of rte, mrpc"):  # but of one task of them
+        read_tasks(["rte", "mrpc"], Data(str(write_glue(tmp_path / "glue") / "rte")), {}, False)
 
 
 def test_questions_are_trained_only_where_their_answer_stands(tmp_path, capsys):
@@ -205,7 +217,8 @@ def test_questions_are_trained_only_where_their_answer_stands(tmp_path, capsys):
 
     with pytest.raises(UserError, match="row 2: its id 0 occurs twice"):
         found(4, 4, name=lambda i: "0")
-    assert found(4, 4, None) == ["0", "1", "2"] and capsys.readouterr().out == ""
+    capsys.readouterr()
+    assert found(4, 4, None) == ["0", "1", "2"] and "left out" not in capsys.readouterr().out
     assert found(4, 13, None, 3) == ["0", "2"] and "2 training questions are left out" in capsys.readouterr().out
     with pytest.raises(UserError, match="3 of 4 training answers are not in their context at answer_start"):
         found(3, 5, None, 0)
