@@ -132,7 +132,6 @@ class Tuned(nn.Module):
         tokens = NUM_SPECIAL + torch.arange(8, device=next(self.parameters()).device)[None]
         with torch.no_grad():
             logits = self.eval()(tokens, tokens < 0)
-        head = vars(type(self.head)).get("exported", ())  # not that of a class from which the head is derived
         write_checkpoint(path, entries | {
             "config": asdict(pretrained.config), "settings": pretrained.settings, "model": self.state_dict(),
-            "tokenizer": pretrained.tokenizer.to_json(), "head": list(head), "example": logits.cpu()})
+            "tokenizer": pretrained.tokenizer.to_json(), "example": logits.cpu()})

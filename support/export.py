@@ -29,13 +29,12 @@ def weights_of(state: dict) -> tuple[dict[str, torch.Tensor], str, list[str]]:
             return dict(weights), "ForMaskedLM", []
         # Other decoders cannot fill in a [MASK] in a text, so only the encoder is exported.
         return {name: weight for name, weight in weights.items() if name.startswith("encoder.")}, "", []
-    if not state.get("head"):
-        raise UserError("its head names no class of support/modeling_maelm.py; see support/heads.py")
-    name_there, suffix = state["head"]
-    labels = []
-    if suffix == "ForSequenceClassification":
-        labels = state["labels"] or ["number"]
-    return {re.sub("^head", name_there, name): weight for name, weight in weights.items()}, suffix, labels
+    has_spans = state["task"] == "squad2"
+    name_there = "qa_outputs" if has_spans else "classifier"
+    weights = {re.sub("^head", name_there, name): weight for name, weight in weights.items()}
+    if has_spans:
+        return weights, "ForQuestionAnswering", []
+    return weights, "ForSequenceClassification", state["labels"] or ["number"]
 
 
 def hub_config(state: dict, head: str, labels: list[str]) -> dict:

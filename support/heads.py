@@ -1,7 +1,6 @@
 """The heads of fine-tuned models. An export contains this file, so that `transformers` computes with the same code.
 
-A head takes H^L (B, t, d) and padding (B, t) bool. `exported` is its name in modeling_maelm.py, and the
-end of the name of its class there; a head without `exported` cannot be exported.
+A head takes H^L (B, t, d) and padding (B, t) bool.
 """
 import torch
 from torch import nn
@@ -9,8 +8,6 @@ from torch import nn
 
 class ClassifierHead(nn.Sequential):
     """H^L at [CLS] -> logits (B, C), as in RoBERTa: dropout, dense, tanh, dropout, linear."""
-    exported = ("classifier", "ForSequenceClassification")
-
     def __init__(self, d: int, classes: int, dropout: float):
         super().__init__(
             nn.Dropout(dropout), nn.Linear(d, d), nn.Tanh(),
@@ -24,8 +21,6 @@ class ClassifierHead(nn.Sequential):
 
 class SpanHead(nn.Linear):
     """H^L -> logits of the first and the last token of the answer, (B, t, 2)."""
-    exported = ("qa_outputs", "ForQuestionAnswering")
-
     def __init__(self, d: int):
         super().__init__(d, 2)
 
