@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
+import pytest  # noqa: F401  (each task's process needs it)
+
 from course.homework import HANDED_OUT, HOMEWORK, PARTS, PROJECT, SOLUTIONS, TASKS, is_attempted
 
 TOGETHER = "together"  # claims about all of a student's functions at once

@@ -74,8 +74,8 @@ def prepare(text: Text, tokenizer: Tokenizer, folder: Path):
         raise UserError(f"--data {text.data}: contains no text")
     kinds = ", ".join(f"{number:,} {kind}" for kind, number in count.items())
     case = ", in lower case (--no-uncased keeps its case)" if text.uncased else ""
-    remarks.append(f"{folder}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation{case}; "
-                   f"documents: {kinds}; {size / sum(tokens.values()):.2f} bytes of text per token")
+    remarks.append(f"{tokens['train']:,} tokens for training, {tokens['val']:,} for validation{case}; documents: "
+                   f"{kinds}; {size / sum(tokens.values()):.2f} bytes of text per token")
     write_json(folder / "meta.json", {"dtype": dtype.name, "tokens": tokens, "documents": count, "remarks": remarks})
 
 
@@ -132,7 +132,7 @@ def open_corpus(text: Text, vocab_size: int, seq_len: int, tokenizer: Tokenizer 
             with lock_folder(folder, wait=True):
                 if not (folder / "meta.json").is_file():
                     prepare(text, tokenizer, folder)
-    print(*read_json(folder / "meta.json")["remarks"], sep="\n")
+    print(f"{folder}:", *read_json(folder / "meta.json")["remarks"], sep="\n  ")
     return Corpus(folder, tokenizer, Rows(folder, "train", seq_len), Rows(folder, "val", seq_len))
 
 

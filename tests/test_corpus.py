@@ -287,11 +287,11 @@ def test_what_was_read_and_what_was_not_is_said_in_a_line_per_source(tmp_path, m
     count = read_json(folder / "meta.json")["documents"]
     assert sum(count.values()) == 104
     assert remarks == [
-        "a: 108 texts, of which 5 are empty or missing; files read: 3; other files: 2 .md, 1 .py",
-        "b.tsv: 1 texts, of which 0 are empty or missing; files read: 1; other files: none",
-        f"{folder.relative_to(tmp_path)}: {sizes[0]:,} tokens for training, {sizes[1]:,} for validation, in lower case "
-        f"(--no-uncased keeps its case); documents: {count['train']} train, {count['val']} val; {density:.2f} bytes of "
-        "text per token"]
+        f"{folder.relative_to(tmp_path)}:",
+        "  a: 108 texts, of which 5 are empty or missing; files read: 3; other files: 2 .md, 1 .py",
+        "  b.tsv: 1 texts, of which 0 are empty or missing; files read: 1; other files: none",
+        f"  {sizes[0]:,} tokens for training, {sizes[1]:,} for validation, in lower case (--no-uncased keeps its case)"
+        f"; documents: {count['train']} train, {count['val']} val; {density:.2f} bytes of text per token"]
     monkeypatch.setattr(corpus, "prepare", None)
     train.main(flags)  # the second time, nothing is prepared
     assert capsys.readouterr().out.splitlines() == [first, *remarks]
