@@ -52,7 +52,10 @@ class FineTuning:
                  flags: argparse.Namespace, worker: Worker):
         """Encode the examples with the `given` settings, and reserve the folder `out`; see
         Results."""
-        self.task, self.given, self.flags, self.worker = task, given, flags, worker
+        self.task = task
+        self.given = given
+        self.flags = flags
+        self.worker = worker
         self.dim = pretrained.config.encoder_dim
         self.tune = TuneConfig.of(task, given, self.dim)
         self.pretrained = pretrained.with_dropout(self.tune.dropout)
@@ -66,7 +69,8 @@ class FineTuning:
 
     def run_all(self) -> dict:
         """Do all runs: the grid with --sweep, then seeds 1, 2, ... Returns result.json."""
-        flags, tune = self.flags, self.tune
+        flags = self.flags
+        tune = self.tune
         sweep = []
         if flags.sweep:
             # Seed 0, because the choice must not depend on the seeds of the result.
@@ -101,7 +105,9 @@ class FineTuning:
     def run_once(self, tune: TuneConfig, seed: int) -> tuple[dict, Scores]:
         """Fine-tune, without gradient clipping. Returns ranks and step of the checkpoint that is
         best on the dev split, and its Scores. The best seed's model is saved."""
-        train, kind, worker = self.splits["train"], self.kind, self.worker
+        train = self.splits["train"]
+        kind = self.kind
+        worker = self.worker
         encoder = self.pretrained.new_encoder(seed)
         torch.manual_seed(seed_of(seed))  # for the new head
         model = Tuned(encoder, kind.head()).to(worker.device)

@@ -194,7 +194,7 @@ class Stack(nn.Module):
     def __init__(self, config, dim, layers, dropout, relative, block=Block):
         super().__init__()
         head_dim = config.encoder_dim // config.encoder_heads  # d_h
-        heads = dim // head_dim  # more or fewer in a decoder of another width
+        heads = dim // head_dim  # fewer in a narrower decoder
         self.relative_bias = RelativeBias(config, heads) if relative and config.rel_pos_buckets > 0 else None
         self.blocks = nn.ModuleList([block(config, dim, heads, dropout) for _ in range(layers)])
         self.final_norm = nn.Identity() if config.norm == "post" else nn.LayerNorm(dim)

@@ -111,7 +111,6 @@ def encoder_ranks(encoder: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) 
 
 
 # ---- 2. Measuring a model ------------------------------------------------------------------------
-# The comment after a field is also its text in -h.
 @dataclass(frozen=True)
 class RankOptions:
     """Settings of a measurement; every field is a flag."""

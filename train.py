@@ -36,8 +36,7 @@ from support.worker import Worker, joined_processes
 # ---- 1. Settings: Table 4 ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Recipe(Text):
-    """The settings of training, after those of Text. The defaults are the paper's base model's. A
-    field's comment is also its help."""
+    """The settings of training, after those of Text. The defaults are the paper's base model's."""
     init: str = ""  # run folder or checkpoint with which to begin: its settings, tokenizer and weights
     batch_size: int = 2048  # sequences per optimizer step, over all processes
     max_steps: int = 125_000  # training steps, and length of the schedule; warm-up keeps its share
@@ -130,7 +129,9 @@ def make_optimizers(model: MAELM, recipe: Recipe, dtype: torch.dtype) -> list:
 class Trainer:
     """A model, its optimizers, and this process's part of each step."""
     def __init__(self, config: Config, recipe: Recipe, worker: Worker):
-        self.config, self.recipe, self.worker = config, recipe, worker
+        self.config = config
+        self.recipe = recipe
+        self.worker = worker
         torch.manual_seed(recipe.seed)
         self.model = make_model(config, recipe.position_init).to(worker.device)
         self.optimizers = make_optimizers(self.model, recipe, worker.dtype)
@@ -152,7 +153,8 @@ class Trainer:
     def step(self, batches: list[tuple], step: int) -> dict:
         """Take one optimizer step. Returns scalars by name: this process's mean `loss` and, if it
         is a sum, the means of its terms, and the unclipped `grad_norm`."""
-        recipe, worker = self.recipe, self.worker
+        recipe = self.recipe
+        worker = self.worker
         means = defaultdict(float)
         sequences = sum(len(tokens) for tokens, _ in batches)  # of this process
         for i, batch in enumerate(batches):  # gradients accumulate in p.grad
@@ -273,11 +275,13 @@ def parse(argv) -> tuple[Config, Recipe, dict | None, Namespace]:
             raise UserError("--init: the settings are those of that run; leave out --preset and --ablation")
         flags.out = flags.out or Path("out", f"{short_name(given['init'])}-more")
         start = starting_point(given["init"], flags.out)
-        flags.preset, flags.ablation = start.get("preset", ""), start.get("ablation", "")
+        flags.preset = start.get("preset", "")
+        flags.ablation = start.get("ablation", "")
         values = asdict(start["config"]) | fields_of(Recipe, start["settings"])
         values["stop_at"] = 0  # the early end of an earlier run does not hold here
     else:
-        flags.preset, flags.ablation = preset, flags.ablation or "mae-lm"
+        flags.preset = preset
+        flags.ablation = flags.ablation or "mae-lm"
         name = preset if flags.ablation == "mae-lm" else f"{preset}-{flags.ablation}"
         flags.out = flags.out or Path("out", name)
         values = PRESETS[preset] | ABLATIONS[flags.ablation]

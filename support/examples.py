@@ -13,7 +13,6 @@ from support.tasks import TASKS, Task
 from support.text import READERS, Text, hub_records, records_of, split_name
 
 
-# The comment after a field is also its text in -h.
 @dataclass(frozen=True)
 class Data:
     """Where a task's examples come from."""

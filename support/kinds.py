@@ -12,5 +12,7 @@ def encode_task(task: str, examples: dict[str, list], pretrained: Pretrained, tu
                 regression: bool = False) -> tuple[Kind, dict[str, Encoded]]:
     """The kind of a task, with the labels of its training examples, and the tokens of each split."""
     labels = labels_of(task, examples["train"], regression)
-    kind = KINDS[TASKS[task].kind](pretrained.tokenizer, pretrained.config, tune, labels)
-    return kind, {split: kind.encode(each) for split, each in examples.items()}
+    kind_of_task = KINDS[TASKS[task].kind]
+    kind = kind_of_task(pretrained.tokenizer, pretrained.config, tune, labels)
+    splits = {split: kind.encode(each) for split, each in examples.items()}
+    return kind, splits

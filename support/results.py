@@ -63,7 +63,9 @@ class Results:
 
     def show(self, run: dict, number: int, count: int):
         """Print a run, which is the one with this number of several."""
-        settings = {"l2": run["l2"]} if self.record["frozen"] else {name: run["tune"][name] for name in SWEPT}
+        settings = {name: run["tune"][name] for name in SWEPT}
+        if self.record["frozen"]:
+            settings = {"l2": run["l2"]}
         setting = "  ".join(f"{name} {x:g}" for name, x in settings.items())
         left = timedelta(seconds=round((count - number) * run["seconds"]))
         print(f"{self.record['task']}  {setting}  seed {run['seed']}  {self.record['metric']} {shown(run['value'])}  "
@@ -78,10 +80,16 @@ class Results:
         metrics = {name: median([run["metrics"].get(name) for run in runs]) for name in names}
         after = [run["ranks"] for run in runs]
         result = {name: self.record[name] for name in ("task", "init", "frozen", "metric")}
-        result |= {"median": median(values), "values": values, "seeds": [run["seed"] for run in runs],
-                   "metrics": metrics, "steps": [run.get("step") for run in runs], "sweep": sweep,
-                   "tune": runs[0]["tune"], "pretraining_step": pretraining_step,
-                   "effective_rank": {"tau": 0.9, "d": dim, "before": before, "after": after}}
+        result |= {
+            "median": median(values),
+            "values": values,
+            "seeds": [run["seed"] for run in runs],
+            "steps": [run.get("step") for run in runs],
+            "metrics": metrics,
+            "tune": runs[0]["tune"],
+            "sweep": sweep,
+            "pretraining_step": pretraining_step,
+            "effective_rank": {"tau": 0.9, "d": dim, "before": before, "after": after}}
         write_json(self.out / "result.json", result)
         medians = "  ".join(f"{name} {shown(x)}" for name, x in metrics.items())
         print(f"{self.record['task']}  {medians}  (medians; seeds: {', '.join(map(shown, values))})")
@@ -91,7 +99,8 @@ class Results:
             print(f"effective rank on the dev split, {name}, of {dim}: {rank}{change}")
         best = self.best()
         if best:
-            of_best = f"seed{best['seed']}/" if self.record["frozen"] else f"encoder.pt and seed{best['seed']}/"
+            model = "" if self.record["frozen"] else "encoder.pt and "
+            of_best = f"{model}seed{best['seed']}/"
             print(f"{self.out}: result.json; {of_best}, of the best seed on dev: {shown(best['value'])}")
         return result
 

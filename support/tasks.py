@@ -67,7 +67,6 @@ RATES = {  # group -> learning rates to try for base's width and, from 1,024 dim
 RATES["squad"] = RATES["small"]
 SWEPT = ("learning_rate", *dict.fromkeys(name for sweep in SWEEPS.values() for name in sweep))
 
-# The comment after a field is also its text in -h.
 @dataclass(frozen=True)
 class TuneConfig:
     """Settings of a job; each group of tasks has its own defaults."""

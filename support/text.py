@@ -26,7 +26,6 @@ GROUPED = 10_000  # characters after which a document of a .txt ends, also witho
 LONGEST = 1 << 22  # characters after which any document is split; no book is that long
 
 
-# The comment after a field is also its text in -h.
 @dataclass(frozen=True)
 class Text:
     """The settings that select a text."""

@@ -73,26 +73,34 @@ def change_step(monkeypatch, changed, change):
     monkeypatch.setattr(train.Trainer, "step", step)
 
 
-def test_a_second_interrupt_ends_at_once_and_an_ignored_signal_stays_ignored(monkeypatch):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    try:
-        with worker.Worker.make("fp32", "cpu", 32).noted_signals() as noted, pytest.raises(KeyboardInterrupt):
-            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
-                signal.raise_signal(number)
-        assert noted == [signal.SIGINT, signal.SIGTERM, signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGHUP, before)
+SIGNALS = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_saves_a_checkpoint(number, text, finished, tmp_path, monkeypatch, capsys):
-    before = signal.getsignal(number)
+@pytest.fixture
+def heard():
+    """No signal is ignored, as a shell may do for programs in the background."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_second_interrupt_ends_at_once_and_an_ignored_signal_stays_ignored(heard):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with worker.Worker.make("fp32", "cpu", 32).noted_signals() as noted, pytest.raises(KeyboardInterrupt):
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+    assert noted == [signal.SIGINT, signal.SIGTERM, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_saves_a_checkpoint(number, heard, text, finished, tmp_path, monkeypatch, capsys):
     change_step(monkeypatch, 3, lambda loss: signal.raise_signal(number) or loss)
     with pytest.raises(SystemExit) as end:
         short_run(text, tmp_path / "run")
     assert end.value.code == 128 + number
     assert "repeat the command to continue" in capsys.readouterr().out
-    assert signal.getsignal(number) == before
+    assert signal.getsignal(number) == signal.default_int_handler
     assert last_checkpoint(tmp_path / "run")["step"] == 4
     monkeypatch.undo()
     assert same(short_run(text, tmp_path / "run"), finished)
