@@ -9,7 +9,7 @@
 In DIR, --task custom reads the files train, dev and test (.csv, .tsv, .jsonl or .parquet):
 
     columns    text, text2 (optional) and label, or those that flags name
-    labels     names, as written: 01 is not 1. Whole numbers are names too, unless --regression is given
+    labels     names, as written: 01 is not 1. Whole numbers are also names, unless --regression is given
     numbers    labels with decimals are numbers to predict (regression)
     F1         of two labels, the second one in alphabetical order is positive
     dev        chooses the best of at most 20 checkpoints, so its scores are slightly optimistic; without this
@@ -74,17 +74,17 @@ class FineTuning:
         sweep = []
         if flags.sweep:
             # Seed 0, because the choice must not depend on the seeds of the result.
-            sweep = self.finish([(point, 0) for point in tune.grid(self.task, self.dim, self.given)])
+            sweep = self.do_jobs([(point, 0) for point in tune.grid(self.task, self.dim, self.given)])
             sweep = self.results.best_first(sweep)
             tune = TuneConfig(**sweep[0]["tune"])
         seeds_matter = not flags.frozen or self.pretrained.is_random
         count = flags.seeds or (5 if seeds_matter else 1)
-        runs = self.finish([(tune, seed) for seed in range(1, count + 1)])
+        runs = self.do_jobs([(tune, seed) for seed in range(1, count + 1)])
         encoder = self.pretrained.new_encoder(seed=1).to(self.worker.device)
         before = self.ranks(encoder, tune)
         return self.results.finish(runs, sweep, before, self.dim, self.pretrained.step)
 
-    def finish(self, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
+    def do_jobs(self, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
         """Do the jobs (settings, seed) that the results lack. Returns the runs of all jobs."""
         do_run = self.probe_once if self.flags.frozen else self.run_once
         print(f"{self.task}: {len(jobs)} runs")
@@ -117,7 +117,7 @@ class FineTuning:
         best_value = -math.inf  # on dev
         began = time.perf_counter()
         bar = tqdm(range(steps), desc=f"{self.task} seed {seed}", leave=False, disable=None)
-        for step, indices in zip(bar, train.shuffled(seed, tune.batch_size)):  # until the bar ends
+        for step, indices in zip(bar, train.shuffled(seed, tune.batch_size)):  # shuffled never ends
             model.train()  # evaluation switched dropout off
             torch.manual_seed(seed_of(seed, step, 1))  # for dropout
             tokens, padding, targets = train.batch(indices, worker.device)
@@ -185,7 +185,7 @@ def schedule(tune: TuneConfig, inputs: int) -> tuple[int, set[int]]:
 def parse(argv) -> tuple[argparse.Namespace, dict]:
     """Read and check the command line: flags, of which `source` is a Data, and the fields of
     TuneConfig that were given."""
-    # Twice, because -h shows the settings of the task.
+    # Parse twice, because -h shows the settings of the task.
     first = Parser("finetune.py", __doc__, add_help=False)
     first.add_argument("--task", default="docs", help="docs, custom, squad2, a task of GLUE, glue for all eight, or "
                        "several joined by commas [%(default)s]")
@@ -202,17 +202,20 @@ def parse(argv) -> tuple[argparse.Namespace, dict]:
     parser.add_fields(Data, {})
     parser.add_fields(TuneConfig, TuneConfig.defaults(task))
     flags, given = parser.read(argv)
-    flags.source = Data(**fields_of(Data, given))
-    given = fields_of(TuneConfig, given)
     flags.tasks = task_names(flags.task)
+    flags.source = Data(**fields_of(Data, given))
+    ignored = given.keys() & {"text_column", "text2_column", "label_column", "regression"}
+    if ignored and flags.tasks != ["custom"]:
+        raise UserError(f"{min(ignored)}: only for --task custom")
     if flags.tasks == ["docs"] and flags.source.data:
         raise UserError("--data: docs reads the documentation on this machine; use --task custom for your own files")
     if "custom" in flags.tasks and not flags.source.data:
         raise UserError("--task custom: needs --data, a folder with a file train")
-    if flags.frozen and (flags.sweep or not given.keys() <= TuneConfig.PROBED or "squad2" in flags.tasks):
+    settings = fields_of(TuneConfig, given)
+    if flags.frozen and (flags.sweep or not settings.keys() <= TuneConfig.PROBED or "squad2" in flags.tasks):
         raise UserError(f"--frozen {flags.frozen}: no --sweep, no squad2, and no settings but "
                         f"{', '.join(sorted(TuneConfig.PROBED))}")
-    return flags, given
+    return flags, settings
 
 
 def main(argv=None):
@@ -223,15 +226,15 @@ def main(argv=None):
         pretrained = Pretrained(flags.init)
         precision = "fp32" if flags.frozen else given.get("precision", "auto")
         worker = Worker.make(precision, flags.device, pretrained.config.encoder_dim)
-        some = "glue" in flags.task  # of glue, tasks may be missing; not a task that is named
-        tasks = read_tasks(flags.tasks, flags.source, pretrained.settings, some)
+        named = flags.task.split(",")  # of glue, tasks may be missing
+        tasks = read_tasks(flags.tasks, flags.source, pretrained.settings, named)
         results = []
         for task, examples in tasks.items():
             out = folder if flags.task == task else folder / task
             with worker.lock(out):
                 runs = FineTuning(task, pretrained, examples, given, out, flags, worker)
                 results.append(runs.run_all())
-        if len(results) > 1:
+        if len(flags.tasks) > 1:
             table1(results, [task for task in flags.tasks if task not in tasks], folder)
 
 

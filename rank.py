@@ -44,7 +44,7 @@ VECTORS_PER_DIM = 10  # at least, by a rule of thumb: too few would cap the rank
 # ---- 1. Effective rank: section 2.2 --------------------------------------------------------------
 def tau_rank(values, tau: float) -> int:
     """The smallest k such that the first k values sigma_i^2, (K,) float64 in descending order, make
-    up at least a fraction tau of the sum of all d (rank_tau of section 2.2); 0 if all are 0. Raises
+    up at least a fraction tau of the sum of all K (rank_tau of section 2.2); 0 if all are 0. Raises
     ValueError for a bad tau."""
     if not 0 < tau < 1:
         raise ValueError(f"tau={tau}: use 0 < tau < 1")
@@ -168,8 +168,8 @@ def measure(subject: Subject, options: RankOptions) -> dict[str, list[Moments]]:
     example = subject.encode(rows[:1])  # H^0 ... H^L, (1, n, d) each, to get L and d
     least = VECTORS_PER_DIM * example[-1].shape[-1]
     if mask_count < least:
-        raise UserError(f"{subject.name}: {mask_count:,} [MASK] are fewer than {VECTORS_PER_DIM} d = {least:,}, the "
-                        "least for a rank; raise --tokens, or give more text: --data, --val-share 1")
+        raise UserError(f"{subject.name}: {mask_count:,} [MASK] tokens, fewer than {VECTORS_PER_DIM} d = {least:,}, "
+                        "the least for a rank; raise --tokens, or give more text: --data, --val-share 1")
     maskable = ~torch.isin(rows, torch.tensor(subject.specials))
     # Masks of all sequences are drawn together, so that the batch size does not matter.
     positions = draw_masks(maskable, m, torch.Generator().manual_seed(options.seed))  # (N, m)
@@ -181,8 +181,9 @@ def measure(subject: Subject, options: RankOptions) -> dict[str, list[Moments]]:
         is_masked = masks[batch].to(example[0].device)  # (B, n)
         states = {text: subject.encode(sequences[batch]) for text, sequences in texts.items()}
         for curve, layers in moments.items():
-            for moments_of_layer, h in zip(layers, states[CURVES[curve].text]):  # H^l (B, n, d)
-                moments_of_layer.add(h[is_masked] if CURVES[curve].masked_only else h)
+            look = CURVES[curve]
+            for moments_of_layer, h in zip(layers, states[look.text]):  # H^l (B, n, d)
+                moments_of_layer.add(h[is_masked] if look.masked_only else h)
     return moments
 
 
@@ -250,7 +251,7 @@ def main(argv=None):
             raise UserError(f"--tau {options.tau}: use 0 < tau < 1")
         out = flags.out or Path("out", "-".join(["rank", *map(short_name, flags.models)])[:100])
         settings = asdict(options) | {"models": flags.models}
-        if (out / "rank.json").is_file():  # of another measurement?
+        if (out / "rank.json").is_file():  # other settings are refused
             compare(out, read_json(out / "rank.json")["settings"], settings, settings.keys() - {"device"})
         entries = {}
         for subject in open_subjects(flags.models, options):

@@ -37,7 +37,7 @@ from support.worker import Worker, joined_processes
 @dataclass(frozen=True)
 class Recipe(Text):
     """The settings of training, after those of Text. The defaults are the paper's base model's."""
-    init: str = ""  # run folder or checkpoint with which to begin: its settings, tokenizer and weights
+    init: str = ""  # run folder or checkpoint to begin from: settings, tokenizer and weights
     batch_size: int = 2048  # sequences per optimizer step, over all processes
     max_steps: int = 125_000  # training steps, and length of the schedule; warm-up keeps its share
     warmup_steps: int = 10_000  # steps until the peak learning rate; the rate then falls to 0
@@ -53,7 +53,7 @@ class Recipe(Text):
     position_init: Literal["normal", "sinusoid"] = "normal"  # initial values of the learned positions
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # for matrix products; auto is bf16 where it is fast
     seed: int = 0  # seed of weights, data order, masks and dropout
-    # The rest changes no weights, except by rounding, and micro_batch_size by dropout's masks:
+    # The rest decides no weights of a step, but for rounding and, with dropout, micro_batch_size and device:
     micro_batch_size: int = 64  # largest number of sequences per forward pass; gradients are accumulated
     stop_at: int = 0  # step at which to end early, without changing the schedule; 0 for never
     log_interval: int = 100  # steps between lines in the terminal and in log.jsonl
@@ -101,8 +101,9 @@ def make_settings(values: dict) -> tuple[Config, Recipe]:
     return check(Config(**of_config)), Recipe(**rest)
 
 
-# The settings that stay when a run continues: they decide the model, the text, its order, and
-# whether old checkpoints are deleted. (open_corpus compares the text itself.)
+# The settings that stay when a run continues: they decide the model and its first weights, the text,
+# its order, the optimizer's state, and whether old checkpoints are deleted. (open_corpus compares the
+# text itself.)
 FIXED = asdict(Config()).keys() | {"column", "uncased", "val_share", "seed", "batch_size", "optimizer",
                                    "position_init", "keep_checkpoints"}
 
@@ -135,11 +136,12 @@ class Trainer:
         torch.manual_seed(recipe.seed)
         self.model = make_model(config, recipe.position_init).to(worker.device)
         self.optimizers = make_optimizers(self.model, recipe, worker.dtype)
-        self.network = worker.parallel(self.model, recipe.compile)  # only for `step`
+        # The same weights, compiled and with gradients averaged over processes, for `step`:
+        self.network = worker.parallel(self.model, recipe.compile)
 
     def batches(self, rows, step: int) -> list[tuple]:
-        """This process's micro-batches (tokens, corruption) of a step: rows[indices] are sequences
-        (B, n) int64. The seed decides their order and masks."""
+        """This process's micro-batches (tokens, corruption) of a step. rows[indices] gives sequences
+        (B, n) int64; the seed decides their order and masks."""
         recipe = self.recipe
         indices = indices_of_step(recipe.seed, step, recipe.batch_size, len(rows))  # (B,)
         tokens = torch.from_numpy(rows[indices])  # (B, n)
@@ -183,7 +185,7 @@ class Trainer:
         self.model.eval()
         tokens = evenly_spaced(rows, self.recipe.eval_rows)
         generator = torch.Generator().manual_seed(0)
-        m = max(1, Config().num_masked(tokens.shape[1]))  # not of self.config
+        m = max(1, Config().num_masked(tokens.shape[1]))  # the paper's rate, not this run's
         masked = draw_masks(tokens >= NUM_SPECIAL, m, generator)
         corruption = apply_masks(tokens, masked, self.config, generator)
         total = 0.0
@@ -213,7 +215,7 @@ def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespac
         print(f"{run.out} is finished at step {run.step}; for more, use a larger --max-steps or --stop-at")
         return 0
     trainer = Trainer(config, recipe, worker)
-    run.restore(trainer.model, trainer.optimizers, start)
+    run.restore(trainer.model, trainer.optimizers, start)  # its newest checkpoint, or else start
     corpus = open_corpus(recipe, config.vocab_size, config.seq_len, run.tokenizer, run.saved)
     run.begin(trainer.model, corpus, preset=flags.preset, ablation=flags.ablation)
     if run.step == 0:
@@ -241,10 +243,10 @@ def train_and_report(trainer: Trainer, run: Run, corpus: Corpus, noted: list[int
         run.count_step(trainer.step(batches, run.step))
         signal = trainer.worker.signal_of_any(noted, run.step)
         is_last = run.step == recipe.last_step
-        evaluating = is_last or run.step % recipe.eval_interval == 0
-        saving = is_last or signal or run.step % recipe.checkpoint_interval == 0
+        evaluating = is_last or is_due(run.step, recipe.eval_interval)
+        saving = is_last or signal or is_due(run.step, recipe.checkpoint_interval)
         # All processes log and evaluate, because they exchange losses; only the first one saves.
-        if saving or evaluating or run.step % recipe.log_interval == 0:
+        if saving or evaluating or is_due(run.step, recipe.log_interval):
             run.log_steps(trainer.optimizers)  # stops the clock
             if evaluating:
                 run.log_validation(*trainer.validate(corpus.val))
@@ -254,10 +256,15 @@ def train_and_report(trainer: Trainer, run: Run, corpus: Corpus, noted: list[int
     return signal
 
 
+def is_due(step: int, interval: int) -> bool:
+    """Whether something that happens every `interval` steps, or never for 0, happens after a step."""
+    return interval > 0 and step % interval == 0
+
+
 # ---- 4. Command line -----------------------------------------------------------------------------
 def parse(argv) -> tuple[Config, Recipe, dict | None, Namespace]:
     """Read the command line: settings, the checkpoint of --init or None, and the other flags."""
-    # Twice, because -h shows the values of the preset.
+    # Parse twice, because -h shows the values of the preset.
     first = Parser("train.py", __doc__, add_help=False)
     first.add_argument("--preset", choices=PRESETS, help="size and recipe (Table 4) [toy]")
     preset = first.parse_known_args(argv)[0].preset or "toy"
@@ -278,7 +285,7 @@ def parse(argv) -> tuple[Config, Recipe, dict | None, Namespace]:
         flags.preset = start.get("preset", "")
         flags.ablation = start.get("ablation", "")
         values = asdict(start["config"]) | fields_of(Recipe, start["settings"])
-        values["stop_at"] = 0  # the early end of an earlier run does not hold here
+        values["stop_at"] = 0  # the early end of an earlier run does not apply
     else:
         flags.preset = preset
         flags.ablation = flags.ablation or "mae-lm"
@@ -302,7 +309,8 @@ def main(argv=None):
         config, recipe, start, flags = parse(argv)
         worker = Worker.make(recipe.precision, recipe.device, config.encoder_dim)
         if flags.prepare:
-            open_corpus(recipe, config.vocab_size, config.seq_len, start and start["tokenizer"])
+            tokenizer = start["tokenizer"] if start else None
+            open_corpus(recipe, config.vocab_size, config.seq_len, tokenizer)
         else:
             with worker.lock(flags.out):
                 code = pretrain(config, recipe, start, flags, worker)

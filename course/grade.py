@@ -38,17 +38,17 @@ def grade(texts: dict[str, str], tasks: list[str], seconds: float) -> list[Resul
 
 def result_of(task: str, problem: str, messages: dict[str, str]) -> Result:
     """The points of a task, given the outcome of run_task."""
-    is_gate = claims_of(task)
+    claims = claims_of(task)  # claim -> whether it is a gate
     if problem:
-        return Result(task, 0, len(is_gate), problem)
-    failed = [claim for claim in is_gate if messages[claim]]
-    gates = [claim for claim in failed if is_gate[claim]]
-    points = 0 if gates else len(is_gate) - len(failed)
+        return Result(task, 0, len(claims), problem)
+    failed = [claim for claim in claims if messages[claim]]
+    gates = [claim for claim in failed if claims[claim]]
+    points = 0 if gates else len(claims) - len(failed)
     status = f"failed: {', '.join(failed)}" if failed else "full marks"
     if gates:
         status = f"no points without {gates[0]}; {status}"
     lines = [status, *[f"{name}: {messages[name]}" for name in failed]]
-    return Result(task, points, len(is_gate), "\n    ".join(lines))
+    return Result(task, points, len(claims), "\n    ".join(lines))
 
 
 def claims_of(task: str) -> dict[str, bool]:
@@ -62,14 +62,14 @@ def run_task(task: str, texts: dict[str, str], seconds: float) -> tuple[str, dic
     """Run the claims of a task in a copy of the project. Returns why no claim counts, "" if they count, and the message
     of each claim, "" if it holds."""
     tasks = HOMEWORK if task == TOGETHER else [task]
-    students = [name for name in tasks if is_attempted(name, texts)]
+    attempted = [name for name in tasks if is_attempted(name, texts)]
     needed = TASKS["maelm.py"] if task == TOGETHER else [task]  # other functions may be ours
-    if not all(name in students for name in needed):
+    if not all(name in attempted for name in needed):
         return "not attempted", {}
     claims = claims_of(task)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
-        write_all(folder, copy_for(task, texts, students))
+        write_all(folder, copy_for(task, texts, attempted))
         # conftest.py is not loaded as a plugin, so that the report includes files that cannot be imported.
         command = [sys.executable, "-m", "pytest", "--noconftest", "--assert=plain", "-s", "--junitxml=report.xml",
                    *TESTS, "-k", " or ".join(claims)]
@@ -82,14 +82,15 @@ def run_task(task: str, texts: dict[str, str], seconds: float) -> tuple[str, dic
     return "", {claim: found.get(claim, "did not run") for claim in claims}
 
 
-def copy_for(task: str, texts: dict[str, str], students: list[str]) -> dict[str, str]:
-    """The files of the copy in which a task runs: ours with blanks or, for the tasks in `students`, the student's. Our
-    solutions to the other earlier tasks follow at the end of each file."""
+def copy_for(task: str, texts: dict[str, str], attempted: list[str]) -> dict[str, str]:
+    """The files of the copy in which a task runs: ours with blanks or, for the tasks in `attempted`, the student's. Our
+    solutions to the other earlier tasks follow at the end of each file, where a definition replaces those before it."""
     files = PROJECT | HANDED_OUT | {"pytest.ini": INI}
-    for name in students:
+    for name in attempted:
         files[HOMEWORK[name]] = texts[HOMEWORK[name]]
-    for name in itertools.takewhile(lambda name: name != task, HOMEWORK):  # all tasks in `together`
-        if name not in students:
+    earlier = [*itertools.takewhile(lambda other: other != task, HOMEWORK)]  # all tasks in `together`
+    for name in earlier:
+        if name not in attempted:
             for part in PARTS[name]:
                 method = f"{part} = {part.split('.')[1]}" if "." in part else ""  # Attention.forward = forward
                 files[HOMEWORK[name]] += f"\n\n\n{textwrap.dedent(SOLUTIONS[part])}\n\n\n{method}\n"
@@ -104,8 +105,8 @@ def write_all(folder: Path, texts: dict[str, str]):
 
 
 def run_limited(command: list[str], folder: Path, seconds: float) -> str:
-    """Run a command in a folder for at most these seconds. Kills its process group, and returns the reason if something
-    has ended it."""
+    """Run a command in a folder for at most these seconds. Kills its process group, and returns the reason if it was
+    killed."""
     environment = os.environ | {"PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **nothing)

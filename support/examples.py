@@ -40,16 +40,17 @@ class Question(NamedTuple):
 
 
 # ---- 1. Reading ---------------------------------------------------------------------------------------------
-def read_tasks(names: list[str], data: Data, settings: dict, some: bool) -> dict[str, dict[str, list]]:
-    """What read_task returns for each task. Raises UserError if data.data has no training file of a task or, with
-    `some`, of any task. Several tasks need folders of their own."""
+def read_tasks(names: list[str], data: Data, settings: dict, named: list[str]) -> dict[str, dict[str, list]]:
+    """What read_task returns for each task that has a training file in data.data. Raises UserError if one of the
+    `named` tasks has none, or none has any. Several tasks need folders of their own."""
+    of_files = [name for name in names if data.data and name != "docs"]
     missing = []
-    for name in names:
+    for name in of_files:
         folder = folder_of(name, data.data)
-        shared = len(names) > 1 and folder == path_of(data.data)
-        if data.data and name != "docs" and (shared or not files_of_split(folder, "train")):
+        shared = len(of_files) > 1 and folder == path_of(data.data)
+        if shared or not files_of_split(folder, "train"):
             missing.append(name)
-    if missing and (missing == names or not some):
+    if missing == names or any(name in named for name in missing):
         raise UserError(f"--data {data.data}: has no training file of {', '.join(missing)}")
     return {name: read_task(name, data, settings) for name in names if name not in missing}
 

@@ -193,6 +193,8 @@ def test_the_checkpoint_is_the_run(text, finished, tmp_path, capsys):
 
 
 def test_only_old_checkpoints_are_removed(text, tmp_path, capsys):
+    once = short_run(text, tmp_path / "once", *"--log-interval 0 --eval-interval 0 --checkpoint-interval 0".split())
+    assert len(read_log(once)) == 4 and {path.name for path in once.glob("*.pt")} == {"step_0000006.pt"}
     keep_all = short_run(text, tmp_path / "all", "--stop-at", 2)
     assert "keep_checkpoints=0 there" in fails(lambda: short_run(text, keep_all, "--keep-checkpoints", 2), capsys)
     out = short_run(text, tmp_path / "run", "--stop-at", 2, "--keep-checkpoints", 2)
@@ -236,6 +238,7 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
         ("encoder_heads", 7))],
     (finetune, "--init RUN --frozen --epochs 2", "no settings but batch_size, l2, seq_len"),
     (finetune, "--task custom", "--task custom: needs --data"),
+    (finetune, "--init RUN --regression", "regression: only for --task custom"),
     (finetune, "--init RUN --task rte,cols", "--task rte,cols: use mnli, .*squad2.*glue"),
     (finetune, "--init RUN --task glue --data .", "has no training file of mnli, .*stsb"),
     (finetune, "--init RUN --task rte --data no/such", "--data no/such: has no training file of rte"),

@@ -201,7 +201,7 @@ def test_custom_files_have_names_or_numbers_as_labels(tmp_path, capsys):
             (tmp_path / "test.csv").write_text("text\na\n")
     assert "train.csv, test.csv; not read: dev, train_old.csv" in capsys.readouterr().out
     with pytest.raises(UserError, match="has no training file of rte, mrpc"):  # but of one task of them
-        read_tasks(["rte", "mrpc"], Data(str(write_glue(tmp_path / "glue") / "rte")), {}, False)
+        read_tasks(["rte", "mrpc"], Data(str(write_glue(tmp_path / "glue") / "rte")), {}, ["rte", "mrpc"])
 
 
 def test_questions_are_trained_only_where_their_answer_stands(tmp_path, capsys):
