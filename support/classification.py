@@ -180,9 +180,9 @@ class Classification(Kind):
                 scores = dict(zip(names, output.softmax(0).tolist()))
                 found = {"label": example.label, "prediction": names[output.argmax()], "scores": scores}
             else:
-                number = labels.center + labels.scale * output.item()
+                distance = float(f"{labels.scale * output.item():.6g}")  # without float32's rounding errors
                 label = None if example.label is None else float(example.label)
-                found = {"label": label, "prediction": float(f"{number:.6g}")}  # without float32's rounding errors
+                found = {"label": label, "prediction": labels.center + distance}
             lines.append(example.others | found)
         labeled = [line for line in lines if line["label"] is not None]
         metrics = {}

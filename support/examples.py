@@ -76,8 +76,9 @@ def read_task(name: str, data: Data, settings: dict) -> dict[str, list]:
             splits[split] = questions_of(records)
         else:
             splits[split] = [example_of(name, data, split, place, record) for place, record in records]
-    if name == "custom" and len({row.text2 is None for rows in splits.values() for row in rows}) > 1:
-        raise UserError(f"--data {data.data}: some rows have a {data.text2_column}, but others have none")
+    lacks = {row.text2 is None for rows in splits.values() for row in rows} if name == "custom" else set()
+    if len(lacks) > 1 or (lacks == {True} and data.text2_column != Data.text2_column):
+        raise UserError(f"--data {data.data}: some rows, or all, lack the column {data.text2_column}")
     if name == "custom" and not splits["dev"]:
         splits |= with_dev(splits["train"], data.regression)
     if task.kind == "spans":
@@ -92,8 +93,7 @@ def folder_of(name: str, data: str) -> Path:
     """The folder of a task: the task's folder in `data`, such as glue/rte, or `data` itself."""
     root = path_of(data)
     folders = sorted(root.rglob(re.split("[/:]", TASKS[name].hub or name)[-1])) if data else []
-    inside = [folder for folder in folders if files_of_split(folder, "train")]
-    return (inside or [root])[0]
+    return next((folder for folder in folders if files_of_split(folder, "train")), root)
 
 
 def files_of_split(folder: Path, part: str) -> list[Path]:
@@ -103,7 +103,10 @@ def files_of_split(folder: Path, part: str) -> list[Path]:
     whole = [file for file in files if split_name(file)[0] == part]
     if len(whole) > 1:
         raise UserError(f"{whole[0]} and {whole[1].name}: keep one of them")
-    return whole or [file for file in files if re.fullmatch(rf"{part}-\d+-of-\d+.*", split_name(file)[0])]
+    parts = [file for file in files if re.fullmatch(rf"{part}-\d+-of-\d+.*", split_name(file)[0])]
+    if parts and len(parts) != int(re.search(r"-of-(\d+)", parts[0].name)[1]):
+        raise UserError(f"{parts[0]}: of this many files, only {len(parts)} are there")
+    return whole or parts
 
 
 def records_of_split(name: str, data: str, part: str) -> Iterator[tuple[str, dict]]:
@@ -125,8 +128,7 @@ def records_of_split(name: str, data: str, part: str) -> Iterator[tuple[str, dic
 
 def example_of(name: str, data: Data, split: str, place: str, record: dict) -> Example:
     """A record of a task that classifies texts as an Example. Raises UserError if its text or label is missing."""
-    task = TASKS[name]
-    columns, label_column, others = task.columns, "label", {}
+    columns, label_column, others = TASKS[name].columns, "label", {}
     if name == "custom":
         columns, label_column = (data.text_column, data.text2_column), data.label_column
         if record.get(data.text2_column) is None:
@@ -136,13 +138,14 @@ def example_of(name: str, data: Data, split: str, place: str, record: dict) -> E
         if clash:
             raise UserError(f"{place}: rename its column {min(clash)}, which predictions would replace")
     texts = [record.get(column) for column in columns]
-    label = label_of(task, record.get(label_column))
-    # On the Hub, a few texts of QQP are empty.
-    has_texts = all(isinstance(text, str) and (text.strip() or name != "custom") for text in texts)
-    if not has_texts or (label is None and split != "test"):
-        wanted = "" if split == "test" else f", and a label in {label_column}"
-        raise UserError(f"{place}: needs text in {' and '.join(columns)}{wanted} (see --text-column and "
-                        f"--label-column), but has {record!r:.200}")
+    label = label_of(TASKS[name], record.get(label_column))
+    may_be_empty = name != "custom"  # as a few texts of QQP are
+    has_texts = all(isinstance(text, str) and (text.strip() or may_be_empty) for text in texts)
+    cell = record.get(label_column)
+    has_no_label = cell in (None, "") or cell != cell  # NaN
+    if not has_texts or (label is None and not (split == "test" and has_no_label)):
+        raise UserError(f"{place}: needs text in {' and '.join(columns)}, and a label in {label_column} (none in test; "
+                        f"see --text-column and --label-column), but has {record!r:.200}")
     return Example(texts[0], texts[1] if len(texts) == 2 else None, label, others)
 
 
@@ -153,18 +156,17 @@ def label_of(task: Task, label) -> str | float | None:
         return None
     if task.labels:
         return task.labels[int(label)] if label in range(len(task.labels)) else None
-    if isinstance(label, float):
-        return float(f"{label:.6g}")
-    return str(label)
+    if isinstance(label, float) and label == float(np.float32(label)):
+        return float(str(np.float32(label)))  # the shortest form of a float32
+    return label if isinstance(label, float) else str(label)
 
 
 def with_dev(train: list[Example], regression: bool) -> dict[str, list[Example]]:
     """Nine tenths of the training examples as train, and a tenth, drawn at random, as dev. Of each class, train has an
     example."""
     order = np.random.default_rng(0).permutation(len(train)).tolist()
-    first = {}
-    if labels_of("custom", train, regression).names:
-        first = {train[i].label: i for i in reversed(order)}
+    are_classes = labels_of("custom", train, regression).names
+    first = {train[i].label: i for i in reversed(order)} if are_classes else {}
     dev = [i for i in order if first.get(train[i].label) != i][:len(train) // 10]
     held = {*dev}
     print(f"--data has no file dev: {len(dev):,} of {len(train):,} examples in train are dev")
@@ -242,7 +244,7 @@ def labels_of(name: str, train: list, regression: bool = False) -> Labels:
     comma = [label for label in names if re.fullmatch(r"[-+]?\d+,\d+", label)]
     if comma or len(names) < 2:
         raise UserError(f"label {(comma or names)[0]!r}: write decimals with a point, and give two labels or more")
-    if len(numbers) == len(names) > MOST_CLASSES:
+    if len(numbers) > MOST_CLASSES:
         raise UserError(f"{len(names)} different whole numbers as labels: give --regression to predict numbers, or "
                         "write classes as names, such as class 7")
     return Labels(tuple(metric for metric in task.metrics if metric != "f1" or len(names) == 2), names)

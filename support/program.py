@@ -118,8 +118,8 @@ def write_json(path: Path, value: object):
 
 
 def json_lines(records: Iterable[dict]) -> str:
-    """Records as text: one line of JSON per record."""
-    return "".join(json.dumps(record) + "\n" for record in records)
+    """Records as text: one line of JSON per record. Dates, for example, become texts."""
+    return "".join(json.dumps(record, default=str) + "\n" for record in records)
 
 
 def read_json(path: Path) -> dict:

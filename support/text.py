@@ -61,7 +61,7 @@ def files_of(source: str) -> tuple[list[Path], Counter]:
         paths = [Path(folder, name) for name in names if name[0] != "." and not again]
         found |= {path.resolve(): path for path in paths if path.is_file()}
     files = sorted(path for path in found.values() if split_name(path)[1] in READERS)
-    if not files:
+    if not source or not files:
         raise UserError(f"--data {source}: has no file ending in {', '.join(READERS)}, plain or compressed; other "
                         "sources are docs and hf:NAME")
     return files, Counter(path.suffix or path.name for path in found.values() if path not in files)
@@ -121,7 +121,9 @@ def records_of(path: Path) -> Iterator[dict]:
     try:
         with LocalFileSystem().open(str(path.absolute()), compression="infer", **how) as file:
             for record in READERS[kind](file):
-                yield dict(record)
+                if not isinstance(record, dict):
+                    raise ValueError("a line is not a JSON object")
+                yield record
                 count += 1
     except Exception as error:  # each format has its own errors
         hint = "; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
@@ -141,8 +143,6 @@ def hub_records(name: str, split: str = "train") -> Iterable[dict]:
 def column_of(place: Path | str, records: Iterable[dict], column: str) -> Iterator[str]:
     """The texts in a column of records, "" where it is missing. Raises UserError if the first record lacks it."""
     for number, record in enumerate(records):
-        if number == 0 and len(record) == 1:
-            column = next(iter(record))  # a single field holds the text
         if number == 0 and column not in record:
             raise UserError(f"{place}: --column can be {', '.join(record)}, not {column}")
         text = record.get(column) or ""
@@ -164,7 +164,8 @@ def texts_of(text: Text, remarks: list[str]) -> Iterator[str]:
             places = {file: records_of(file) for file in files}
         count = empty = 0
         for place, records in places.items():
-            for document in column_of(place, records, text.column):
+            has_fields = source.startswith("hf:") or (source != "docs" and split_name(place)[1] != ".txt")
+            for document in column_of(place, records, text.column if has_fields else "text"):
                 count += 1
                 empty += not document.strip()
                 yield document

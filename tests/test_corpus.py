@@ -84,6 +84,8 @@ def test_text_without_blank_lines_is_split_by_size(tmp_path):
     ("a.csv", b"text;text\n1;2", "a.csv, after record 0: cannot be read .two columns have one name"),
     ("a.txt", b"few", "its train split has . tokens, too few for a sequence of seq_len=64; .* --val-share"),
     ("a.txt", b" ", "contains no text"),
+    ("a.jsonl", b'[{"text": "a", "id": 1}]', "a.jsonl, after record 0: .* is not a JSON object"),
+    ("a.jsonl", b'{"id": 3}', "a.jsonl: --column can be id, not text"),
     ("b[2].txt", None, "b.2..txt: has no file ending in .txt")])
 def test_unreadable_input_gets_a_one_line_error(name, content, message, tmp_path, capsys):
     if content is not None:

@@ -271,7 +271,7 @@ def test_hf_names_work_in_every_program(tmp_path, monkeypatch):
     write_hub_model(tmp_path / "user/bert")
     monkeypatch.chdir(tmp_path)  # transformers looks for user/bert here first
     table = pandas.DataFrame({"sentence1": map(sentence, range(12)), "sentence2": map(sentence, range(3, 15)),
-                              "label": [3.2000000476837, 0.0, 5.0] * 4, "idx": range(100, 112)})
+                              "label": [3.200000047683716, 0.0, 5.0] * 4, "idx": range(100, 112)})
     parts = [{"split": split, "path": f"{split}.parquet"} for split in ("train", "validation", "test")]
     for part in parts:
         table.to_parquet(glue / part["path"])

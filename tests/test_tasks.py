@@ -1,6 +1,7 @@
 """Claims about tasks: their files, their grids and their metrics."""
 import hashlib
 import math
+from dataclasses import replace
 
 import numpy as np
 import pyarrow
@@ -11,7 +12,7 @@ import sklearn.metrics
 
 from support import classification as metrics, docs, squad, tasks
 from support.docs import in_validation
-from support.examples import Data, Labels, Question, labels_of, read_task, read_tasks
+from support.examples import Data, Labels, Question, label_of, labels_of, read_task, read_tasks
 from support.program import UserError, json_lines
 from tests.common import SUBJECTS, sentence
 
@@ -157,6 +158,7 @@ def test_custom_files_have_names_or_numbers_as_labels(tmp_path, capsys):
         with pytest.raises(UserError, match="train.jsonl, row 1: needs text in text, and a label in label"):
             read_task("custom", Data(str(tmp_path)), {})
     for labels, message in ((range(21), "give --regression"), ([["a", "b"], ["c"]], "and a label in label"),
+                            ([*map(str, range(30)), "n/a"], "give --regression"),
                             (["0.5", "n/a"], "'n/a': is no number"), (["0,5", "1,5"], "write decimals with a point"),
                             (["a", "a"], "'a': .* two labels or more")):
         with pytest.raises(UserError, match=message):
@@ -169,6 +171,14 @@ def test_custom_files_have_names_or_numbers_as_labels(tmp_path, capsys):
     assert {(row.text, row.label, row.others["id"]) for row in sum(splits.values(), [])} == {
         (f"a {i}", str(i), i) for i in range(30)}
     assert labels_of("custom", splits["train"], True).metrics == ("spearman", "r2")
+    with pytest.raises(UserError, match="some rows, or all, lack the column title"):
+        read_task("custom", replace(how, text2_column="title"), {})
+    (tmp_path / "test.jsonl").write_text(json_lines([{"body": "a", "stars": ["3"]}]))
+    with pytest.raises(UserError, match="and a label in stars .none in test"):
+        read_task("custom", how, {})
+    (tmp_path / "test.jsonl").unlink()
+    large = [label_of(tasks.TASKS["custom"], 1.7e9 + 60.5 * i) for i in range(3)]
+    assert large == [1.7e9, 1.7e9 + 60.5, 1.7e9 + 121]  # not rounded
     (tmp_path / "train.jsonl").write_text(json_lines([rows[0] | {"prediction": 3}]))
     with pytest.raises(UserError, match="rename its column prediction"):
         read_task("custom", how, {})
@@ -193,7 +203,7 @@ def test_custom_files_have_names_or_numbers_as_labels(tmp_path, capsys):
     capsys.readouterr()
     for name, content in (("train_old.csv", "no table"), ("test.csv", "text,text2\n"), ("test.tsv", ""), ("dev", "")):
         (tmp_path / name).write_text(content)
-    for message in ("test.csv and test.tsv: keep one", "test.csv: has no rows", "some rows have a text2, but others"):
+    for message in ("test.csv and test.tsv: keep one", "test.csv: has no rows", "some rows, or all, lack .* text2"):
         with pytest.raises(UserError, match=message):
             read_task("custom", Data(str(tmp_path)), {})
         (tmp_path / "test.tsv").unlink(missing_ok=True)
