@@ -53,7 +53,8 @@ class Recipe(Text):
     position_init: Literal["normal", "sinusoid"] = "normal"  # initial values of the learned positions
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # for matrix products; auto is bf16 where it is fast
     seed: int = 0  # seed of weights, data order, masks and dropout
-    # The rest decides no weights of a step, but for rounding and, with dropout, micro_batch_size and device:
+    # The rest decides no weights of a step, except by rounding; with dropout, micro_batch_size and
+    # device do:
     micro_batch_size: int = 64  # largest number of sequences per forward pass; gradients are accumulated
     stop_at: int = 0  # step at which to end early, without changing the schedule; 0 for never
     log_interval: int = 100  # steps between lines in the terminal and in log.jsonl
@@ -209,10 +210,12 @@ def pretrain(config: Config, recipe: Recipe, start: dict | None, flags: Namespac
     weights, or those of the checkpoint `start`. Returns 0, or 128 + the signal that ended
     training."""
     if recipe.batch_size % worker.world_size > 0:  # means over processes would not be the batch's
-        raise UserError(f"batch_size={recipe.batch_size}: use a multiple of {worker.world_size}, for all processes")
+        raise UserError(f"batch_size={recipe.batch_size}: use a multiple of {worker.world_size}, the "
+                        "number of processes")
     run = Run(flags.out, config, recipe, FIXED, worker)  # at its newest checkpoint, or at step 0
     if run.step >= recipe.last_step:
-        print(f"{run.out} is finished at step {run.step}; for more, use a larger --max-steps or --stop-at")
+        print(f"{run.out} is finished at step {run.step}; for more, use a larger --max-steps or "
+              "--stop-at")
         return 0
     trainer = Trainer(config, recipe, worker)
     run.restore(trainer.model, trainer.optimizers, start)  # its newest checkpoint, or else start
@@ -238,7 +241,7 @@ def train_and_report(trainer: Trainer, run: Run, corpus: Corpus, noted: list[int
     signal = 0
     run.start_clock()
     while run.step < recipe.last_step and not signal:
-        # While a GPU computes, the CPU prepares the next batch: results are read when they are logged.
+        # While a GPU computes, the CPU prepares the next batch: results are read for a log line.
         batches = trainer.batches(corpus.train, run.step)
         run.count_step(trainer.step(batches, run.step))
         signal = trainer.worker.signal_of_any(noted, run.step)
@@ -279,7 +282,8 @@ def parse(argv) -> tuple[Config, Recipe, dict | None, Namespace]:
     start = None
     if given.get("init"):
         if flags.preset or flags.ablation:
-            raise UserError("--init: the settings are those of that run; leave out --preset and --ablation")
+            raise UserError("--init: its settings are those of that run; leave out --preset and "
+                            "--ablation")
         flags.out = flags.out or Path("out", f"{short_name(given['init'])}-more")
         start = starting_point(given["init"], flags.out)
         flags.preset = start.get("preset", "")
@@ -294,8 +298,8 @@ def parse(argv) -> tuple[Config, Recipe, dict | None, Namespace]:
         values = PRESETS[preset] | ABLATIONS[flags.ablation]
         for name, value in ABLATIONS[flags.ablation].items():
             if given.get(name, value) != value:
-                raise UserError(f"{name}={given[name]!r}: --ablation {flags.ablation} sets it to {value!r}; leave out "
-                                "one of the two")
+                raise UserError(f"{name}={given[name]!r}: --ablation {flags.ablation} sets it to {value!r}; "
+                                "leave out one of the two")
     if "max_steps" in given:  # warm-up keeps its share
         before = Recipe(**fields_of(Recipe, values))
         values["warmup_steps"] = round(before.warmup_steps / before.max_steps * given["max_steps"])
