@@ -29,8 +29,9 @@ from scipy import stats
 import train
 from maelm import ABLATIONS
 from support.corpus import open_corpus
-from support.program import CODE, ROOT, Parser, UserError, clear_errors, json_lines, read_json, read_lines, short_hash
+from support.program import ROOT, Parser, UserError, clear_errors, json_lines, read_json, read_lines, short_hash
 from support.program import write_json, write_text
+from support.results import CODE
 from support.worker import Worker
 
 RECORD = ROOT / "bench/results/ideas.jsonl"

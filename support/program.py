@@ -1,6 +1,5 @@
 """What all programs share: mistakes of the user, flags, files, and folders."""
 import argparse
-import ast
 import hashlib
 import inspect
 import json
@@ -18,7 +17,6 @@ from filelock import FileLock, Timeout
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder of maelm.py
 CACHE = "~/.cache/maelm"  # default folder for files that can be made again
-PROGRAMS = ("maelm.py", "train.py", "finetune.py", "rank.py")
 
 
 # ---- 1. Command lines ---------------------------------------------------------------------------------------
@@ -143,11 +141,6 @@ def short_hash(content: str | bytes) -> str:
     """A hash, in 16 hexadecimal digits."""
     content = content.encode(errors="surrogatepass") if isinstance(content, str) else content
     return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-# A hash of our code without its comments, taken when a program starts: a later edit is not part of its results.
-FILES = [*[ROOT / name for name in PROGRAMS], *sorted(ROOT.glob("support/*.py"))]
-CODE = short_hash("".join(ast.dump(ast.parse(file.read_bytes())) for file in FILES))
 
 
 # ---- 3. Folders, and figures in them ------------------------------------------------------------------------

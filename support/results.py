@@ -1,4 +1,5 @@
 """The results of fine-tuning: a folder for the runs of a task, and a table of them."""
+import ast
 import math
 import statistics
 from dataclasses import asdict
@@ -6,9 +7,14 @@ from datetime import timedelta
 from pathlib import Path
 
 from support.classification import Scores
-from support.program import CODE, compare, figure, json_lines, path_of, read_json, read_lines, short_hash, write_json
+from support.program import ROOT, compare, figure, json_lines, path_of, read_json, read_lines, short_hash, write_json
 from support.program import write_text
 from support.tasks import SWEPT, TuneConfig
+
+# A hash of our code without its comments, taken when a program starts: a later edit is not part of its results.
+PROGRAMS = ("maelm.py", "train.py", "finetune.py", "rank.py")
+FILES = [*[ROOT / name for name in PROGRAMS], *sorted(ROOT.glob("support/*.py"))]
+CODE = short_hash("".join(ast.dump(ast.parse(file.read_bytes())) for file in FILES))
 
 
 def ordered(value: float | None) -> float:

@@ -63,7 +63,7 @@ class Run:
         settings of the optimizers' groups stay: they come from flags. Raises UserError for weights of another shape."""
         source = self.saved or start or {}
         self.tokenizer = source.get("tokenizer")  # None: a new one is learned
-        self.record = {"start": source.get("start", ""), "id": source.get("id", secrets.token_hex(8))}
+        self.record = {"start": source.get("start", ""), "id": (self.saved or {}).get("id", secrets.token_hex(8))}
         if source:
             try:
                 model.load_state_dict(source.pop("model"))  # not kept in memory

@@ -10,7 +10,8 @@ import torch
 
 import train
 from bench import claims, idea, speed
-from support.program import CODE, UserError, json_lines, read_json, write_json, write_text
+from support.program import UserError, json_lines, read_json, write_json, write_text
+from support.results import CODE
 from support.run import flops
 from tests.common import arguments, fails, losses, make_config, read_log
 

@@ -94,7 +94,7 @@ def test_init_gives_settings_tokenizer_and_weights_but_flags_win(finished, tmp_p
     first, last = last_checkpoint(finished), last_checkpoint(out)
     expected = first["settings"] | dict(init=str(finished), data=str(other), cache="cache", max_steps=12, stop_at=2,
                                         warmup_steps=4, seed=1)
-    assert last["config"] == first["config"] and last["settings"] == expected
+    assert last["config"] == first["config"] and last["settings"] == expected and last["id"] != first["id"]
     assert last["tokenizer"] == first["tokenizer"] and last["corpus"].startswith("other.txt-300-")
     assert read_log(out)[1]["val_loss"] < 0.97 * read_log(finished)[1]["val_loss"]  # at step 0
     shutil.rmtree(tmp_path / "cache")  # made again, with the same tokenizer
