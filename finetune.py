@@ -187,8 +187,8 @@ def parse(argv) -> tuple[argparse.Namespace, dict]:
     TuneConfig that were given."""
     # Parse twice, because -h shows the settings of the task.
     first = Parser("finetune.py", __doc__, add_help=False)
-    first.add_argument("--task", default="docs", help="docs, custom, squad2, a task of GLUE, glue for all eight, or "
-                       "several joined by commas [%(default)s]")
+    first.add_argument("--task", default="docs", help="docs, modules, bshift, custom, squad2, a task of GLUE, glue for "
+                       "all eight, or several joined by commas [%(default)s]")
     task = first.parse_known_args(argv)[0].task
     parser = Parser("finetune.py", __doc__, parents=[first])
     add = parser.add_argument

@@ -1,5 +1,5 @@
 """The documentation on this machine (`docs`): docstrings of Python and of the packages in requirements.txt. And the
-task `docs`: which library is a docstring from?"""
+tasks that are made from it: `docs` and `modules` ask where a docstring is from, `bshift` for the order of words."""
 import ast
 import functools
 import gc
@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import json
 import platform
+import re
 import sysconfig
 import warnings
 from collections import Counter, deque
@@ -22,10 +23,14 @@ from support.program import CACHE, path_of, short_hash, write_json
 PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib", "pyarrow",
             "fsspec", "jinja2", "mpmath", "tiktoken", "tokenizers", "tqdm")  # requirements.txt installs them
 LIBRARIES = ("torch", "sympy", "python", "pandas", "matplotlib", "numpy", "networkx", "huggingface_hub")  # with most
+MODULES = tuple(f"python.{name}" for name in (  # the ten with most docstrings that Python 3.11 to 3.14 have
+    "tkinter", "idlelib", "asyncio", "email", "importlib", "logging", "xml", "_pydecimal", "multiprocessing", "turtle"))
 TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
 DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give C code a docstring
-SCORED = 150  # docstrings per library on which the task `docs` is scored
-LABELED = 100  # docstrings per library for its training
+HELD_OUT = (0.1, 0.2)  # of all docstrings, those with these hashes, counted from the validation split, are for dev
+SCORED = 150  # docstrings per label, at most, on which `docs` and `modules` are scored
+LABELED = 100  # docstrings per label, at most, for their training
+SENTENCES = 10_000  # for the training of `bshift`
 NGRAM = 13  # documents that share this many consecutive words are near-duplicates
 
 
@@ -38,33 +43,37 @@ def versions() -> list[str | None]:
 
 @functools.cache
 def read_docs(cache: str = CACHE) -> list[tuple[str, str]]:
-    """(library, text) of every distinct documentation string on this machine, kept by versions in `cache`."""
-    kept = path_of(cache) / f"docs-{short_hash(repr(versions()))}.json"
+    """(source, text) of every distinct documentation string on this machine, kept by versions in `cache`. The source is
+    a package or, in Python's own library, python.MODULE."""
+    kept = path_of(cache) / f"docs-by-module-{short_hash(repr(versions()))}.json"
     with suppress(OSError, ValueError):  # missing or damaged: it is made again
-        return [(library, text) for library, text in json.loads(kept.read_bytes())]
+        return [(source, text) for source, text in json.loads(kept.read_bytes())]
     gc.disable()  # it would search the syntax trees, which hold no cycles, again and again
-    first = {}  # the library in which a text was seen first
-    for library, path in tqdm(docs_files(), "reading documentation", unit="file", leave=False, disable=None):
+    first = {}  # the source in which a text was seen first
+    for source, path in tqdm(docs_files(), "reading documentation", unit="file", leave=False, disable=None):
         for text in docstrings(path):
-            first.setdefault(text, library)
+            first.setdefault(text, source)
     gc.enable()
-    docs = [(library, text) for text, library in first.items()]
+    docs = [(source, text) for text, source in first.items()]
     with suppress(OSError):  # where nothing can be written, the files are parsed again each time
         write_json(kept, docs)
     return docs
 
 
 def docs_files() -> list[tuple[str, Path]]:
-    """(library, file) of each Python file in the standard library and in PACKAGES, in a fixed order."""
+    """(source, file) of each Python file in the standard library and in PACKAGES, in a fixed order."""
     roots = [("python", Path(sysconfig.get_path("stdlib")))]
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)  # does not import it
         if spec is not None:
             roots += [(name, Path(folder)) for folder in spec.submodule_search_locations or []]
     files = []
-    for library, root in roots:
-        paths = sorted(root.rglob("*.py"))
-        files += [(library, path) for path in paths if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts)]
+    for package, root in roots:
+        for path in sorted(root.rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            source = f"python.{parts[0]}" if package == "python" else package
+            if TEST_FOLDERS.isdisjoint(parts):
+                files.append((source, path))
     return files
 
 
@@ -107,7 +116,7 @@ def strings_in(nodes: Iterable[ast.AST]) -> list[str]:
     return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
-# ---- 2. The task `docs`, and what is held out for it --------------------------------------------------------
+# ---- 2. What is held out, and the tasks ---------------------------------------------------------------------
 def in_validation(document: str, share: float) -> bool:
     """Whether a document belongs to the validation split, which has the documents with the lowest hashes."""
     return int.from_bytes(hashlib.blake2b(document.encode(), digest_size=4).digest()) / 2 ** 32 < share
@@ -119,30 +128,76 @@ def ngrams(document: str) -> set[str]:
     return {" ".join(words[i:i + NGRAM]) for i in range(len(words) - NGRAM + 1)}
 
 
-def per_library(docs: Iterable[tuple[str, str]], most: int) -> list[tuple[str, str]]:
-    """The first (library, text) of each library, at most this many."""
+def per_label(docs: Iterable[tuple[str, str]], most: int) -> list[tuple[str, str]]:
+    """The first (label, text) of each label, at most this many."""
     count = Counter()
     chosen = []
-    for library, text in docs:
-        count[library] += 1
-        if count[library] <= most:
-            chosen.append((library, text))
+    for label, text in docs:
+        count[label] += 1
+        if count[label] <= most:
+            chosen.append((label, text))
     return chosen
 
 
-def docs_task(val_share: float, cache: str) -> dict[str, list[tuple[str, str]]]:
-    """(library, text) of the docstrings in the task's splits, in an order that further docstrings do not change. Dev is
-    from the tenth that follows the validation split by hash; no model is trained on it. train is from the rest, and
-    shares no NGRAM words in a row with a dev text."""
-    docs = [(library, text) for library, text in read_docs(cache) if library in LIBRARIES]
+def split_docs(labels: tuple[str, ...], val_share: float, cache: str, labeled: int = LABELED) -> dict[str, list]:
+    """(label, text) of the docstrings whose source, or its package, is a label, in an order that further docstrings do
+    not change. Dev is from the tenth HELD_OUT; train is from the docstrings after it, and shares no NGRAM words in a
+    row with a dev text."""
+    docs = []
+    for source, text in read_docs(cache):
+        label = source if source in labels else source.partition(".")[0]
+        if label in labels:
+            docs.append((label, text))
     docs.sort(key=lambda each: hashlib.blake2b(each[1].encode()).digest())
     tenth, rest = [], []
-    for library, text in docs:
-        if not in_validation(text, val_share + 0.1):
-            rest.append((library, text))
-        elif not in_validation(text, val_share):
-            tenth.append((library, text))
-    dev = per_library(tenth, SCORED)
+    for label, text in docs:
+        if not in_validation(text, val_share + HELD_OUT[1]):
+            rest.append((label, text))
+        elif not in_validation(text, val_share + HELD_OUT[0]):
+            tenth.append((label, text))
+    dev = per_label(tenth, SCORED)
     known = set().union(*[ngrams(text) for _, text in dev])
-    train = per_library((each for each in rest if known.isdisjoint(ngrams(each[1]))), LABELED)
+    train = per_label((each for each in rest if known.isdisjoint(ngrams(each[1]))), labeled)
     return {"train": train, "dev": dev}
+
+
+def scored_docs(val_share: float, cache: str) -> set[str]:
+    """The docstrings on which a task is scored: no model is trained on them. Those of `bshift` are among them."""
+    splits = [split_docs(labels, val_share, cache) for labels in (LIBRARIES, MODULES)]
+    return {text for each in splits for _, text in each["dev"]}
+
+
+def docs_task(task: str, val_share: float, cache: str) -> dict[str, list[tuple[str, str]]]:
+    """(label, text) of each split. The labels of `docs` are LIBRARIES, and those of `modules` MODULES; their names are
+    removed from the texts. For `bshift`, see exchanged."""
+    if task == "bshift":
+        splits = split_docs(LIBRARIES, val_share, cache, labeled=1000)
+        found = {split: dict.fromkeys(each for _, text in docs for each in sentences(text))
+                 for split, docs in splits.items()}
+        train = [each for each in found["train"] if each not in found["dev"]]
+        return {"train": [*map(exchanged, train[:SENTENCES])], "dev": [*map(exchanged, found["dev"])]}
+    labels = MODULES if task == "modules" else LIBRARIES
+    names = "|".join(label.rpartition(".")[2].removeprefix("_py") for label in labels)
+    name = re.compile(rf"\b({names})\b", re.IGNORECASE)
+    splits = split_docs(labels, val_share, cache)
+    return {split: [(label, name.sub("", text)) for label, text in docs] for split, docs in splits.items()}
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a text that have 7 to 30 words, and no other signs than those of prose."""
+    found = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        found += re.findall(r"(?:^|(?<= ))[A-Z][\w ,;'\"()/`-]+[.!?](?= |$)", " ".join(paragraph.split()))
+    return [each for each in found if 7 <= len(each.split()) <= 30 and "--" not in each]
+
+
+def exchanged(sentence: str) -> tuple[str, str]:
+    """(label, sentence) for bigram shift (Conneau et al., 2018): in half of the sentences, chosen by their hashes, two
+    neighbouring words are exchanged. The first and the last word stay: a capital or a full stop would tell."""
+    number = int.from_bytes(hashlib.blake2b(sentence.encode(), digest_size=8).digest())
+    words = sentence.split()
+    if number % 2:
+        return "original", sentence
+    i = 1 + number // 2 % (len(words) - 3)
+    words[i], words[i + 1] = words[i + 1], words[i]
+    return "exchanged", " ".join(words)

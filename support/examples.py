@@ -43,7 +43,7 @@ class Question(NamedTuple):
 def read_tasks(names: list[str], data: Data, settings: dict, named: list[str]) -> dict[str, dict[str, list]]:
     """What read_task returns for each task that has a training file in data.data. Raises UserError if one of the
     `named` tasks has none, or none has any. Several tasks need folders of their own."""
-    of_files = [name for name in names if data.data and name != "docs"]
+    of_files = [name for name in names if data.data and TASKS[name].group != "docs"]
     missing = []
     for name in of_files:
         folder = folder_of(name, data.data)
@@ -57,12 +57,12 @@ def read_tasks(names: list[str], data: Data, settings: dict, named: list[str]) -
 
 def read_task(name: str, data: Data, settings: dict) -> dict[str, list]:
     """The examples or questions of each split: train, dev, dev_mm of MNLI, and test of custom. Without dev, a tenth of
-    train is dev. For docs, `settings` of the pre-training run has the fraction that it held out and its cache. Raises
-    UserError if examples are missing or have no text or label."""
+    train is dev. For docs and its like, `settings` of the pre-training run has the fraction that it held out and its
+    cache. Raises UserError if examples are missing or have no text or label."""
     task = TASKS[name]
-    if name == "docs":
-        found = docs_task(settings.get("val_share", Text.val_share), settings.get("cache", Text.cache))
-        return {split: [Example(text, None, library) for library, text in each] for split, each in found.items()}
+    if task.group == "docs":
+        found = docs_task(name, settings.get("val_share", Text.val_share), settings.get("cache", Text.cache))
+        return {split: [Example(text, None, label) for label, text in each] for split, each in found.items()}
     parts = dict(zip(("train", "dev", "test" if name == "custom" else "dev_mm"), ("train", *task.dev)))
     if data.data:
         folder = folder_of(name, data.data)

@@ -1,10 +1,10 @@
-"""The fine-tuning tasks of Table 1, and their settings (Tables 5 and 6). `docs` classifies documentation strings by
-library and needs no download; `custom` reads your own files."""
+"""The fine-tuning tasks of Table 1, and their settings (Tables 5 and 6). `docs`, `modules` and `bshift` need no
+download; `custom` reads your own files."""
 import itertools
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from support.docs import LIBRARIES
+from support.docs import LIBRARIES, MODULES
 from support.program import UserError
 
 
@@ -34,6 +34,8 @@ TASKS = {
     "stsb": Task("small", ("spearman",)),
     "squad2": Task("squad", ("f1",), kind="spans", hub="rajpurkar/squad_v2"),
     "docs": Task("docs", labels=LIBRARIES),
+    "modules": Task("docs", labels=MODULES),
+    "bshift": Task("docs", labels=("original", "exchanged")),
     "custom": Task("small", ("accuracy", "f1"), dev=("dev", "test")),
 }
 GLUE = ("mnli", "qqp", "qnli", "sst2", "cola", "rte", "mrpc", "stsb")  # Table 1, left to right
@@ -71,7 +73,7 @@ SWEPT = ("learning_rate", *dict.fromkeys(name for sweep in SWEEPS.values() for n
 class TuneConfig:
     """Settings of a job; each group of tasks has its own defaults."""
     epochs: float = 3.0  # number of passes over the training split
-    learning_rate: float = 0.0  # peak learning rate; 0 means 3e-5 * (768 / d)^2, and for docs 2.2e-5 * (768 / d)^2
+    learning_rate: float = 0.0  # peak learning rate; 0 means 3e-5 * (768 / d)^2; tasks from docs: 2.2e-5 * (768 / d)^2
     batch_size: int = 32  # examples per optimizer step and per evaluation batch
     warmup_share: float = 0.06  # fraction of the steps with linear warm-up; then linear decay to 0
     seq_len: int = 512  # longest input in tokens; the encoder's own limit also applies
@@ -94,7 +96,7 @@ class TuneConfig:
     def of(cls, task: str, given: dict, dim: int) -> "TuneConfig":
         """The settings of a task for an encoder of width `dim`: given values, else the task's, else the fields'."""
         tune = cls(**(cls.defaults(task) | given))
-        rate = 8e-4 / 36 if task == "docs" else 3e-5  # for base; a narrower encoder needs a higher one
+        rate = 8e-4 / 36 if TASKS[task].group == "docs" else 3e-5  # for base; a narrower encoder needs a higher one
         return replace(tune, learning_rate=tune.learning_rate or rate * (768 / dim) ** 2)
 
     def grid(self, task: str, dim: int, given: dict) -> list["TuneConfig"]:

@@ -17,7 +17,7 @@ from typing import IO
 import pyarrow.parquet
 from fsspec.implementations.local import LocalFileSystem
 
-from support.docs import SCORED, docs_task, in_validation, ngrams, read_docs, versions
+from support.docs import HELD_OUT, MODULES, SCORED, in_validation, ngrams, read_docs, scored_docs, versions
 from support.program import CACHE, UserError, path_of, short_hash
 from support.tokenizer import split_long
 
@@ -184,12 +184,12 @@ def documents(text: Text, remarks: list[str] | None = None) -> Iterator[str]:
 
 
 def split_documents(text: Text, remarks: list[str] | None = None) -> Iterator[tuple[str, str]]:
-    """(split, document) of each document. In `docs`, which repeats many texts, the split of those in the task's dev
-    split, and of near-duplicates of these or of the validation split, is "held out"."""
+    """(split, document) of each document. In `docs`, which repeats many texts, the split of those on which a task is
+    scored, and of near-duplicates of these or of the validation split, is "held out"."""
     docs, known = set(), set()
     if "docs" in text.sources():
         docs.update(document for _, document in read_docs(text.cache))
-        scored = {document for _, document in docs_task(text.val_share, text.cache)["dev"]}
+        scored = scored_docs(text.val_share, text.cache)
         unseen = itertools.chain(scored, (each for each in documents(text) if in_validation(each, text.val_share)))
         known.update(scored, *map(ngrams, unseen))
     for document in documents(text, remarks):
@@ -207,7 +207,7 @@ def content_hash(text: Text) -> str:
     made_from = [text.column, text.uncased, text.val_share]
     for source in text.sources():
         if source == "docs":
-            made_from += ["docs", SCORED, *versions()]
+            made_from += ["docs", HELD_OUT, SCORED, MODULES, *versions()]
         elif source.startswith("hf:"):
             made_from.append(source)
         else:

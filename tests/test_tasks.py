@@ -111,20 +111,59 @@ def test_the_hubs_files_are_read_as_they_are(name, tmp_path):
 
 
 def test_docs_repeat_no_text_of_dev_or_of_the_validation_split(monkeypatch):
-    texts = [" ".join(f"{word}{i}" for word in range(15 if i % 2 else 5)) for i in range(4000)]
+    texts = [" ".join(f"{word}{i}" for word in range(15 if i % 2 else 5)) for i in range(6000)]
     copies = {f"Copied: {text.upper()}.": text for text in texts[1::2]}  # of the long ones
-    documents = [(("torch", "numpy", "tqdm")[i % 3], text) for i, text in enumerate([*texts, *copies])]
+    sources = ("torch", "numpy", "tqdm", "python.email")
+    documents = [(sources[i % 4], text) for i, text in enumerate([*texts, *copies])]
     monkeypatch.setattr(docs, "read_docs", lambda cache: {"kept": documents}[cache])
-    train, dev = read_task("docs", Data(), {"val_share": 0.3, "cache": "kept"}).values()
-    for text, _, library, *_ in train + dev:
-        assert library != "tqdm" and (library, text) in documents and not in_validation(text, 0.3)
     documents.sort(key=lambda item: hashlib.blake2b(item[1].encode()).hexdigest())
-    for name in ("torch", "numpy"):  # of each library, the texts with the lowest hashes in the next tenth
-        tenth = [text for library, text in documents if library == name and in_validation(text, 0.4)]
-        expected = [text for text in tenth if not in_validation(text, 0.3)][:150]
-        assert [row.text for row in dev if row.label == name] == expected
-    originals = [{copies.get(example.text, example.text) for example in split} for split in (train, dev)]
-    assert len(train) == 200 and len(dev) == 300 and originals[0].isdisjoint(originals[1])
+    for task, names in (("docs", {"torch": "torch", "numpy": "numpy", "python.email": "python"}),
+                        ("modules", {"python.email": "python.email"})):
+        train, dev = read_task(task, Data(), {"val_share": 0.3, "cache": "kept"}).values()
+        known = {(names.get(source), text) for source, text in documents}
+        assert all((label, text) in known and not in_validation(text, 0.5) for text, _, label, *_ in train)
+        for source, label in names.items():  # the texts with the lowest hashes in the second tenth after validation
+            tenth = [text for found, text in documents if found == source and in_validation(text, 0.5)]
+            expected = [text for text in tenth if not in_validation(text, 0.4)][:150]
+            assert [row.text for row in dev if row.label == label] == expected
+        originals = [{copies.get(example.text, example.text) for example in split} for split in (train, dev)]
+        assert len(train) == 100 * len(names) and len(dev) == 150 * len(names) and originals[0].isdisjoint(originals[1])
+
+
+def test_names_of_labels_are_removed_from_texts(monkeypatch):
+    texts = [f"Numpy and numpys, python, email {i}: decimals of Decimal." for i in range(200)]
+    documents = [("python.email", text) for text in texts]
+    monkeypatch.setattr(docs, "read_docs", lambda cache: documents)
+    for task, end in (("docs", " and numpys, , email {}: decimals of Decimal."),
+                      ("modules", "Numpy and numpys, python,  {}: decimals of .")):
+        [row, *_] = read_task(task, Data(), {})["train"]
+        assert row.text in [end.format(i) for i in range(200)]
+
+
+def test_bigram_shift_exchanges_two_inner_words_of_half_of_the_sentences(monkeypatch):
+    words = "one two three four five six seven eight".split()
+    sentence = "The {} " + " ".join(words) + ", it says."
+    texts = [f"{sentence.format(i)} Too short {i}.\n\nHeading {i}\n------- with an underline that is no sentence.\n\n"
+             f"see {sentence.format(i)}\n\nCall {i} of f(x) = 1 is no prose at all here." for i in range(900)]
+    monkeypatch.setattr(docs, "read_docs", lambda cache: [("torch", text) for text in texts])
+    train, dev = read_task("bshift", Data(), {}).values()
+    held_out = docs.scored_docs(0.01, "")
+    assert len(dev) == len(held_out) > 50 and len(train) + len(dev) < 900
+    places = set()
+    for split, rows in (("train", train), ("dev", dev)):
+        assert 0.4 < sum(row.label == "exchanged" for row in rows) / len(rows) < 0.6
+        for row in rows:
+            found = row.text.split()
+            number = next(word for word in found if word.isdigit())
+            plain = sentence.format(number).split()
+            assert (texts[int(number)] in held_out) == (split == "dev")
+            different = [i for i, pair in enumerate(zip(plain, found)) if pair[0] != pair[1]]
+            assert (row.label == "original") == (different == [])
+            if different:
+                i, j = different
+                places.add(i)
+                assert j == i + 1 and [found[i], found[j]] == [plain[j], plain[i]]
+    assert places == {*range(1, 10)}  # of twelve words, all but the first and the last
 
 
 def test_custom_files_have_names_or_numbers_as_labels(tmp_path, capsys):
