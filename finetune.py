@@ -2,6 +2,8 @@
 
     python finetune.py --init out/toy --task docs               # name a docstring's library
     python finetune.py --init out/toy --task docs --frozen      # a linear probe
+    python finetune.py --init out/toy --task docs --frozen --shots 8   # with 8 labels per class
+    python finetune.py --init bow:out/toy --task docs           # naive Bayes on the same tokens
     python finetune.py --init out/base --task rte --sweep       # Table 5's grid, then five seeds
     python finetune.py --init out/base --task rte,mrpc          # several tasks, and their average; glue: all eight
     python finetune.py --init out/toy --task custom --data DIR  # your own texts
@@ -31,16 +33,19 @@ from tqdm import tqdm
 
 from rank import encoder_ranks
 from support.checkpoints import Pretrained, Tuned
+from support.classification import Encoded
 from support.examples import Data, read_tasks
 from support.kinds import encode_task
 from support.model import seed_of
 from support.optim import take_step
-from support.probe import POOLINGS, Scores, probe_layers
+from support.probe import POOLINGS, Scores, naive_bayes, probe, vectors_of
 from support.program import Parser, UserError, clear_errors, fields_of, short_name
 from support.results import Results, table1
 from support.tasks import TuneConfig, task_names
 from support.worker import Worker
 from train import learning_rate_factor
+
+BOW = "bow"  # bag of words: --init bow:FOLDER is naive Bayes, which stands in --frozen's place
 
 
 # ---- 1. All runs of a task -----------------------------------------------------------------------
@@ -61,10 +66,13 @@ class FineTuning:
         self.pretrained = pretrained.with_dropout(self.tune.dropout)
         regression = flags.source.regression
         self.kind, self.splits = encode_task(task, examples, self.pretrained, self.tune, regression)
+        if (flags.shots or flags.frozen == BOW) and not self.kind.labels.names:
+            raise UserError(f"--task {task}: has no classes, which --shots and {BOW}: need")
         self.metric = self.kind.labels.metrics[0]  # selects checkpoints, and is the value of a run
+        self.vectors = {}  # of the frozen encoder
         self.results = Results(out, asdict(self.tune) | {
             "init": flags.init, "task": task, "weights": pretrained.weights_hash(), "metric": self.metric,
-            "examples": examples, "sweep": flags.sweep, "frozen": flags.frozen})
+            "examples": examples, "sweep": flags.sweep, "frozen": flags.frozen, "shots": flags.shots})
         print(f"{out}:", *[f"  {split}: {encoded.remark}" for split, encoded in self.splits.items()], sep="\n")
 
     def run_all(self) -> dict:
@@ -77,17 +85,18 @@ class FineTuning:
             sweep = self.do_jobs([(point, 0) for point in tune.grid(self.task, self.dim, self.given)])
             sweep = self.results.best_first(sweep)
             tune = TuneConfig(**sweep[0]["tune"])
-        seeds_matter = not flags.frozen or self.pretrained.is_random
-        count = flags.seeds or (5 if seeds_matter else 1)
+        is_fixed = flags.frozen and not self.pretrained.is_random
+        count = flags.seeds or (1 if is_fixed and not flags.shots else 5)
         runs = self.do_jobs([(tune, seed) for seed in range(1, count + 1)])
         encoder = self.pretrained.new_encoder(seed=1).to(self.worker.device)
-        before = self.ranks(encoder, tune)
+        before = None if flags.frozen == BOW else self.ranks(encoder)
         return self.results.finish(runs, sweep, before, self.dim, self.pretrained.step)
 
     def do_jobs(self, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
         """Do the jobs (settings, seed) that the results lack. Returns the runs of all jobs."""
         do_run = self.probe_once if self.flags.frozen else self.run_once
-        print(f"{self.task}: {len(jobs)} runs")
+        drawn = f", each with {self.flags.shots} labels per class" if self.flags.shots else ""
+        print(f"{self.task}: {len(jobs)} runs{drawn}")
         runs = []
         for number, (tune, seed) in enumerate(jobs, start=1):
             run = self.results.find(tune, seed)
@@ -104,8 +113,15 @@ class FineTuning:
     # ---- 2. A run: section 4.1, Tables 5 and 6 ---------------------------------------------------
     def run_once(self, tune: TuneConfig, seed: int) -> tuple[dict, Scores]:
         """Fine-tune, without gradient clipping. Returns ranks and step of the checkpoint that is
-        best on the dev split, and its Scores. The best seed's model is saved."""
+        best on the dev split or, with --shots, on a fifth of the drawn examples, and its Scores.
+        The best seed's model is saved."""
         train = self.splits["train"]
+        choice = self.splits["dev"]
+        if self.flags.shots:
+            drawn = train.draw(self.flags.shots, seed)
+            fifth = len(drawn) // 5  # of each label, if all have enough
+            choice = train.take(drawn[-fifth:])
+            train = train.take(drawn[:-fifth])
         kind = self.kind
         worker = self.worker
         encoder = self.pretrained.new_encoder(seed)
@@ -130,7 +146,8 @@ class FineTuning:
                 minutes = (time.perf_counter() - began) / 10 * steps / 60
                 print(f"{steps:,} steps per run, about {minutes:.1f} min without evaluations")
             if step + 1 in evaluate_after:
-                scores = self.evaluate(model, tune, ["dev"])
+                with worker.autocast():
+                    scores = self.evaluate(model, {"dev": choice})
                 value = scores.metrics[self.metric]
                 if value is None:  # the run has diverged, even if an earlier checkpoint was good
                     return {"step": step + 1, "ranks": None}, scores
@@ -140,14 +157,15 @@ class FineTuning:
                     best_weights = copy.deepcopy(model.state_dict())
 
         model.load_state_dict(best_weights)
-        scores = self.evaluate(model, tune, [split for split in self.splits if split != "train"])
+        others = {split: encoded for split, encoded in self.splits.items() if split != "train"}
+        scores = self.evaluate(model, others)
         best_run = self.results.best()
         if seed > 0 and (best_run is None or best_value > best_run["value"]):
             model.save(self.results.out / "encoder.pt", self.pretrained, task=self.task, longest=tune.seq_len,
                        **kind.labels.saved())
-        return {"step": best_step, "ranks": self.ranks(model.encoder, tune)}, scores
+        return {"step": best_step, "ranks": self.ranks(model.encoder)}, scores
 
-    def evaluate(self, model: Tuned, tune: TuneConfig, splits: list[str]) -> Scores:
+    def evaluate(self, model: Tuned, splits: dict[str, Encoded]) -> Scores:
         """The Scores of a model on these splits."""
         model.eval()
 
@@ -155,22 +173,33 @@ class FineTuning:
             return self.kind.decode(model(tokens, padding), tokens)
 
         outputs = {}
-        for split in splits:
-            outputs[split] = self.splits[split].outputs(decoded, tune.batch_size, self.worker.device)
-        return self.kind.scores(outputs, self.splits)
+        for split, encoded in splits.items():
+            outputs[split] = encoded.outputs(decoded, self.worker.device)
+        return self.kind.scores(outputs, splits)
 
-    def ranks(self, encoder: nn.Module, tune: TuneConfig) -> dict[str, int] | None:
+    def ranks(self, encoder: nn.Module) -> dict[str, int] | None:
         """The effective ranks of H^L on the dev split (Table 3); see encoder_ranks."""
-        batches = self.splits["dev"].by_length(tune.batch_size, self.worker.device)
+        batches = self.splits["dev"].by_length(self.worker.device)
         return encoder_ranks(encoder, ((tokens, padding) for _, tokens, padding, _ in batches))
 
     def probe_once(self, tune: TuneConfig, seed: int) -> tuple[dict, Scores]:
-        """Fit a linear model to the vectors of the frozen encoder. Returns its strength of
-        regularization and Scores. There are no new `ranks`, because they do not change."""
-        encoder = self.pretrained.new_encoder(seed).to(self.worker.device).eval()
-        last = self.pretrained.config.encoder_layers
-        [probe] = probe_layers(encoder, self.kind, self.splits, self.flags.frozen, [last], tune)
-        return {"l2": probe.l2, "ranks": None}, probe.scores
+        """Fit a linear model to the vectors of the frozen encoder, or naive Bayes. Returns its
+        strength of regularization or smoothing, and Scores. There are no new `ranks`, because they
+        do not change."""
+        train = self.splits["train"]
+        drawn = train.draw(self.flags.shots, seed)
+        splits = self.splits | {"train": train.take(drawn)}
+        if self.flags.frozen == BOW:
+            found = naive_bayes(self.kind, splits)
+            return {"smoothing": found.strength, "ranks": None}, found.scores
+        if not self.vectors or self.pretrained.is_random:
+            encoder = self.pretrained.new_encoder(seed).to(self.worker.device).eval()
+            last = [self.pretrained.config.encoder_layers]
+            for split, encoded in self.splits.items():
+                self.vectors[split] = vectors_of(encoder, encoded, last)[self.flags.frozen][:, 0]
+        vectors = self.vectors | {"train": self.vectors["train"][drawn]}
+        found = probe(self.kind, splits, vectors, tune.l2)
+        return {"l2": found.strength, "ranks": None}, found.scores
 
 
 def schedule(tune: TuneConfig, inputs: int) -> tuple[int, set[int]]:
@@ -192,13 +221,16 @@ def parse(argv) -> tuple[argparse.Namespace, dict]:
     task = first.parse_known_args(argv)[0].task
     parser = Parser("finetune.py", __doc__, parents=[first])
     add = parser.add_argument
-    add("--init", default="out/toy", help="run folder, checkpoint or random:FOLDER [%(default)s]")
-    add("--out", type=Path, help="folder for all results [out/TASK-INIT, and -mean or -cls with --frozen]")
+    add("--init", default="out/toy", help="run folder, checkpoint, random:FOLDER, or bow:FOLDER for naive Bayes "
+        "on a run's tokens and their pairs [%(default)s]")
+    add("--out", type=Path, help="folder for all results [out/TASK-INIT, then -mean or -cls with --frozen, and -SHOTS]")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="[%(default)s]")
     add("--seeds", type=int, default=0, help="number of runs; the result is their median [5; 1 if nothing is random]")
     add("--sweep", action="store_true", help="first search the grid of Table 5 or 6; flags replace its values")
     add("--frozen", choices=POOLINGS, nargs="?", const="mean", default="", help="freeze the encoder, and fit a "
         "linear model to the mean vector (also without a value), or to the vector at [CLS]")
+    add("--shots", type=int, default=0, help="labeled examples per class, which each seed draws anew; 0 is all "
+        "[%(default)s]. To fine-tune, a fifth of them chooses the checkpoint")
     parser.add_fields(Data, {})
     parser.add_fields(TuneConfig, TuneConfig.defaults(task))
     flags, given = parser.read(argv)
@@ -212,18 +244,25 @@ def parse(argv) -> tuple[argparse.Namespace, dict]:
     if "custom" in flags.tasks and not flags.source.data:
         raise UserError("--task custom: needs --data, a folder with a file train")
     settings = fields_of(TuneConfig, given)
+    if flags.init.startswith(f"{BOW}:"):
+        if flags.frozen:
+            raise UserError(f"--frozen {flags.frozen}: naive Bayes has no encoder; leave it out")
+        flags.frozen = BOW
     if flags.frozen and (flags.sweep or not settings.keys() <= TuneConfig.PROBED or "squad2" in flags.tasks):
         raise UserError(f"--frozen {flags.frozen}: no --sweep, no squad2, and no settings but "
                         f"{', '.join(sorted(TuneConfig.PROBED))}")
+    if 0 < flags.shots < 5 and not flags.frozen:
+        raise UserError(f"--shots {flags.shots}: use 5 or more, or a probe (--frozen)")
     return flags, settings
 
 
 def main(argv=None):
     with clear_errors("finetune.py"):
         flags, given = parse(argv)
-        parts = filter(None, [flags.task.replace(",", "+"), short_name(flags.init), flags.frozen])
+        shots = str(flags.shots or "")
+        parts = filter(None, [flags.task.replace(",", "+"), short_name(flags.init), flags.frozen, shots])
         folder = flags.out or Path("out", "-".join(parts))
-        pretrained = Pretrained(flags.init)
+        pretrained = Pretrained(flags.init.removeprefix(f"{BOW}:"))
         precision = "fp32" if flags.frozen else given.get("precision", "auto")
         worker = Worker.make(precision, flags.device, pretrained.config.encoder_dim)
         named = flags.task.split(",")  # of glue, tasks may be missing

@@ -11,7 +11,7 @@ import numpy as np
 import pandas
 from scipy import stats
 
-from bench.idea import RECORD, SCORES, half_width
+from bench.idea import RECORD, half_width, markdown
 from support.program import ROOT, Parser, clear_errors, figure, read_json, read_lines
 
 LAPTOP = RECORD.with_name("evidence.json")
@@ -22,6 +22,7 @@ EQUAL_FLOPS = ["mlm --max-steps 1829", "mlm --mask-rate 0.5 --max-steps 1466", "
 CHOSEN = "the MLM with the FLOPs of mae-lm at 70%"
 RANDOM = "mae-lm --max-steps 1 --learning-rate 0.0 --muon-learning-rate 0.0"
 HALF = "--mask-rate 0.5"
+SCORES = "tuned", "mean", "cls"
 CLAIMS = [  # a score, and two models: the first is better if the claim holds
     ("cls", f"mae-lm {HALF}", f"mlm {HALF}"), ("mean", f"mae-lm {HALF}", f"mlm {HALF}"),
     ("cls", f"mae-lm {HALF}", f"enc-mask {HALF}"), ("cls", f"enc-mask-dec-resets {HALF}", f"enc-mask {HALF}"),
@@ -77,12 +78,6 @@ def verdicts(differences: dict[str, np.ndarray], least: float = 0.0) -> pandas.D
     found["p"] = holm(found["p"])
     found.loc[found["p"] >= 0.05, "verdict"] = "cannot be decided"
     return found.assign(p=found["p"].map("{:.3f}".format))
-
-
-def markdown(table: pandas.DataFrame) -> str:
-    """A table as Markdown."""
-    rows = [table.columns, ["---"] * len(table.columns), *table.values]
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
 # ---- 2. Toys ------------------------------------------------------------------------------------------------

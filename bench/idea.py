@@ -4,9 +4,10 @@
     python -m bench.idea mae-lm --learning-rate 3e-3 --seeds 11     # flags of train.py; a first look, with one seed
     python -m bench.idea                                            # prints the record
 
-Each seed is trained, fine-tuned on the task `docs` (the median of three seeds), and probed without fine-tuning, at the
-mean vector and at [CLS]. Scores are accuracies in percent, compared by seed with those of --against. Models that the
-record has for this machine's text and precision are not made again. Repeat a command to continue it.
+Each seed is trained, fine-tuned on the task `docs` (`tuned`: the median of three seeds), and probed without
+fine-tuning, at the mean vector and at [CLS], with all labels and with 8 per class. Accuracies in percent are compared
+by seed with those of --against; tables are Markdown. Models that the record has for this machine's text and precision
+are not made again. Repeat a command to continue it.
 """
 import os
 import re
@@ -36,10 +37,13 @@ from support.worker import Worker
 
 RECORD = ROOT / "bench/results/ideas.jsonl"
 FOLLOWED = ("mask_rate", "max_steps", "precision")  # flags of an idea that its baseline also gets
-EVALUATIONS = {"rank": "rank.py", "tuned": "finetune.py --task docs --seeds 3 --init",
-               "mean": "finetune.py --task docs --frozen mean --init",
-               "cls": "finetune.py --task docs --frozen cls --init"}
-SCORES = ["tuned", "mean", "cls"]  # accuracies of fine-tuned models, and of probes
+SCORES = {  # flags of finetune.py
+    "tuned": "--task docs --seeds 3", "quick": "--task docs --seeds 1",
+    **{f"order{factor}": f"--task bshift --epochs 3 --seeds 1 --learning-rate {8e-4 * factor}" for factor in (1, 2, 4)},
+    **{f"{pooling}{shots}": f"--task docs --frozen {pooling} --shots {shots or 0}"
+       for pooling in ("mean", "cls") for shots in ("", 4, 8, 16, 32)},
+    "modules-mean8": "--task modules --frozen mean --shots 8", "modules-cls8": "--task modules --frozen cls --shots 8"}
+USUAL = ["tuned", "mean8", "cls8", "mean", "cls"]
 
 
 # ---- 1. Models ----------------------------------------------------------------------------------------------
@@ -52,11 +56,17 @@ class Model(NamedTuple):
     def beside(self, end: str) -> Path:
         return self.folder.with_name(self.folder.name + end)
 
-    def make(self, environment: dict):
+    def lacks(self, scores: list[str]) -> bool:
+        """Whether the model must be made, or lacks a score."""
+        path = self.beside(".json")
+        return not path.is_file() or not {*scores} <= read_json(path).keys()
+
+    def make(self, scores: list[str], environment: dict):
         """Train and measure the model, and write its line. Raises UserError if a program fails."""
         folder = shlex.quote(str(self.folder))
-        commands = [f"train.py --ablation {self.name} --seed {self.seed} --out {folder}"]
-        commands += [f"{program} {folder} --out {folder}-{stage}" for stage, program in EVALUATIONS.items()]
+        commands = [f"train.py --ablation {self.name} --seed {self.seed} --out {folder}",
+                    f"rank.py {folder} --out {folder}-rank"]
+        commands += [f"finetune.py {SCORES[score]} --init {folder} --out {folder}-{score}" for score in scores]
         log = self.beside(".log")
         log.parent.mkdir(parents=True, exist_ok=True)
         for command in commands:
@@ -66,9 +76,9 @@ class Model(NamedTuple):
                                       env=os.environ | environment)
             if done.returncode != 0:
                 raise UserError(f"python {command}: failed; see {log}")
-        write_json(self.beside(".json"), self.line())
+        write_json(self.beside(".json"), self.line(scores))
 
-    def line(self) -> dict:
+    def line(self, scores: list[str]) -> dict:
         """The model's line in the record."""
         log = read_lines(self.folder / "log.jsonl")
         starts = [line["start"] for line in log if "start" in line]
@@ -81,12 +91,11 @@ class Model(NamedTuple):
         line["early"] = [evaluations[1]["step"], evaluations[1]["val_loss"]]
         [ranks] = read_json(self.beside("-rank") / "rank.json")["models"].values()
         line["ranks"] = ranks["uncentered"]
-        for score in SCORES:
-            line[score] = read_json(self.beside(f"-{score}") / "result.json")["median"]
-            # Which texts are right, four per digit; when fine-tuned, by the first of the seeds.
-            answers = read_lines(self.beside(f"-{score}") / "seed1/predictions.jsonl")
-            bits = "".join(str(int(answer["prediction"] == answer["label"])) for answer in answers)
-            line[f"{score}_right"] = f"{int(bits, 2):0{len(bits) // 4}x}"
+        for score in scores:
+            result = read_json(self.beside(f"-{score}") / "result.json")
+            line[score] = result["median"]
+            if score == "tuned":
+                line["quick"] = result["values"][0]
         return line | {"code": CODE}
 
 
@@ -112,7 +121,7 @@ def check(line: dict):
                         "an edit of the code has changed it: let new fields change nothing by default")
 
 
-def make(models: list[Model], jobs: int):
+def make(models: list[Model], scores: list[str], jobs: int):
     """Train and measure models, `jobs` at a time. Raises UserError if a program fails."""
     gpus, began = torch.cuda.device_count(), time.monotonic()
     places = SimpleQueue()
@@ -122,7 +131,7 @@ def make(models: list[Model], jobs: int):
     def make_one(model: Model):
         place = places.get()
         try:
-            model.make({"CUDA_VISIBLE_DEVICES": str(place % gpus)} if gpus else {"OMP_NUM_THREADS": "1"})
+            model.make(scores, {"CUDA_VISIBLE_DEVICES": str(place % gpus)} if gpus else {"OMP_NUM_THREADS": "1"})
         finally:
             places.put(place)  # also after an error: the next model may wait for it
 
@@ -136,14 +145,20 @@ def make(models: list[Model], jobs: int):
 
 
 # ---- 2. Comparing them --------------------------------------------------------------------------------------
-def table(lines: list[dict]) -> str:
+def markdown(table: pandas.DataFrame) -> str:
+    """A table as Markdown."""
+    rows = [table.columns, ["---"] * len(table.columns), *table.values]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+
+
+def table(lines: list[dict], scores: list[str]) -> pandas.DataFrame:
     """The means over seeds, a row per model. `rank` and `[MASK]` are effective ranks of the last layer."""
-    rows = [{"model": line["name"], **{score: line[score] for score in SCORES}, "val_loss": line["val_loss"],
-             "rank": line["ranks"]["without_mask"][-1], "at [MASK]": line["ranks"]["mask_only"][-1],
+    rows = [{"model": f"`{line['name']}`", **{score: line.get(score) for score in scores}, "val_loss": line["val_loss"],
+             "rank": line["ranks"]["without_mask"][-1], "at `[MASK]`": line["ranks"]["mask_only"][-1],
              "10^12 FLOPs": line["flops"] / 1e12, "minutes": line["seconds"] / 60} for line in lines]
     groups = pandas.DataFrame(rows).groupby("model", sort=False)
     means = groups.mean().round(1).assign(val_loss=groups["val_loss"].mean().round(3), seeds=groups.size())
-    return means.to_string()
+    return means.reset_index()
 
 
 def half_width(deviation: float, count: int, freedom: int) -> float:
@@ -151,8 +166,8 @@ def half_width(deviation: float, count: int, freedom: int) -> float:
     return stats.t.ppf(0.975, freedom) * deviation / count ** 0.5 if freedom else float("inf")
 
 
-def verdict(values: pandas.Series, deviation: float, freedom: int) -> str:
-    """The mean of differences between equal seeds, its 95% interval by Student's t, and one word. With one seed, the
+def verdict(values: pandas.Series, deviation: float, freedom: int) -> dict[str, str]:
+    """The mean of differences between equal seeds, its 95% interval by Student's t, and a verdict. With one seed, the
     deviation between recorded seeds decides: that of a difference is larger by the root of 2."""
     count, mean = len(values), values.mean()
     if count > 1:
@@ -162,25 +177,25 @@ def verdict(values: pandas.Series, deviation: float, freedom: int) -> str:
     half = half_width(deviation, count, freedom)
     word = "better" if mean > 0 else "worse"
     if freedom == 0:
-        word = "cannot be told with one seed"
+        word = "undecided with one seed"
     elif abs(mean) <= half:
         enough = [number for number in range(count + 1, 100)
                   if half_width(deviation, number, number - 1) < abs(mean)]
-        word = f"cannot be told; {enough[0] if enough else '100 or more'} seeds could tell such a difference"
-    return f"{mean:+.1f} ({mean - half:.1f} to {mean + half:.1f}): {word}"
+        word = f"undecided; {enough[0] if enough else '100 or more'} seeds would decide such a difference"
+    return {"by seed": ", ".join(f"{value:+.1f}" for value in values), "mean": f"{mean:+.1f}",
+            "95% interval": f"{mean - half:.1f} to {mean + half:.1f}", "verdict": word}
 
 
-def compare(lines: list[dict], name: str, against: str, seeds: list[int]) -> str:
+def compare(lines: list[dict], scores: list[str], name: str, against: str, seeds: list[int]) -> pandas.DataFrame:
     """The differences between two models by score and seed, and verdicts. The deviation between seeds is pooled over
     all models in `lines`."""
-    scores = pandas.DataFrame(lines).set_index(["name", "seed"])[SCORES].astype(float)
-    groups = scores.groupby("name")
+    found = pandas.DataFrame(lines).set_index(["name", "seed"])[scores].astype(float)
+    groups = found.groupby("name")
     freedom = int((groups.size() - 1).sum())
     variance = groups.var().mul(groups.size() - 1, axis=0).sum() / max(1, freedom)
-    found = (scores.loc[name] - scores.loc[against]).loc[seeds]
-    rows = [f"{score}: {', '.join(f'{value:+.1f}' for value in found[score])}; mean "
-            f"{verdict(found[score], variance[score] ** 0.5, freedom)}" for score in SCORES]
-    return "\n".join([f"{name} minus {against}, by seed:", *rows])
+    differences = (found.loc[name] - found.loc[against]).loc[seeds]
+    return pandas.DataFrame([{"score": score} | verdict(differences[score], variance[score] ** 0.5, freedom)
+                             for score in scores])
 
 
 # ---- 3. Command line ----------------------------------------------------------------------------------------
@@ -192,14 +207,17 @@ def main(argv=None):
         add("--seeds", type=int, nargs="+", default=[11, 12, 13], help="[11 12 13]")
         add("--against", help='the baseline, such as "mlm --mask-rate 0.5" [mae-lm, and the given ones of the flags '
                               f"{', '.join(FOLLOWED)}]")
+        add("--scores", nargs="+", choices=SCORES, default=USUAL, help=f"[{' '.join(USUAL)}]")
+        add("--quick", action="store_true", help="fine-tune with one seed, not three")
         add("--jobs", type=int, help="models at a time [the number of GPUs or, without a GPU, of CPU cores]")
         add("--record", action="store_true", help=f"add the models to {RECORD}")
         add("--out", type=Path, default=Path("out/ideas"), help="[%(default)s]")
         flags, words = parser.parse_known_args(argv)
         recorded = read_lines(RECORD)
         if flags.row is None:
-            print(table(recorded))
+            print(markdown(table(recorded, flags.scores)))
             return
+        scores = ["quick" if flags.quick and score == "tuned" else score for score in flags.scores]
         wrong = {"--seed", "--ablation", "--init"} & {word.partition("=")[0] for word in words}
         if wrong:
             raise UserError(f"{', '.join(wrong)}: not here; use --seeds, and a row")
@@ -210,6 +228,7 @@ def main(argv=None):
         against = flags.against or " ".join(["mae-lm", *followed])
         origins = {each: origin(each) for each in (against, name)}
         known = [line for line in recorded if origins.get(line["name"], origins[against]).items() <= line.items()]
+        known = [line for line in known if {*scores} <= line.keys()]
         made = {(line["name"], line["seed"]) for line in known}
         models = [Model(each, seed, flags.out / re.sub(r"[^\w.+]+", "-", f"{each}-{seed}"))
                   for seed in flags.seeds for each in origins if (each, seed) not in made]
@@ -217,21 +236,23 @@ def main(argv=None):
         if baseline:
             print(f"{against}: repeating the first steps of the record")
             check(baseline[0])
-        missing = [model for model in models if not model.beside(".json").is_file()]
-        print(f"{name}, against {against}: {len(missing)} models to train; logs are in {flags.out}")
-        make(missing, flags.jobs or torch.cuda.device_count() or torch.get_num_threads())
+        missing = [model for model in models if model.lacks(scores)]
+        print(f"{name}, against {against}: {len(missing)} models to make; logs are in {flags.out}")
+        make(missing, scores, flags.jobs or torch.cuda.device_count() or torch.get_num_threads())
         new = [read_json(model.beside(".json")) for model in models]
         for model, line in zip(models, new):
             if line.pop("code") != CODE:
                 print(f"{model.name}, seed {model.seed}: made by other code; to make it again, delete {model.folder}*")
         if flags.record:
-            write_text(RECORD, json_lines(recorded + new))
+            kept = {tuple(line[field] for field in ("name", "seed", "text", "dtype")): line for line in recorded + new}
+            write_text(RECORD, json_lines(kept.values()))
         lines = known + new
         tokens = {line["tokens"] for line in lines if line["name"] == against}
         lines = [line for line in lines if line["name"] == name or line["tokens"] in tokens]
-        print(table([line for line in lines if line["name"] in origins and line["seed"] in flags.seeds]))
+        shown = [line for line in lines if line["name"] in origins and line["seed"] in flags.seeds]
+        print(markdown(table(shown, scores)))
         if name != against:
-            print(compare(lines, name, against, flags.seeds))
+            print(f"\n`{name}` minus `{against}`:\n\n{markdown(compare(lines, scores, name, against, flags.seeds))}")
 
 
 if __name__ == "__main__":

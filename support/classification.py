@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import pandas
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from support.heads import ClassifierHead
 from support.program import json_lines
 from support.tasks import TuneConfig
 from support.tokenizer import Tokenizer
+
+EVALUATED = 64  # inputs per batch of an evaluation
 
 
 # ---- 1. Metrics ---------------------------------------------------------------------------------------------
@@ -37,7 +40,6 @@ def spearman(predicted, true) -> float:
     """Pearson correlation of the ranks of two arrays (N,), in [-1, 1]; 0 if either is constant."""
     if np.ptp(predicted) == 0 or np.ptp(true) == 0:
         return 0.0
-    import pandas  # here, because it is slow
     ranks = pandas.DataFrame([predicted, true]).rank(axis=1)  # equal values share their mean rank
     return float(np.corrcoef(ranks)[0, 1])
 
@@ -76,20 +78,34 @@ class Encoded:
         padding = torch.arange(tokens.shape[1], device=device) >= lengths[:, None]  # PAD is a word elsewhere
         return tokens, padding, self.targets[chosen].to(device)
 
-    def by_length(self, batch_size: int, device: torch.device) -> Iterator[tuple]:
+    def take(self, chosen: np.ndarray) -> "Encoded":
+        """The inputs at these indices, (K,) int64."""
+        return Encoded([self.ids[i] for i in chosen], self.targets[chosen], [self.examples[i] for i in chosen], "")
+
+    def draw(self, shots: int, seed: int) -> np.ndarray:
+        """The indices of `shots` inputs of each label, drawn by the seed: one of each label, then another one of each,
+        and so on; 0 is all inputs, in their order."""
+        if shots == 0:
+            return np.arange(len(self.ids))
+        order = np.random.default_rng(seed).permutation(len(self.ids))
+        labels = pandas.Series(self.targets.numpy()[order])
+        rounds = labels.groupby(labels).cumcount()
+        return order[np.argsort(rounds, kind="stable")][:(rounds < shots).sum()]
+
+    def by_length(self, device: torch.device) -> Iterator[tuple]:
         """Yield all inputs in batches of similar length: their indices, and what `batch` returns."""
         order = np.argsort([len(ids) for ids in self.ids], kind="stable")
-        for start in range(0, len(order), batch_size):
-            chosen = order[start:start + batch_size]
+        for start in range(0, len(order), EVALUATED):
+            chosen = order[start:start + EVALUATED]
             yield chosen, *self.batch(chosen, device)
 
     @torch.no_grad()
-    def outputs(self, function: Callable[[Tensor, Tensor], Tensor], batch_size: int, device: torch.device) -> Tensor:
+    def outputs(self, function: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> Tensor:
         """function(tokens, padding) for all inputs, as one tensor (N, ...) in their order."""
         outputs = {}
-        batches = math.ceil(len(self.ids) / batch_size)
-        for chosen, tokens, padding, _ in tqdm(self.by_length(batch_size, device), "evaluating", batches, leave=False,
-                                               disable=None):
+        batches = math.ceil(len(self.ids) / EVALUATED)
+        found = tqdm(self.by_length(device), "evaluating", batches, leave=False, disable=None)
+        for chosen, tokens, padding, _ in found:
             outputs |= zip(chosen, function(tokens, padding).cpu())
         return torch.stack([outputs[i] for i in range(len(outputs))])
 

@@ -70,8 +70,7 @@ class Results:
     def show(self, run: dict, number: int, count: int):
         """Print a run, which is the one with this number of several."""
         settings = {name: run["tune"][name] for name in SWEPT}
-        if self.record["frozen"]:
-            settings = {"l2": run["l2"]}
+        settings = {name: run[name] for name in ("l2", "smoothing") if name in run} or settings  # of a probe
         setting = "  ".join(f"{name} {x:g}" for name, x in settings.items())
         left = timedelta(seconds=round((count - number) * run["seconds"]))
         print(f"{self.record['task']}  {setting}  seed {run['seed']}  {self.record['metric']} {shown(run['value'])}  "
@@ -85,7 +84,7 @@ class Results:
         names = dict.fromkeys(name for run in runs for name in run["metrics"])
         metrics = {name: median([run["metrics"].get(name) for run in runs]) for name in names}
         after = [run["ranks"] for run in runs]
-        result = {name: self.record[name] for name in ("task", "init", "frozen", "metric")}
+        result = {name: self.record[name] for name in ("task", "init", "frozen", "shots", "metric")}
         result |= {
             "median": median(values),
             "values": values,
@@ -105,7 +104,7 @@ class Results:
             print(f"effective rank on the dev split, {name}, of {dim}: {rank}{change}")
         best = self.best()
         if best:
-            model = "" if self.record["frozen"] else "encoder.pt and "
+            model = "encoder.pt and " if (self.out / "encoder.pt").is_file() else ""
             of_best = f"{model}seed{best['seed']}/"
             print(f"{self.out}: result.json; {of_best}, of the best seed on dev: {shown(best['value'])}")
         return result

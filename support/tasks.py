@@ -74,7 +74,7 @@ class TuneConfig:
     """Settings of a job; each group of tasks has its own defaults."""
     epochs: float = 3.0  # number of passes over the training split
     learning_rate: float = 0.0  # peak learning rate; 0 means 3e-5 * (768 / d)^2; tasks from docs: 2.2e-5 * (768 / d)^2
-    batch_size: int = 32  # examples per optimizer step and per evaluation batch
+    batch_size: int = 32  # examples per optimizer step
     warmup_share: float = 0.06  # fraction of the steps with linear warm-up; then linear decay to 0
     seq_len: int = 512  # longest input in tokens; the encoder's own limit also applies
     dropout: float = 0.1  # dropout in encoder and head
@@ -85,7 +85,7 @@ class TuneConfig:
     max_answer: int = 30  # SQuAD: longest answer in tokens
     l2: float = 0.0  # --frozen: strength of L2 regularization; 0 chooses it on the training split
 
-    PROBED = {"seq_len", "batch_size", "l2"}  # no field: the settings that a linear probe uses
+    PROBED = {"seq_len", "l2"}  # no field: the settings that a linear probe uses
 
     @classmethod
     def defaults(cls, task: str) -> dict:

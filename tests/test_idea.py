@@ -22,7 +22,8 @@ def line(name, seed, tuned, tokens=100, **more):
     """A line of a record, all of whose scores follow from one."""
     ranks = {"without_mask": [1, 40 + seed], "mask_only": [1, 20]}
     return HERE | {"name": name, "seed": seed, "tokens": tokens, "seconds": 90, "flops": 3e12, "val_loss": 2.5,
-                   "ranks": ranks, "tuned": tuned, "mean": tuned / 2, "cls": 30.0} | more
+                   "ranks": ranks, "tuned": tuned, "mean8": tuned / 2, "cls8": 30.0, "mean": 1.0, "cls": 1.0,
+                   "quick": 3 * tuned} | more
 
 
 def printed(record, command, tmp_path, monkeypatch, capsys):
@@ -45,14 +46,15 @@ def test_a_verdict_follows_from_the_differences_between_equal_seeds(tmp_path, mo
     output = printed(record, "mlm", tmp_path, monkeypatch, capsys)
     test = scipy.stats.ttest_1samp([b - a for a, b in zip(base, other)], 0)
     low, high = test.confidence_interval()
-    assert f"tuned: +4.0, +5.5, +3.0; mean +4.2 ({low:.1f} to {high:.1f}): better\n" in output and low > 0
-    assert "cls: +0.0, +0.0, +0.0; mean +0.0 (0.0 to 0.0): cannot be told; 100 or more seeds" in output
+    assert f"| tuned | +4.0, +5.5, +3.0 | +4.2 | {low:.1f} to {high:.1f} | better |\n" in output and low > 0
+    assert "| cls8 | +0.0, +0.0, +0.0 | +0.0 | 0.0 to 0.0 | undecided; 100 or more seeds" in output
     assert "--max-steps 9" not in output
-    row, = [text.split() for text in output.splitlines() if text.startswith("mlm  ")]
-    assert row == ["mlm", "65.5", "32.8", "30.0", "2.5", "52.0", "20.0", "3.0", "1.5", "3"]
-    for seeds, word in (("11 13", "cannot be told"), ("11 12 13", "worse")):
+    assert "| `mlm` | 65.5 | 32.8 | 30.0 | 1.0 | 1.0 | 2.5 | 52.0 | 20.0 | 3.0 | 1.5 | 3 |" in output
+    for seeds, word in (("11 13", "undecided"), ("11 12 13", "worse")):
         output = printed(record, f"mae-lm --against mlm --seeds {seeds}", tmp_path, monkeypatch, capsys)
-        assert word in output.split("tuned: ")[1].splitlines()[0]
+        assert word in output.split("| tuned | -")[1].splitlines()[0]
+    output = printed(record, "mlm --scores tuned cls --quick", tmp_path, monkeypatch, capsys)
+    assert "| quick | +12.0, +16.5, +9.0 |" in output and "| cls |" in output and "| tuned |" not in output
 
 
 def test_one_seed_is_judged_by_the_deviation_between_recorded_seeds(tmp_path, monkeypatch, capsys):
@@ -61,19 +63,19 @@ def test_one_seed_is_judged_by_the_deviation_between_recorded_seeds(tmp_path, mo
     output = printed(record, "mlm --seeds 11", tmp_path, monkeypatch, capsys)
     deviation = ((2 * scipy.stats.tvar([60, 61, 62.5]) + 0.5) / 3) ** 0.5  # enc-mask's variance is 0.5
     half = scipy.stats.t.ppf(0.975, 3) * deviation * 2 ** 0.5
-    assert f"tuned: +3.0; mean +3.0 ({3 - half:.1f} to {3 + half:.1f}): cannot be told; " in output
-    enough = int(output.split("cannot be told; ")[1].split()[0])
+    assert f"| tuned | +3.0 | +3.0 | {3 - half:.1f} to {3 + half:.1f} | undecided; " in output
+    enough = int(output.split("undecided; ")[1].split()[0])
     widths = [scipy.stats.t.ppf(0.975, n - 1) * deviation * (2 / n) ** 0.5 for n in (enough - 1, enough)]
     assert widths[1] < 3 <= widths[0]
     output = printed(record[:1] + record[3:4], "mlm --seeds 11", tmp_path, monkeypatch, capsys)
-    assert "tuned: +3.0; mean +3.0 (-inf to inf): cannot be told with one seed" in output
+    assert "| tuned | +3.0 | +3.0 | -inf to inf | undecided with one seed" in output
 
 
 def test_the_baseline_gets_the_steps_and_the_masks_of_the_idea(tmp_path, monkeypatch, capsys):
     names = [f"{row} --mask-rate 0.5 --max-steps 30" for row in ("mae-lm", "dec-2")]
     record = [line(name, 11, 50.0) for name in names]
     output = printed(record, f"{names[1]} --seeds 11", tmp_path, monkeypatch, capsys)
-    assert f"{names[1]} minus {names[0]}, by seed:" in output
+    assert f"`{names[1]}` minus `{names[0]}`:" in output
     for command, word in (("relu", "relu"), ("mlm --seed 3", "--seeds"), ("mlm --foo 3", "--foo"),
                           ("mlm --rel-pos-buckets 7", "rel_pos_buckets=7"), ("mlm --against relu", "relu")):
         assert word in fails(lambda: idea.main(command.split()), capsys)
@@ -85,17 +87,14 @@ def test_a_line_follows_from_the_files_of_the_programs(finished, tmp_path, monke
     folder.symlink_to(finished)
     ranks = {"without_mask": [1, 2], "mask_only": [3, 4]}
     write_json(tmp_path / "run-rank/rank.json", {"models": {"any": {"uncentered": ranks, "centered": {}}}})
-    right = {"tuned": "1000" "0011", "mean": "0000" "1111", "cls": "0101" "1010"}
-    for number, (score, bits) in enumerate(right.items()):
-        write_json(tmp_path / f"run-{score}/result.json", {"median": 50.0 + number})
-        answers = [{"prediction": "a", "label": "ba"[int(bit)]} for bit in bits]
-        write_text(tmp_path / f"run-{score}/seed1/predictions.jsonl", json_lines(answers))
+    for number, score in enumerate(("tuned", "cls8", "order2")):
+        write_json(tmp_path / f"run-{score}/result.json", {"median": 50.0 + number, "values": [40.0 + number]})
     model = idea.Model("mae-lm", 0, folder)
-    found = model.line()
+    found = model.line(["tuned", "cls8", "order2"])
     log = read_log(finished)
     assert (found["name"], found["seed"], found["text"], found["code"]) == ("mae-lm", 0, "t", CODE)
-    assert [found[score] for score in right] == [50, 51, 52] and found["ranks"] == ranks
-    assert [found[f"{score}_right"] for score in right] == ["83", "0f", "5a"]
+    assert [found[score] for score in ("tuned", "cls8", "order2", "quick")] == [50, 51, 52, 40]
+    assert found["ranks"] == ranks and "mean" not in found
     assert (found["tokens"], found["val_loss"]) == (6 * 8 * 24, log[-1]["val_loss"])
     assert found["early"] == [3, losses(finished, "val_loss")[1][1]]
     assert found["flops"] == log[0]["start"]["flops_per_token"] * found["tokens"]
@@ -120,14 +119,15 @@ def test_models_are_made_some_at_a_time_until_one_fails(tmp_path, monkeypatch, c
         return Mock(returncode=int("fails" in command))
 
     monkeypatch.setattr(idea.subprocess, "run", run)
-    monkeypatch.setattr(idea.Model, "line", lambda model: {"seed": model.seed})
+    monkeypatch.setattr(idea.Model, "line", lambda model, scores: {"seed": model.seed} | dict.fromkeys(scores, 1))
     models = [idea.Model("mlm", seed, tmp_path / str(seed)) for seed in range(3)]
-    idea.make(models, 2)
-    assert [read_json(model.beside(".json")) for model in models] == [{"seed": seed} for seed in range(3)]
-    programs = ["train.py", "rank.py", "finetune.py", "finetune.py", "finetune.py"]
+    idea.make(models, ["tuned", "cls8"], 2)
+    assert [read_json(model.beside(".json"))["seed"] for model in models] == [*range(3)]
+    assert not models[0].lacks(["cls8"]) and models[0].lacks(["mean"]) and idea.Model("x", 0, tmp_path / "no").lacks([])
+    programs = ["train.py", "rank.py", "finetune.py", "finetune.py"]
     assert sorted(made) == sorted(3 * [(program, "1") for program in programs]) and "3 of 3" in capsys.readouterr().out
     with pytest.raises(UserError, match="train.py --ablation fails --seed 9 .*: failed; see"):
-        idea.make([idea.Model("fails", 9, tmp_path / "9")], 1)
+        idea.make([idea.Model("fails", 9, tmp_path / "9")], [], 1)
 
 
 def test_corrections_and_intervals_of_the_claims_follow_their_definitions():

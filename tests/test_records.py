@@ -210,11 +210,19 @@ def test_fine_tuning_is_this_loop(labeled, tuned, finished):
     torch.testing.assert_close(model.state_dict(), torch.load(tuned[0] / "encoder.pt")["model"], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("pooling, strength", [("mean", 0), ("cls", 3)])
-def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, strength, labeled, finished, tmp_path):
+def drawn(labels, shots, seed):
+    """The indices of `shots` examples of each label, by rounds, or of all."""
+    order = np.random.default_rng(seed).permutation(len(labels)).tolist()
+    places = {name: [i for i in order if labels[i] == name] for name in "xyz"}
+    rounds = [sorted(each, key=order.index) for each in zip(*places.values())]
+    return sum(rounds[:shots], []) if shots else [*range(len(labels))]
+
+
+@pytest.mark.parametrize("pooling, strength, shots, seed", [("mean", 0, 0, 1), ("cls", 3, 0, 1), ("mean", 0, 4, 2)])
+def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, strength, shots, seed, labeled, finished, tmp_path):
     folder, texts, labels = labeled
     finetune.main(f"""--init {finished} --task custom --data {folder} --out {tmp_path}/out --frozen {pooling}
-                      --seq-len 12 --l2 {strength}""".split())
+                      --seq-len 12 --l2 {strength} --shots {shots} --seeds {seed}""".split())
     result = read_json(tmp_path / "out/result.json")
     pretrained = Pretrained(str(finished))
     encoder = pretrained.new_encoder(1).eval()
@@ -223,16 +231,71 @@ def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, strength, labe
     for split in (training, texts):
         states = states_of(encoder, encoded(split, pretrained.tokenizer, 12))
         vectors.append(np.stack([h.numpy()[0] if pooling == "cls" else h.numpy().mean(0) for h in states]))
-    targets = np.array(["xyz".index(label) for label in targets])
+    chosen = drawn(targets, shots, seed)
+    targets = np.array(["xyz".index(label) for label in targets])[chosen]
     strengths = np.array([3.0]) if strength else probe.STRENGTHS
-    model = probe.fit(vectors[0].astype(np.float64), targets, strengths, "accuracy")
+    model = probe.fit(vectors[0][chosen].astype(np.float64), targets, strengths, "accuracy")
     right = 100 * np.mean(["xyz"[i] for i in model.predict(vectors[1])] == np.array(labels))
-    assert result["values"] == [result["median"]] == [pytest.approx(right)] and right > 70
-    run, = read_lines(tmp_path / "out/runs.jsonl")
-    assert run["l2"] == pytest.approx(1 / model[-1].C_)
-    lines = read_lines(tmp_path / "out/seed1/predictions.jsonl")
+    assert result["values"][-1] == pytest.approx(right) and len(result["values"]) == seed and right > 50
+    run = read_lines(tmp_path / "out/runs.jsonl")[-1]
+    assert run["l2"] == pytest.approx(1 / model[-1].C_) and result["shots"] == shots
+    lines = read_lines(tmp_path / f"out/seed{seed}/predictions.jsonl")
     found = [[line["scores"][name] for name in "xyz"] for line in lines]
     np.testing.assert_allclose(found, model.predict_proba(vectors[1]), atol=1e-4)
+
+
+def test_naive_bayes_counts_tokens_and_their_pairs(labeled, finished, tmp_path, monkeypatch):
+    folder, texts, labels = labeled
+    monkeypatch.setattr(probe, "SMOOTHING", [1e6, 0.1, 1e7])
+    finetune.main(f"--init bow:{finished} --task custom --data {folder} --out {tmp_path}/out --seq-len 12 --shots 9 "
+                  "--seeds 2".split())
+    training, targets = rows_of_file(folder / "train.jsonl")
+    tokenizer = Pretrained(str(finished)).tokenizer
+    pieces = []
+    for split in ([training[i] for i in drawn(targets, 9, 2)], texts):
+        ids = [each[0].tolist() for each in encoded(split, tokenizer, 12)]
+        pieces.append([[*each, *zip(each, each[1:])] for each in ids])
+    names = [targets[i] for i in drawn(targets, 9, 2)]
+    known = sorted({piece for each in pieces[0] for piece in each}, key=str)
+    counts = {name: np.array([sum(each.count(piece) for each, label in zip(pieces[0], names) if label == name)
+                              for piece in known]) for name in "xyz"}
+    run = read_lines(tmp_path / "out/runs.jsonl")[1]
+    assert run["smoothing"] == 0.1 and run["ranks"] is None
+    log_p = {name: np.log((each + run["smoothing"]) / (each + run["smoothing"]).sum()) for name, each in counts.items()}
+    lines = read_lines(tmp_path / "out/seed2/predictions.jsonl")
+    for line, each in zip(lines, pieces[1], strict=True):
+        logits = [sum(log_p[name][known.index(piece)] for piece in each if piece in known) for name in "xyz"]
+        assert line["scores"] == pytest.approx(dict(zip("xyz", scipy.special.softmax(logits))), abs=1e-6)
+    result = read_json(tmp_path / "out/result.json")
+    right = sum(line["prediction"] == label for line, label in zip(lines, labels))
+    assert result["values"][1] == pytest.approx(100 * right / len(labels))
+    assert result["effective_rank"]["before"] is None
+
+
+def test_with_few_labels_a_fifth_of_them_chooses_the_checkpoint(labeled, finished, tmp_path, monkeypatch):
+    folder, texts, _ = labeled
+    scored, trained = [], []
+    evaluate, shuffled = finetune.FineTuning.evaluate, Encoded.shuffled
+
+    def noting(run, model, splits):
+        scores = evaluate(run, model, splits)
+        scored.append(([row.text for row in splits["dev"].examples], scores.metrics["accuracy"]))
+        return scores
+
+    def noting_too(split, *how):
+        trained.append([row.text for row in split.examples])
+        return shuffled(split, *how)
+
+    monkeypatch.setattr(finetune.FineTuning, "evaluate", noting)
+    monkeypatch.setattr(Encoded, "shuffled", noting_too)
+    finetune.main(f"""--init {finished} --task custom --data {folder} --out {tmp_path}/out --seeds 1 --epochs 2
+        --seq-len 12 --batch-size 5 --learning-rate 1e-2 --shots 10""".split())
+    training, targets = rows_of_file(folder / "train.jsonl")
+    chosen = [training[i] for i in drawn(targets, 10, 1)]
+    assert trained == [chosen[:24]] and [found for found, _ in scored] == [*4 * [chosen[24:]], [*texts]]
+    result = read_json(tmp_path / "out/result.json")
+    best = max(scored[:4], key=lambda each: each[1])
+    assert result["steps"] == [math.ceil(10 * (1 + scored.index(best)) / 4)] and result["values"] == [scored[-1][1]]
 
 
 # ---- Ranks and exports ----------------------------------------------------------------------------------------------

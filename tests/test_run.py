@@ -236,7 +236,9 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
     *[(train, f"--{field.replace('_', '-')}={value}", f"{field}={value!r}: use ") for field, value in (
         ("rel_pos_buckets", 7), ("decoder", "foo"), ("mask_rate", 0.0), ("decoder_dim", 100), ("decoder_layers", 0),
         ("encoder_heads", 7))],
-    (finetune, "--init RUN --frozen --epochs 2", "no settings but batch_size, l2, seq_len"),
+    (finetune, "--init RUN --frozen --epochs 2", "no settings but l2, seq_len"),
+    (finetune, "--init RUN --shots 4", "--shots 4: use 5 or more, or a probe"),
+    (finetune, "--init bow:RUN --frozen", "--frozen mean: naive Bayes has no encoder"),
     (finetune, "--task custom", "--task custom: needs --data"),
     (finetune, "--init RUN --regression", "regression: only for --task custom"),
     (finetune, "--init RUN --task rte,cols", "--task rte,cols: use mnli, .*squad2.*glue"),
