@@ -38,7 +38,7 @@ from support.examples import Data, read_tasks
 from support.kinds import encode_task
 from support.model import seed_of
 from support.optim import take_step
-from support.probe import POOLINGS, Scores, naive_bayes, probe, vectors_of
+from support.probe import POOLINGS, Scores, fit, fit_counts, scores_of, strength_of, vectors_of, words_of
 from support.program import Parser, UserError, clear_errors, fields_of, short_name
 from support.results import Results, table1
 from support.tasks import TuneConfig, task_names
@@ -69,7 +69,7 @@ class FineTuning:
         if (flags.shots or flags.frozen == BOW) and not self.kind.labels.names:
             raise UserError(f"--task {task}: has no classes, which --shots and {BOW}: need")
         self.metric = self.kind.labels.metrics[0]  # selects checkpoints, and is the value of a run
-        self.vectors = {}  # of the frozen encoder
+        self.inputs = {}  # of a probe
         self.results = Results(out, asdict(self.tune) | {
             "init": flags.init, "task": task, "weights": pretrained.weights_hash(), "metric": self.metric,
             "examples": examples, "sweep": flags.sweep, "frozen": flags.frozen, "shots": flags.shots})
@@ -186,20 +186,24 @@ class FineTuning:
         """Fit a linear model to the vectors of the frozen encoder, or naive Bayes. Returns its
         strength of regularization or smoothing, and Scores. There are no new `ranks`, because they
         do not change."""
+        frozen = self.flags.frozen
         train = self.splits["train"]
-        drawn = train.draw(self.flags.shots, seed)
-        splits = self.splits | {"train": train.take(drawn)}
-        if self.flags.frozen == BOW:
-            found = naive_bayes(self.kind, splits)
-            return {"smoothing": found.strength, "ranks": None}, found.scores
-        if not self.vectors or self.pretrained.is_random:
+        if not self.inputs or self.pretrained.is_random:
             encoder = self.pretrained.new_encoder(seed).to(self.worker.device).eval()
             last = [self.pretrained.config.encoder_layers]
-            for split, encoded in self.splits.items():
-                self.vectors[split] = vectors_of(encoder, encoded, last)[self.flags.frozen][:, 0]
-        vectors = self.vectors | {"train": self.vectors["train"][drawn]}
-        found = probe(self.kind, splits, vectors, tune.l2)
-        return {"l2": found.strength, "ranks": None}, found.scores
+            for split, each in self.splits.items():
+                if frozen == BOW:
+                    self.inputs[split] = words_of(each)
+                else:
+                    self.inputs[split] = vectors_of(encoder, each, last)[frozen][:, 0]
+        drawn = train.draw(self.flags.shots, seed)
+        inputs, targets = self.inputs["train"][drawn], train.targets[drawn].numpy()
+        if frozen == BOW:
+            model = fit_counts(inputs, targets, self.metric)
+        else:
+            model = fit(inputs, targets, tune.l2, self.metric)
+        scores = scores_of(model, self.kind, self.splits, self.inputs)
+        return {"strength": strength_of(model), "ranks": None}, scores
 
 
 def schedule(tune: TuneConfig, inputs: int) -> tuple[int, set[int]]:

@@ -1,7 +1,6 @@
 """Linear probes: how well a linear model reads the labels of a task from the vectors of a frozen encoder. And naive
 Bayes, which needs no encoder."""
 from collections import Counter
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -62,66 +61,58 @@ def scoring(metric: str):
     return make_scorer(lambda true, predicted: METRICS[metric](predicted, true))
 
 
-def fit(x: np.ndarray, targets: np.ndarray, strengths: np.ndarray, metric: str):
-    """The linear model (a Pipeline) of vectors x (N, d) for labels (N,) int64 or numbers (N,) float32, with the L2
-    regularization that is best on held-out folds by a metric of METRICS."""
+def fit(x: np.ndarray, targets: np.ndarray, l2: float, metric: str):
+    """The linear model (a Pipeline) of vectors x (N, d) for labels (N,) int64 or numbers (N,) float32, with L2
+    regularization of this strength or, if it is 0, of the one that is best on held-out folds by a metric of METRICS."""
     from sklearn.linear_model import LogisticRegressionCV, RidgeCV
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
     folds = folds_of(targets)
+    strengths = np.array([l2]) if l2 else STRENGTHS
     if targets.dtype == np.int64:
         model = LogisticRegressionCV(Cs=1 / strengths, cv=folds, l1_ratios=(0,), scoring=scoring(metric), max_iter=1000,
                                      use_legacy_attributes=False)
     else:
         model = RidgeCV(alphas=strengths, cv=folds, scoring=scoring(metric))
-    return make_pipeline(StandardScaler(), model).fit(x, targets)
+    return make_pipeline(StandardScaler(), model).fit(x.astype(np.float64), targets)
 
 
-def fit_counts(texts: list[str], targets: np.ndarray, metric: str):
-    """Multinomial naive Bayes (a GridSearchCV) for labels (N,) int64, which counts the tokens of texts and all pairs of
-    neighbouring tokens. Its smoothing is the best on held-out folds by a metric of METRICS."""
+def words_of(encoded: Encoded) -> np.ndarray:
+    """The ids of each input of a split as words of a text, (N,)."""
+    return np.array([" ".join(map(str, ids)) for ids in encoded.ids])
+
+
+def fit_counts(words: np.ndarray, targets: np.ndarray, metric: str):
+    """Multinomial naive Bayes (a GridSearchCV) for labels (N,) int64, which counts words and all pairs of neighboring
+    words. Its smoothing is the best on held-out folds by a metric of METRICS."""
     from sklearn.feature_extraction.text import CountVectorizer
     from sklearn.model_selection import GridSearchCV
     from sklearn.naive_bayes import MultinomialNB
     from sklearn.pipeline import make_pipeline
     model = make_pipeline(CountVectorizer(ngram_range=(1, 2), token_pattern=r"\d+"), MultinomialNB())
     search = GridSearchCV(model, {"multinomialnb__alpha": SMOOTHING}, scoring=scoring(metric), cv=folds_of(targets))
-    return search.fit(texts, targets)
+    return search.fit(words, targets)
 
 
-def logits_of(model, x, classes: int) -> torch.Tensor:
-    """The outputs (N, C) for N inputs: numbers if there are no classes, or logits, -inf without examples."""
-    if classes == 0:
-        return torch.from_numpy(model.predict(x))[:, None]
-    outputs = np.full((len(x), classes), -np.inf)
-    outputs[:, model.classes_] = model.predict_log_proba(x)
-    return torch.from_numpy(outputs)
+def strength_of(model) -> float:
+    """The strength of regularization, or the smoothing, of a model of fit or fit_counts."""
+    if hasattr(model, "best_params_"):
+        return model.best_params_["multinomialnb__alpha"]
+    return float(model[-1].alpha_ if hasattr(model[-1], "alpha_") else 1 / model[-1].C_)
 
 
-class Probe(NamedTuple):
-    """The Scores of a linear model, and its strength of regularization or smoothing."""
-    scores: Scores
-    strength: float
-
-
-def probe(kind: Kind, splits: dict[str, Encoded], vectors: dict[str, np.ndarray], l2: float) -> Probe:
-    """Fit a linear model to the vectors (N, d) of the training split, and score it on the others. Its strength of
-    regularization is chosen if l2 is 0."""
-    vectors = {split: x.astype(np.float64) for split, x in vectors.items()}
-    strengths = np.array([l2]) if l2 else STRENGTHS
+def scores_of(model, kind: Kind, splits: dict[str, Encoded], inputs: dict[str, np.ndarray]) -> Scores:
+    """The Scores of a model of fit or fit_counts, from the inputs (N, ...) of all splits but train."""
     classes = len(kind.labels.names)
-    model = fit(vectors.pop("train"), splits["train"].targets.numpy(), strengths, kind.labels.metrics[0])
-    outputs = {split: logits_of(model, x, classes) for split, x in vectors.items()}
-    strength = model[-1].alpha_ if classes == 0 else 1 / model[-1].C_
-    return Probe(kind.scores(outputs, splits), float(strength))
-
-
-def naive_bayes(kind: Kind, splits: dict[str, Encoded]) -> Probe:
-    """Fit naive Bayes to the tokens of the training split, and score it on the others."""
-    texts = {split: [" ".join(map(str, ids)) for ids in each.ids] for split, each in splits.items()}
-    model = fit_counts(texts.pop("train"), splits["train"].targets.numpy(), kind.labels.metrics[0])
-    outputs = {split: logits_of(model, each, len(kind.labels.names)) for split, each in texts.items()}
-    return Probe(kind.scores(outputs, splits), model.best_params_["multinomialnb__alpha"])
+    outputs = {}
+    for split, x in inputs.items():
+        if split != "train" and classes == 0:
+            outputs[split] = torch.from_numpy(model.predict(x))[:, None]
+        elif split != "train":
+            logits = np.full((len(x), classes), -np.inf)  # of labels without training examples
+            logits[:, model.classes_] = model.predict_log_proba(x)
+            outputs[split] = torch.from_numpy(logits)
+    return kind.scores(outputs, splits)
 
 
 def scores_by_layer(name: str, task: str, device: torch.device) -> dict[str, list[float]]:
@@ -133,9 +124,11 @@ def scores_by_layer(name: str, task: str, device: torch.device) -> dict[str, lis
     kind, splits = encode_task(task, examples, pretrained, TuneConfig.of(task, {}, pretrained.config.encoder_dim))
     layers = [*range(pretrained.config.encoder_layers + 1)]
     vectors = {split: vectors_of(encoder, each, layers) for split, each in splits.items()}
-    scores = {}
-    for pooling in POOLINGS:
-        probes = [probe(kind, splits, {split: each[pooling][:, i] for split, each in vectors.items()}, 0.0)
-                  for i in layers]
-        scores[pooling] = [each.scores.metrics[kind.labels.metrics[0]] for each in probes]
-    return scores
+    metric = kind.labels.metrics[0]
+    found = {pooling: [] for pooling in POOLINGS}
+    for pooling, scores in found.items():
+        for i in layers:
+            inputs = {split: each[pooling][:, i] for split, each in vectors.items()}
+            model = fit(inputs["train"], splits["train"].targets.numpy(), 0.0, metric)
+            scores.append(scores_of(model, kind, splits, inputs).metrics[metric])
+    return found

@@ -70,7 +70,8 @@ class Results:
     def show(self, run: dict, number: int, count: int):
         """Print a run, which is the one with this number of several."""
         settings = {name: run["tune"][name] for name in SWEPT}
-        settings = {name: run[name] for name in ("l2", "smoothing") if name in run} or settings  # of a probe
+        if self.record["frozen"]:
+            settings = {"strength": run["strength"]}
         setting = "  ".join(f"{name} {x:g}" for name, x in settings.items())
         left = timedelta(seconds=round((count - number) * run["seconds"]))
         print(f"{self.record['task']}  {setting}  seed {run['seed']}  {self.record['metric']} {shown(run['value'])}  "

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from unittest.mock import Mock
 
 import numpy as np
 import pandas
@@ -134,7 +135,7 @@ def test_the_strength_of_a_probe_is_the_best_by_the_metric_on_held_out_folds():
             "accuracy": sklearn.metrics.accuracy_score, "matthews": sklearn.metrics.matthews_corrcoef}[metric])
         scores = [sklearn.model_selection.cross_val_score(model(alpha=l2) if folds else model(C=1 / l2), x, targets,
                                                           cv=cut, scoring=scorer).mean() for l2 in probe.STRENGTHS]
-        found = probe.fit(x, targets, probe.STRENGTHS, metric)[-1]
+        found = probe.fit(x, targets, 0.0, metric)[-1]
         chosen.append(found.alpha_ if folds else 1 / found.C_)
         assert chosen[-1] == pytest.approx(probe.STRENGTHS[np.argmax(scores)])
     assert len({*chosen}) > 1
@@ -144,12 +145,18 @@ def test_a_probe_gives_the_probabilities_of_its_model():
     random = np.random.default_rng(0)
     x = random.normal(size=(60, 4)) * (0.001, 1, 1, 1)  # which standardization undoes
     labels = 1 + np.digitize(x[:, 0], [-0.0005, 0.0005])  # 1 to 3, of 4 classes
-    outputs = probe.logits_of(probe.fit(x, labels, np.array([1.0]), "accuracy"), x, 4).softmax(1).numpy()
+
+    def outputs_of(model, names):  # of the split dev alone
+        kind = Mock(labels=Labels((), names), scores=lambda outputs, splits: outputs)
+        outputs = probe.scores_of(model, kind, {}, {"train": x, "dev": x})
+        return outputs.pop("dev") if len(outputs) == 1 else None
+
+    outputs = outputs_of(probe.fit(x, labels, 1.0, "accuracy"), tuple("abcd")).softmax(1).numpy()
     assert (outputs[:, 0] == 0).all() and (outputs.argmax(1) == labels).mean() > 0.9
-    numbers = probe.fit(x, x[:, 0].astype(np.float32), np.array([1e-3]), "spearman")
-    np.testing.assert_allclose(probe.logits_of(numbers, x, 0), x[:, :1], atol=1e-5)
+    numbers = probe.fit(x, x[:, 0].astype(np.float32), 1e-3, "spearman")
+    np.testing.assert_allclose(outputs_of(numbers, ()), x[:, :1], atol=1e-5)
     with pytest.raises(UserError, match="the rarest of 2 has 1"):
-        probe.fit(x, np.eye(60, dtype=np.int64)[0], probe.STRENGTHS, "accuracy")
+        probe.fit(x, np.eye(60, dtype=np.int64)[0], 0.0, "accuracy")
 
 
 def test_a_result_can_be_continued_but_not_with_other_texts(finished, tmp_path, capsys, monkeypatch):

@@ -233,12 +233,11 @@ def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, strength, shot
         vectors.append(np.stack([h.numpy()[0] if pooling == "cls" else h.numpy().mean(0) for h in states]))
     chosen = drawn(targets, shots, seed)
     targets = np.array(["xyz".index(label) for label in targets])[chosen]
-    strengths = np.array([3.0]) if strength else probe.STRENGTHS
-    model = probe.fit(vectors[0][chosen].astype(np.float64), targets, strengths, "accuracy")
+    model = probe.fit(vectors[0][chosen], targets, strength, "accuracy")
     right = 100 * np.mean(["xyz"[i] for i in model.predict(vectors[1])] == np.array(labels))
     assert result["values"][-1] == pytest.approx(right) and len(result["values"]) == seed and right > 50
     run = read_lines(tmp_path / "out/runs.jsonl")[-1]
-    assert run["l2"] == pytest.approx(1 / model[-1].C_) and result["shots"] == shots
+    assert run["strength"] == pytest.approx(1 / model[-1].C_) and result["shots"] == shots
     lines = read_lines(tmp_path / f"out/seed{seed}/predictions.jsonl")
     found = [[line["scores"][name] for name in "xyz"] for line in lines]
     np.testing.assert_allclose(found, model.predict_proba(vectors[1]), atol=1e-4)
@@ -260,8 +259,8 @@ def test_naive_bayes_counts_tokens_and_their_pairs(labeled, finished, tmp_path, 
     counts = {name: np.array([sum(each.count(piece) for each, label in zip(pieces[0], names) if label == name)
                               for piece in known]) for name in "xyz"}
     run = read_lines(tmp_path / "out/runs.jsonl")[1]
-    assert run["smoothing"] == 0.1 and run["ranks"] is None
-    log_p = {name: np.log((each + run["smoothing"]) / (each + run["smoothing"]).sum()) for name, each in counts.items()}
+    assert run["strength"] == 0.1 and run["ranks"] is None
+    log_p = {name: np.log((each + run["strength"]) / (each + run["strength"]).sum()) for name, each in counts.items()}
     lines = read_lines(tmp_path / "out/seed2/predictions.jsonl")
     for line, each in zip(lines, pieces[1], strict=True):
         logits = [sum(log_p[name][known.index(piece)] for piece in each if piece in known) for name in "xyz"]
