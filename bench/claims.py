@@ -3,6 +3,7 @@
     python -m bench.claims      # prints the tables, and draws docs/few.png
 """
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas
@@ -12,6 +13,10 @@ from bench.idea import RECORD, half_width, markdown
 from support.program import ROOT, Parser, clear_errors, figure, read_json, read_lines
 
 SHOTS = (4, 8, 16, 32, 100)  # labels per class; 100 is all of docs
+SCORES = {  # field of bench.idea, and task and --shots of naive Bayes
+    **{f"{shots} labels": (f"{{pooling}}{shots % 100 or ''}", "docs", shots % 100) for shots in SHOTS},
+    "modules, 8 labels": ("modules-{pooling}8", "modules", 8), "order": ("order{factor}", "bshift", 0),
+    "fine-tuned": ("tuned", "", 0)}
 HALF = "--mask-rate 0.5"
 MODELS = {  # row of bench.idea, pooling, and factor of bshift's rate: chosen with seeds 21 and 22, see plan.md
     "MAE-LM": (f"mae-lm {HALF}", "cls", 1),
@@ -64,25 +69,22 @@ def decided(rows: list[dict]) -> pandas.DataFrame:
 
 
 # ---- 2. Few labels, and the order of words ------------------------------------------------------------------
-class Record:
-    """Scores by model and seed, from the lines of bench.idea and the results of naive Bayes."""
-    def __init__(self, lines: list[dict], bayes: list[dict]):
-        rows = {row for row, _, _ in MODELS.values()}
-        self.lines = pandas.DataFrame([line for line in lines if line["name"] in rows and line["seed"] > 30])
-        self.bayes = {(result["task"], result["shots"]): result["median"] for result in bayes}
+class Record(NamedTuple):
+    """The lines of bench.idea by row and seed, and the results of naive Bayes."""
+    lines: pandas.DataFrame
+    bayes: list[dict]
+
+    def of(self, model: str) -> pandas.DataFrame:
+        """The lines of a model with the seeds of the plan."""
+        return self.lines[(self.lines["name"] == MODELS[model][0]) & (self.lines["seed"] > 30)]
 
     def values(self, model: str, score: str) -> np.ndarray:
-        """A score of a model, by seed; one number for naive Bayes. A score is N labels, modules, 8 labels, order,
-        fine-tuned, or a field of the record."""
-        labels = {f"{shots} labels": shots for shots in SHOTS}
+        """One of SCORES by seed; one number for naive Bayes."""
+        field, task, shots = SCORES[score]
         if model == BAYES:
-            keys = {f"{shots} labels": ("docs", shots % 100) for shots in SHOTS}
-            keys |= {"modules, 8 labels": ("modules", 8), "order": ("bshift", 0)}
-            return np.array([self.bayes.get(keys.get(score), np.nan)])
-        row, pooling, factor = MODELS[model]
-        fields = {name: f"{pooling}{shots % 100 or ''}" for name, shots in labels.items()}
-        fields |= {"modules, 8 labels": f"modules-{pooling}8", "order": f"order{factor}", "fine-tuned": "tuned"}
-        return self.lines[self.lines["name"] == row][fields.get(score, score)].to_numpy(float)
+            return np.array([each["median"] for each in self.bayes if (each["task"], each["shots"]) == (task, shots)])
+        _, pooling, factor = MODELS[model]
+        return self.of(model)[field.format(pooling=pooling, factor=factor)].to_numpy(float)
 
 
 def claims(record: Record) -> pandas.DataFrame:
@@ -102,14 +104,11 @@ def table(record: Record) -> pandas.DataFrame:
     """A row per model: means over its seeds."""
     rows = []
     for model in [*MODELS, BAYES]:
-        row = {"model": model}
-        for score in (*[f"{shots} labels" for shots in SHOTS], "modules, 8 labels", "order", "fine-tuned"):
-            row[score] = f"{record.values(model, score).mean():.1f}".replace("nan", "")
+        scores = {score: record.values(model, score) for score in SCORES}
         if model != BAYES:
-            row |= {"minutes": f"{record.values(model, 'seconds').mean() / 60:.1f}",
-                    "FLOPs, 10¹²": f"{record.values(model, 'flops').mean() / 1e12:.1f}"}
-        rows.append(row)
-    return pandas.DataFrame(rows).fillna("")
+            scores |= {"minutes": record.of(model)["seconds"] / 60, "FLOPs, 10¹²": record.of(model)["flops"] / 1e12}
+        rows.append({"model": model} | {name: np.mean(values) for name, values in scores.items() if len(values)})
+    return pandas.DataFrame(rows).round(1).astype(object).fillna("")
 
 
 def draw(record: Record, path: Path):
@@ -192,7 +191,7 @@ def main(argv=None):
         parts = {"laptop": laptop(read_json(folder / "evidence.json")["jobs"]),
                  "earlier toys": toys(read_lines(folder / "toys.jsonl"))}
         if RECORD.is_file():
-            record = Record(read_lines(RECORD), read_lines(folder / "naive-bayes.jsonl"))
+            record = Record(pandas.DataFrame(read_lines(RECORD)), read_lines(folder / "naive-bayes.jsonl"))
             parts |= {"claims": claims(record), "models": table(record)}
             draw(record, flags.figure)
         for title, part in parts.items():

@@ -6,8 +6,8 @@
 
 Each seed is trained, fine-tuned on the task `docs` (`tuned`: the median of three seeds), and probed without
 fine-tuning, at the mean vector and at [CLS], with all labels and with 8 per class. Accuracies in percent are compared
-by seed with those of --against; tables are Markdown. Models that the record has for this machine's text and precision
-are not made again. Repeat a command to continue it.
+by seed with those of --against; tables are Markdown. Repeat a command to continue it; models in --out are not made
+again.
 """
 import os
 import re
@@ -16,11 +16,8 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 from queue import SimpleQueue
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import pandas
@@ -29,11 +26,9 @@ from scipy import stats
 
 import train
 from maelm import ABLATIONS
-from support.corpus import open_corpus
-from support.program import ROOT, Parser, UserError, clear_errors, json_lines, read_json, read_lines, short_hash
-from support.program import write_json, write_text
+from support.program import ROOT, Parser, UserError, clear_errors, json_lines, read_json, read_lines, write_json
+from support.program import write_text
 from support.results import CODE
-from support.worker import Worker
 
 RECORD = ROOT / "bench/results/ideas.jsonl"
 FOLLOWED = ("mask_rate", "max_steps", "precision")  # flags of an idea that its baseline also gets
@@ -83,12 +78,11 @@ class Model(NamedTuple):
         log = read_lines(self.folder / "log.jsonl")
         starts = [line["start"] for line in log if "start" in line]
         trained = [line for line in log if "loss" in line][-1]
-        line = origin(self.name) | {"name": self.name, "seed": self.seed, "commit": starts[-1]["commit"]}
-        line |= {"torch": starts[-1]["torch"], "tokens": trained["tokens"], "seconds": round(trained["seconds"])}
+        line = {"name": self.name, "seed": self.seed, "text": read_json(self.folder / "config.json")["corpus"]}
+        line |= {key: starts[-1][key] for key in ("commit", "torch", "dtype")}
+        line |= {"tokens": trained["tokens"], "seconds": round(trained["seconds"])}
         line["flops"] = starts[-1]["flops_per_token"] * trained["tokens"]
-        evaluations = [line for line in log if "val_loss" in line]
-        line["val_loss"] = evaluations[-1]["val_loss"]
-        line["early"] = [evaluations[1]["step"], evaluations[1]["val_loss"]]
+        line["val_loss"] = [line["val_loss"] for line in log if "val_loss" in line][-1]
         [ranks] = read_json(self.beside("-rank") / "rank.json")["models"].values()
         line["ranks"] = ranks["uncentered"]
         for score in scores:
@@ -97,28 +91,6 @@ class Model(NamedTuple):
             if score == "tuned":
                 line["quick"] = result["values"][0]
         return line | {"code": CODE}
-
-
-def origin(name: str) -> dict:
-    """The text and the precision of a model on this machine. Raises UserError if a flag of the model is wrong."""
-    config, recipe, *_ = train.parse(["--ablation", *shlex.split(name)])
-    with redirect_stdout(StringIO()):
-        corpus = open_corpus(recipe, config.vocab_size, config.seq_len)
-    tokens = read_json(corpus.folder / "meta.json")["tokens"]["train"]
-    worker = Worker.make(recipe.precision, recipe.device, config.encoder_dim)
-    return {"text": f"{short_hash(corpus.tokenizer.to_json())}-{tokens}", "dtype": str(worker.dtype)}
-
-
-def check(line: dict):
-    """Repeat the first steps of a recorded model. Raises UserError if an edit of the code has changed them."""
-    step, loss = line["early"]
-    command = ["--ablation", *shlex.split(line["name"]), "--seed", str(line["seed"]), "--stop-at", str(step)]
-    with TemporaryDirectory() as folder, redirect_stdout(StringIO()):
-        train.main([*command, "--out", folder])
-        found = read_lines(Path(folder) / "log.jsonl")[-1]["val_loss"]
-    if abs(found - loss) > 1e-3 * loss:
-        raise UserError(f"{line['name']}: validation loss at step {step} is {found:.4f}, but recorded is {loss:.4f}; "
-                        "an edit of the code has changed it: let new fields change nothing by default")
 
 
 def make(models: list[Model], scores: list[str], jobs: int):
@@ -188,8 +160,11 @@ def verdict(values: pandas.Series, deviation: float, freedom: int) -> dict[str, 
 
 def compare(lines: list[dict], scores: list[str], name: str, against: str, seeds: list[int]) -> pandas.DataFrame:
     """The differences between two models by score and seed, and verdicts. The deviation between seeds is pooled over
-    all models in `lines`."""
-    found = pandas.DataFrame(lines).set_index(["name", "seed"])[scores].astype(float)
+    all models in `lines` with as many tokens."""
+    found = pandas.DataFrame(lines)
+    [tokens, *_] = found.loc[found["name"] == against, "tokens"]
+    found = found[(found["tokens"] == tokens) | (found["name"] == name)]
+    found = found.set_index(["name", "seed"])[scores].astype(float)
     groups = found.groupby("name")
     freedom = int((groups.size() - 1).sum())
     variance = groups.var().mul(groups.size() - 1, axis=0).sum() / max(1, freedom)
@@ -226,16 +201,10 @@ def main(argv=None):
         name = shlex.join([flags.row, *words])
         followed = [f"--{each.replace('_', '-')} {given[each]}" for each in FOLLOWED if given[each] != plain[each]]
         against = flags.against or " ".join(["mae-lm", *followed])
-        origins = {each: origin(each) for each in (against, name)}
-        known = [line for line in recorded if origins.get(line["name"], origins[against]).items() <= line.items()]
-        known = [line for line in known if {*scores} <= line.keys()]
-        made = {(line["name"], line["seed"]) for line in known}
+        train.parse(["--ablation", *shlex.split(against)])  # raises UserError if a flag is wrong
+        names = dict.fromkeys([against, name])
         models = [Model(each, seed, flags.out / re.sub(r"[^\w.+]+", "-", f"{each}-{seed}"))
-                  for seed in flags.seeds for each in origins if (each, seed) not in made]
-        baseline = [line for line in known if line["name"] == against and line["seed"] in flags.seeds]
-        if baseline:
-            print(f"{against}: repeating the first steps of the record")
-            check(baseline[0])
+                  for seed in flags.seeds for each in names]
         missing = [model for model in models if model.lacks(scores)]
         print(f"{name}, against {against}: {len(missing)} models to make; logs are in {flags.out}")
         make(missing, scores, flags.jobs or torch.cuda.device_count() or torch.get_num_threads())
@@ -243,16 +212,13 @@ def main(argv=None):
         for model, line in zip(models, new):
             if line.pop("code") != CODE:
                 print(f"{model.name}, seed {model.seed}: made by other code; to make it again, delete {model.folder}*")
+        lines = {(line["name"], line["seed"]): line for line in recorded + new}  # a new one replaces a recorded one
         if flags.record:
-            kept = {tuple(line[field] for field in ("name", "seed", "text", "dtype")): line for line in recorded + new}
-            write_text(RECORD, json_lines(kept.values()))
-        lines = known + new
-        tokens = {line["tokens"] for line in lines if line["name"] == against}
-        lines = [line for line in lines if line["name"] == name or line["tokens"] in tokens]
-        shown = [line for line in lines if line["name"] in origins and line["seed"] in flags.seeds]
-        print(markdown(table(shown, scores)))
+            write_text(RECORD, json_lines(lines.values()))
+        print(markdown(table(new, scores)))
         if name != against:
-            print(f"\n`{name}` minus `{against}`:\n\n{markdown(compare(lines, scores, name, against, flags.seeds))}")
+            print(f"\n`{name}` minus `{against}`:\n")
+            print(markdown(compare([*lines.values()], scores, name, against, flags.seeds)))
 
 
 if __name__ == "__main__":

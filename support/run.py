@@ -126,7 +126,8 @@ class Run:
             f"unigram entropy of the validation tokens {entropy:.3f} nats: the loss without any context"]
         self.write("\n".join(lines), unigram_entropy=entropy, start={
             "commit": commit(), "torch": torch.__version__, "host": socket.gethostname(), "micro_batch": micro_batch,
-            "processes": worker.world_size, "flops_per_token": flops(config) / config.seq_len, "changed": self.changed})
+            "processes": worker.world_size, "dtype": str(worker.dtype),
+            "flops_per_token": flops(config) / config.seq_len, "changed": self.changed})
 
     def write(self, text: str, **line):
         """Append a line to log.jsonl and print a text."""

@@ -1,87 +1,91 @@
 """Claims about bench/: a line follows from the files of its programs, and verdicts and tables from the lines."""
+import functools
 import json
+import re
 from unittest.mock import Mock
 
 import numpy as np
+import pandas
 import pytest
 import scipy.stats
 import torch
 
-import train
 from bench import claims, idea, speed
-from support.program import UserError, json_lines, read_json, write_json, write_text
+from support.program import UserError, json_lines, read_json, read_lines, write_json, write_text
 from support.results import CODE
 from support.run import flops
-from tests.common import arguments, fails, losses, make_config, read_log
-
-HERE = {"text": "t", "dtype": "d"}
-
+from tests.common import fails, make_config, read_log
 
 def line(name, seed, tuned, tokens=100, **more):
     """A line of a record, all of whose scores follow from one."""
     ranks = {"without_mask": [1, 40 + seed], "mask_only": [1, 20]}
-    return HERE | {"name": name, "seed": seed, "tokens": tokens, "seconds": 90, "flops": 3e12, "val_loss": 2.5,
+    return {"name": name, "seed": seed, "tokens": tokens, "seconds": 90, "flops": 3e12, "val_loss": 2.5,
                    "ranks": ranks, "tuned": tuned, "mean8": tuned / 2, "cls8": 30.0, "mean": 1.0, "cls": 1.0,
                    "quick": 3 * tuned} | more
 
 
-def printed(record, command, tmp_path, monkeypatch, capsys):
-    """The output of bench.idea for a record."""
+def printed(record, made, command, tmp_path, monkeypatch, capsys):
+    """The output of bench.idea for a record and made models."""
     write_text(tmp_path / "record.jsonl", json_lines(record))
+    for each in made:
+        name = re.sub("[ -]+", "-", each["name"])
+        write_json(tmp_path / f"out/{name}-{each['seed']}.json", each | {"code": CODE})
     with monkeypatch.context() as patch:
+        patch.setattr(idea.subprocess, "run", None)  # nothing is trained
         patch.setattr(idea, "RECORD", tmp_path / "record.jsonl")
-        patch.setattr(idea, "origin", lambda name: HERE)
-        patch.setattr(idea, "check", lambda line: None)
         idea.main([*command.split(), "--out", str(tmp_path / "out")])
     return capsys.readouterr().out
 
 
 def test_a_verdict_follows_from_the_differences_between_equal_seeds(tmp_path, monkeypatch, capsys):
     base, other = [60.0, 61.0, 63.0], [64.0, 66.5, 66.0]
-    record = [line("mae-lm", 11 + i, score) for i, score in enumerate(base)]
-    record += [line("mlm", 13 - i, score) for i, score in enumerate(other[::-1])]
-    record += [line("mlm", 14, 0.0), line("mlm --max-steps 9", 11, 10.0, tokens=9)]
-    record += [line("mlm", 11, 0.0, dtype="of another machine"), line("mae-lm", 11, 0.0, text="of another machine")]
-    output = printed(record, "mlm", tmp_path, monkeypatch, capsys)
+    made = [line("mae-lm", 11 + i, score) for i, score in enumerate(base)]
+    made += [line("mlm", 13 - i, score) for i, score in enumerate(other[::-1])]
+    record = [line("mlm", 14, 0.0), line("mlm", 11, 0.0), line("mlm --max-steps 9", 11, 10.0, tokens=9)]
+    show = functools.partial(printed, record, made, tmp_path=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    output = show("mlm")
     test = scipy.stats.ttest_1samp([b - a for a, b in zip(base, other)], 0)
     low, high = test.confidence_interval()
     assert f"| tuned | +4.0, +5.5, +3.0 | +4.2 | {low:.1f} to {high:.1f} | better |\n" in output and low > 0
     assert "| cls8 | +0.0, +0.0, +0.0 | +0.0 | 0.0 to 0.0 | undecided; 100 or more seeds" in output
-    assert "--max-steps 9" not in output
+    assert "0 models to make" in output and "`mlm` minus `mae-lm`:" in output
     assert "| `mlm` | 65.5 | 32.8 | 30.0 | 1.0 | 1.0 | 2.5 | 52.0 | 20.0 | 3.0 | 1.5 | 3 |" in output
     for seeds, word in (("11 13", "undecided"), ("11 12 13", "worse")):
-        output = printed(record, f"mae-lm --against mlm --seeds {seeds}", tmp_path, monkeypatch, capsys)
+        output = show(f"mae-lm --against mlm --seeds {seeds}")
         assert word in output.split("| tuned | -")[1].splitlines()[0]
-    output = printed(record, "mlm --scores tuned cls --quick", tmp_path, monkeypatch, capsys)
+    output = show("mlm --scores tuned cls --quick")
     assert "| quick | +12.0, +16.5, +9.0 |" in output and "| cls |" in output and "| tuned |" not in output
+    show("mlm --record")
+    assert len(read_lines(tmp_path / "record.jsonl")) == 8
+    assert made[5] in read_lines(tmp_path / "record.jsonl")  # in place of the recorded one
 
 
 def test_one_seed_is_judged_by_the_deviation_between_recorded_seeds(tmp_path, monkeypatch, capsys):
-    record = [line("mae-lm", 11 + i, score) for i, score in enumerate((60.0, 61.0, 62.5))]
-    record += [line("mlm", 11, 63.0), line("enc-mask", 12, 60.0), line("enc-mask", 13, 61.0)]
-    output = printed(record, "mlm --seeds 11", tmp_path, monkeypatch, capsys)
+    made = [line("mae-lm", 11, 60.0), line("mlm", 11, 63.0)]
+    record = [line("mae-lm", 12, 61.0), line("mae-lm", 13, 62.5), line("enc-mask", 12, 60.0)]
+    record += [line("enc-mask", 13, 61.0), line("dec-2", 11, 0.0, tokens=9), line("dec-2", 12, 99.0, tokens=9)]
+    output = printed(record, made, "mlm --seeds 11", tmp_path, monkeypatch, capsys)
     deviation = ((2 * scipy.stats.tvar([60, 61, 62.5]) + 0.5) / 3) ** 0.5  # enc-mask's variance is 0.5
     half = scipy.stats.t.ppf(0.975, 3) * deviation * 2 ** 0.5
     assert f"| tuned | +3.0 | +3.0 | {3 - half:.1f} to {3 + half:.1f} | undecided; " in output
     enough = int(output.split("undecided; ")[1].split()[0])
     widths = [scipy.stats.t.ppf(0.975, n - 1) * deviation * (2 / n) ** 0.5 for n in (enough - 1, enough)]
     assert widths[1] < 3 <= widths[0]
-    output = printed(record[:1] + record[3:4], "mlm --seeds 11", tmp_path, monkeypatch, capsys)
+    output = printed([], made, "mlm --seeds 11", tmp_path, monkeypatch, capsys)
     assert "| tuned | +3.0 | +3.0 | -inf to inf | undecided with one seed" in output
 
 
 def test_the_baseline_gets_the_steps_and_the_masks_of_the_idea(tmp_path, monkeypatch, capsys):
     names = [f"{row} --mask-rate 0.5 --max-steps 30" for row in ("mae-lm", "dec-2")]
-    record = [line(name, 11, 50.0) for name in names]
-    output = printed(record, f"{names[1]} --seeds 11", tmp_path, monkeypatch, capsys)
+    made = [line(name, 11, 50.0) for name in names]
+    output = printed([], made, f"{names[1]} --seeds 11", tmp_path, monkeypatch, capsys)
     assert f"`{names[1]}` minus `{names[0]}`:" in output
     for command, word in (("relu", "relu"), ("mlm --seed 3", "--seeds"), ("mlm --foo 3", "--foo"),
                           ("mlm --rel-pos-buckets 7", "rel_pos_buckets=7"), ("mlm --against relu", "relu")):
         assert word in fails(lambda: idea.main(command.split()), capsys)
 
 
-def test_a_line_follows_from_the_files_of_the_programs(finished, tmp_path, monkeypatch):
-    monkeypatch.setattr(idea, "origin", lambda name: HERE)
+def test_a_line_follows_from_the_files_of_the_programs(finished, tmp_path):
     folder = tmp_path / "run"
     folder.symlink_to(finished)
     ranks = {"without_mask": [1, 2], "mask_only": [3, 4]}
@@ -91,23 +95,13 @@ def test_a_line_follows_from_the_files_of_the_programs(finished, tmp_path, monke
     model = idea.Model("mae-lm", 0, folder)
     found = model.line(["tuned", "cls8", "order2"])
     log = read_log(finished)
-    assert (found["name"], found["seed"], found["text"], found["code"]) == ("mae-lm", 0, "t", CODE)
+    assert (found["name"], found["seed"], found["code"]) == ("mae-lm", 0, CODE)
+    assert found["text"] == read_json(finished / "config.json")["corpus"] and found["dtype"].startswith("torch.")
     assert [found[score] for score in ("tuned", "cls8", "order2", "quick")] == [50, 51, 52, 40]
     assert found["ranks"] == ranks and "mean" not in found
     assert (found["tokens"], found["val_loss"]) == (6 * 8 * 24, log[-1]["val_loss"])
-    assert found["early"] == [3, losses(finished, "val_loss")[1][1]]
     assert found["flops"] == log[0]["start"]["flops_per_token"] * found["tokens"]
     assert json.loads(json.dumps(found)) == found and read_json(folder / "config.json")["max_steps"] == 6
-
-
-def test_a_recorded_baseline_is_not_used_with_code_that_changes_it(text, finished, monkeypatch, capsys):
-    run = train.main
-    monkeypatch.setattr(train, "main", lambda argv: run([*arguments(text, argv[-1]), *argv[:-2]]))
-    recorded = line("mae-lm", 0, 60.0, early=list(losses(finished, "val_loss")[1]))
-    idea.check(recorded)
-    monkeypatch.setattr(train, "learning_rate_factor", lambda *settings: 0.1)
-    with pytest.raises(UserError, match="validation loss at step 3"):
-        idea.check(recorded)
 
 
 def test_models_are_made_some_at_a_time_until_one_fails(tmp_path, monkeypatch, capsys):
@@ -156,12 +150,13 @@ def test_claims_compare_the_scores_of_the_record(tmp_path, figures):
         assert pooling == poolings[number]
         for seed in (11, 31, 32):
             scores = {f"{pooling}{shots}": 10.0 * number + seed + i for i, shots in enumerate((4, 8, 16, 32, ""))}
-            scores |= {f"order{factor}": 60.0 - number, f"modules-{pooling}8": 70.0 + seed % 2, "tuned": 80.0 - number}
+            scores |= {f"order{factor}": 91.5 - number - seed, f"modules-{pooling}8": 39.0 + seed}
+            scores["tuned"] = 111.5 - number - seed
             other = {"cls": "mean", "mean": "cls"}[pooling]
             lines.append(line(row, seed, 0) | {f"{other}{shots}": 0.0 for shots in (4, 8, 16, 32, "")} | scores)
     bayes = [{"task": "docs", "shots": shots, "median": 40.0 + i} for i, shots in enumerate((4, 8, 16, 32, 0))]
     bayes += [{"task": "bshift", "shots": 0, "median": 58.0}, {"task": "modules", "shots": 8, "median": 47.0}]
-    record = claims.Record(lines, bayes)
+    record = claims.Record(pandas.DataFrame(lines), bayes)
     found = claims.claims(record).set_index("what")
     assert found["means"]["8 labels: MAE-LM minus MLM"] == "32.5, 42.5"
     assert found["means"]["8 labels: MAE-LM minus naive Bayes"] == "32.5, 41.0"
@@ -170,8 +165,8 @@ def test_claims_compare_the_scores_of_the_record(tmp_path, figures):
     assert found["means"]["modules, 8 labels: MAE-LM minus MLM"] == "70.5, 70.5"
     assert [*found["claim"]] == [*"abcddddef"] and found["difference"].iloc[0] == "-10.0"
     rows = claims.table(record).set_index("model")
-    assert [*rows.loc["MLM"]] == ["41.5", "42.5", "43.5", "44.5", "45.5", "70.5", "59.0", "79.0", "1.5", "3.0"]
-    assert [*rows.loc["naive Bayes"]] == ["40.0", "41.0", "42.0", "43.0", "44.0", "47.0", "58.0", "", "", ""]
+    assert [*rows.loc["MLM"]] == [41.5, 42.5, 43.5, 44.5, 45.5, 70.5, 59, 79, 1.5, 3]
+    assert [*rows.loc["naive Bayes"]] == [40, 41, 42, 43, 44, 47, 58, "", "", ""]
     claims.draw(record, tmp_path / "few.png")
     left, right = figures[0].axes
     curves = {text.get_text(): [*each.get_ydata()] for text, each in zip(left.texts, left.get_lines())}
