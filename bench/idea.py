@@ -35,9 +35,10 @@ FOLLOWED = ("mask_rate", "max_steps", "precision")  # flags of an idea that its 
 SCORES = {  # flags of finetune.py
     "tuned": "--task docs --seeds 3", "quick": "--task docs --seeds 1",
     **{f"order{factor}": f"--task bshift --epochs 3 --seeds 1 --learning-rate {8e-4 * factor}" for factor in (1, 2, 4)},
-    **{f"{pooling}{shots}": f"--task docs --frozen {pooling} --shots {shots or 0}"
-       for pooling in ("mean", "cls") for shots in ("", 4, 8, 16, 32)},
-    "modules-mean8": "--task modules --frozen mean --shots 8", "modules-cls8": "--task modules --frozen cls --shots 8"}
+    **{pooling: f"--task docs --frozen {pooling}" for pooling in ("mean", "cls")},
+    **{f"{pooling}{shots}": f"--task docs --frozen {pooling} --seeds 20 --shots {shots}"
+       for pooling in ("mean", "cls") for shots in (4, 8, 16, 32)},
+    **{f"modules-{pooling}8": f"--task modules --frozen {pooling} --seeds 20 --shots 8" for pooling in ("mean", "cls")}}
 USUAL = ["tuned", "mean8", "cls8", "mean", "cls"]
 
 
