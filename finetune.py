@@ -29,7 +29,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from rank import encoder_ranks
 from support.checkpoints import Pretrained, Tuned
@@ -39,7 +38,7 @@ from support.kinds import encode_task
 from support.model import seed_of
 from support.optim import take_step
 from support.probe import POOLINGS, Scores, fit, fit_counts, scores_of, strength_of, vectors_of, words_of
-from support.program import Parser, UserError, clear_errors, fields_of, short_name
+from support.program import Parser, UserError, clear_errors, fields_of, progress, short_name
 from support.results import Results, table1
 from support.tasks import TuneConfig, task_names
 from support.worker import Worker
@@ -132,7 +131,7 @@ class FineTuning:
         steps, evaluate_after = schedule(tune, len(train.ids))
         best_value = -math.inf  # on dev
         began = time.perf_counter()
-        bar = tqdm(range(steps), desc=f"{self.task} seed {seed}", leave=False, disable=None)
+        bar = progress(range(steps), desc=f"{self.task} seed {seed}")
         for step, indices in zip(bar, train.shuffled(seed, tune.batch_size)):  # shuffled never ends
             model.train()  # evaluation switched dropout off
             torch.manual_seed(seed_of(seed, step, 1))  # for dropout
@@ -172,15 +171,12 @@ class FineTuning:
         def decoded(tokens, padding):
             return self.kind.decode(model(tokens, padding), tokens)
 
-        outputs = {}
-        for split, encoded in splits.items():
-            outputs[split] = encoded.outputs(decoded, self.worker.device)
+        outputs = {split: encoded.outputs(decoded, self.worker.device) for split, encoded in splits.items()}
         return self.kind.scores(outputs, splits)
 
     def ranks(self, encoder: nn.Module) -> dict[str, int] | None:
         """The effective ranks of H^L on the dev split (Table 3); see encoder_ranks."""
-        batches = self.splits["dev"].by_length(self.worker.device)
-        return encoder_ranks(encoder, ((tokens, padding) for _, tokens, padding, _ in batches))
+        return encoder_ranks(encoder, self.splits["dev"].by_length(self.worker.device))
 
     def probe_once(self, tune: TuneConfig, seed: int) -> tuple[dict, Scores]:
         """Fit a linear model to the vectors of the frozen encoder, or naive Bayes. Returns its

@@ -25,12 +25,12 @@ from typing import Literal, NamedTuple
 
 import pandas
 import torch
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import nn
 
 from maelm import Config, draw_masks
 from support.model import text_states
-from support.program import Parser, UserError, clear_errors, compare, figure, read_json, short_name, write_json
+from support.program import Parser, UserError, clear_errors, compare, figure, progress, read_json, short_name
+from support.program import write_json
 from support.results import draw_steps
 from support.subjects import Subject, open_subjects
 from support.tasks import TASKS
@@ -97,13 +97,12 @@ class Moments:
 
 
 @torch.no_grad()
-def encoder_ranks(encoder: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, int] | None:
-    """The ranks (tau = 0.9) of an encoder's last layer, uncentered and centered, for batches of
-    tokens and padding, (B, t) each. None if there are too few vectors, or if they are not
-    finite."""
+def encoder_ranks(encoder: nn.Module, batches: Iterable[tuple]) -> dict[str, int] | None:
+    """The ranks (tau = 0.9) of an encoder's last layer, uncentered and centered, for the batches of
+    Encoded.by_length. None if there are too few vectors, or if they are not finite."""
     encoder.eval()
     moments = Moments()
-    for tokens, padding in batches:
+    for _, tokens, padding, _ in batches:
         moments.add(text_states(encoder, tokens, padding)[-1][~padding])
     if moments.count < VECTORS_PER_DIM * len(moments.total) or not moments.gram.isfinite().all():
         return None
@@ -176,7 +175,7 @@ def measure(subject: Subject, options: RankOptions) -> dict[str, list[Moments]]:
     masks = torch.zeros_like(maskable).scatter(1, positions, True)  # (N, n)
     texts = texts_for(subject, rows, maskable, masks, options)
     moments = {curve: [Moments() for _ in example] for curve in CURVES if CURVES[curve].text in texts}
-    for start in tqdm(range(0, count, options.batch_size), subject.name, leave=False, disable=None):
+    for start in progress(range(0, count, options.batch_size), subject.name):
         batch = slice(start, start + options.batch_size)
         is_masked = masks[batch].to(example[0].device)  # (B, n)
         states = {text: subject.encode(sequences[batch]) for text, sequences in texts.items()}

@@ -25,7 +25,7 @@ from torch import nn
 from maelm import ABLATIONS, MAELM, NUM_SPECIAL, Config, apply_masks, corrupt, draw_masks
 from support.checkpoints import starting_point
 from support.corpus import Corpus, evenly_spaced, indices_of_step, open_corpus
-from support.model import check, dropout_seed, losses_of, make_model, mask_seed
+from support.model import check, losses_of, make_model, seed_of
 from support.optim import Muon, split_parameters, take_step
 from support.program import Parser, UserError, clear_errors, fields_of, short_name
 from support.run import Run
@@ -146,7 +146,7 @@ class Trainer:
         recipe = self.recipe
         indices = indices_of_step(recipe.seed, step, recipe.batch_size, len(rows))  # (B,)
         tokens = torch.from_numpy(rows[indices])  # (B, n)
-        generator = torch.Generator().manual_seed(mask_seed(recipe.seed, step))
+        generator = torch.Generator().manual_seed(seed_of(recipe.seed, step, 0, 0))
         corruption = corrupt(tokens, self.config, generator)
         m = self.config.num_masked(tokens.shape[1])
         assert corruption.masked.shape[1] == m, f"mask {m} tokens: FLOPs and shapes follow mask_rate"
@@ -161,7 +161,8 @@ class Trainer:
         means = defaultdict(float)
         sequences = sum(len(tokens) for tokens, _ in batches)  # of this process
         for i, batch in enumerate(batches):  # gradients accumulate in p.grad
-            torch.manual_seed(dropout_seed(recipe.seed, step, worker.rank * len(batches) + i))
+            number = worker.rank * len(batches) + i  # of the micro-batch, over all processes
+            torch.manual_seed(seed_of(recipe.seed, step, number, 1))  # for dropout
             tokens, corruption = worker.put(batch)
             weight = len(tokens) / sequences  # in the mean; the last micro-batch may be smaller
             is_last = i == len(batches) - 1

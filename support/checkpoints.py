@@ -22,7 +22,7 @@ from support.tokenizer import Tokenizer
 # ---- 1. Files -----------------------------------------------------------------------------------------------
 def checkpoints(out: Path) -> list[Path]:
     """The checkpoints of a run, oldest first. Only files with these names are loaded or deleted."""
-    return sorted(path for path in out.glob(f"step_{7 * '[0-9]'}.pt") if path.is_file())
+    return sorted(out.glob(f"step_{7 * '[0-9]'}.pt"))
 
 
 def write_checkpoint(path: Path, state: dict):

@@ -11,12 +11,11 @@ import pandas
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from maelm import PAD, Config
 from support.examples import Example, Labels
 from support.heads import ClassifierHead
-from support.program import json_lines
+from support.program import json_lines, progress
 from support.tasks import TuneConfig
 from support.tokenizer import Tokenizer
 
@@ -104,8 +103,7 @@ class Encoded:
         """function(tokens, padding) for all inputs, as one tensor (N, ...) in their order."""
         outputs = {}
         batches = math.ceil(len(self.ids) / EVALUATED)
-        found = tqdm(self.by_length(device), "evaluating", batches, leave=False, disable=None)
-        for chosen, tokens, padding, _ in found:
+        for chosen, tokens, padding, _ in progress(self.by_length(device), "evaluating", batches):
             outputs |= zip(chosen, function(tokens, padding).cpu())
         return torch.stack([outputs[i] for i in range(len(outputs))])
 
@@ -161,7 +159,7 @@ class Classification(Kind):
         """Tokenize the examples of a split, each to at most n tokens. Raises UserError if a label is unknown."""
         targets = [self.labels.target(example.label) for example in examples]  # before the slow part
         ids, truncated = [], 0
-        for example in tqdm(examples, "tokenizing", leave=False, disable=None):
+        for example in progress(examples, "tokenizing"):
             encoding = self.model.encode(example.text, example.text2)
             ids.append(np.array(encoding.ids, np.int64))
             truncated += bool(encoding.overflowing)

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from maelm import CLS, NUM_SPECIAL, SEP
 from support.docs import in_validation
-from support.program import UserError, lock_folder, path_of, read_json, short_hash, write_json, write_text
+from support.program import UserError, lock_folder, path_of, progress, read_json, short_hash, write_json, write_text
 from support.text import Text, content_hash, documents, split_documents
 from support.tokenizer import Tokenizer
 
@@ -46,7 +45,7 @@ def learned_tokenizer(text: Text, vocab_size: int, content: str) -> Tokenizer:
     if not path.is_file():  # otherwise nothing is written: the disk may be read-only
         with lock_folder(folder, wait=True):
             if not path.is_file():
-                found = tqdm(split_documents(text), "reading", leave=False, disable=None)
+                found = progress(split_documents(text), "reading")
                 chosen = sample((document for split, document in found if split == "train"), SAMPLE)
                 tokenizer = Tokenizer.train(map(bytes.decode, chosen), vocab_size, text.uncased)
                 write_text(path, tokenizer.to_json())
@@ -62,8 +61,7 @@ def prepare(text: Text, tokenizer: Tokenizer, folder: Path):
     remarks = []
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         files = {"train": train, "val": val}
-        found = tqdm(split_documents(text, remarks), "tokenizing", unit_scale=True, leave=False, disable=None)
-        for split, document in found:
+        for split, document in progress(split_documents(text, remarks), "tokenizing", unit_scale=True):
             count[split] += 1
             if split in files:
                 ids = np.append(tokenizer.encode(document), np.uint32(SEP)).astype(dtype)
@@ -171,7 +169,7 @@ def text_rows(text: Text, encode: Callable, frame: tuple, n: int, tokens: int) -
     room = n - len(before) - len(after)
     held_out = (document for document in documents(text) if in_validation(document, text.val_share))
     ids = []
-    for document in tqdm(sample(held_out, 20 * tokens), "tokenizing", unit="text", leave=False, disable=None):
+    for document in progress(sample(held_out, 20 * tokens), "tokenizing", unit="text"):
         ids += [*encode(document.decode()), *between]
     count = len(ids) // room
     if count == 0:

@@ -58,14 +58,13 @@ class CrossMAELM(MAELM):
         self.decoder = CrossDecoder(config)
         self.init_parameters()
 
-    def forward(self, tokens, corruption, **terms):
-        """As in MAELM, to which you may add `terms`; but uni+cross predicts all tokens except the first, each from the
-        true tokens before it."""
+    def forward(self, tokens, corruption):
+        """As in MAELM, but uni+cross predicts all tokens except the first, each from the true tokens before it."""
         if self.config.decoder == "uni+cross":
             B, n = tokens.shape
             after_first = torch.arange(1, n, device=tokens.device).expand(B, -1)
             corruption = Corruption(tokens, after_first, corruption.kept)  # no kept position is masked; see `check`
-        return super().forward(tokens, corruption, **terms)
+        return super().forward(tokens, corruption)
 
     def decode(self, h, corruption):
         """As in MAELM; the decoder also reads h = H^L (B, r, d)."""

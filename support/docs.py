@@ -16,9 +16,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from tqdm import tqdm
-
-from support.program import CACHE, path_of, short_hash, write_json
+from support.program import CACHE, path_of, progress, short_hash, write_json
 
 PACKAGES = ("torch", "numpy", "sympy", "networkx", "pandas", "datasets", "huggingface_hub", "matplotlib", "pyarrow",
             "fsspec", "jinja2", "mpmath", "tiktoken", "tokenizers", "tqdm")  # requirements.txt installs them
@@ -50,7 +48,7 @@ def read_docs(cache: str = CACHE) -> list[tuple[str, str]]:
         return [(source, text) for source, text in json.loads(kept.read_bytes())]
     gc.disable()  # it would search the syntax trees, which hold no cycles, again and again
     first = {}  # the source in which a text was seen first
-    for source, path in tqdm(docs_files(), "reading documentation", unit="file", leave=False, disable=None):
+    for source, path in progress(docs_files(), "reading documentation", unit="file"):
         for text in docstrings(path):
             first.setdefault(text, source)
     gc.enable()

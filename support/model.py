@@ -14,16 +14,6 @@ def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def mask_seed(seed: int, step: int) -> int:
-    """The seed of a step's masks."""
-    return seed_of(seed, step, 0, 0)
-
-
-def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
-    """The seed of dropout in a micro-batch, which is numbered over all processes."""
-    return seed_of(seed, step, micro_batch, 1)
-
-
 def make_model(config: Config, position_init: str = "normal") -> MAELM:
     """A new model, of the class that DECODERS names. position_init: normal | sinusoid."""
     check(config)

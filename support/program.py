@@ -10,12 +10,15 @@ import sys
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 from filelock import FileLock, Timeout
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder of maelm.py
+progress = partial(tqdm, leave=False, disable=None)  # a bar on a terminal, which goes when it is full
 CACHE = "~/.cache/maelm"  # default folder for files that can be made again
 
 

@@ -1,5 +1,4 @@
 """A run of train.py: where it stands, its checkpoints, and its reports in the terminal, log.jsonl and loss.png."""
-import json
 import math
 import secrets
 import shlex
@@ -134,7 +133,7 @@ class Run:
         line = {"step": self.step} | line
         if self.worker.is_main:
             with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json_lines([line]))
             if self.wandb:
                 self.wandb.log(line)
         print(text)
@@ -188,7 +187,6 @@ def draw_loss(out: Path):
             points = [(line["step"], line[name]) for line in log if name in line]
             label = {"loss": "training", "val_loss": f"validation {VALIDATION}"}.get(name, name)  # or a term
             axes.plot(*zip(*points), ".-" if name == "val_loss" else "-", label=label)
-        if log and "unigram_entropy" in log[0]:
-            axes.axhline(log[0]["unigram_entropy"], color="gray", linestyle="--", label="unigram entropy")
+        axes.axhline(log[0]["unigram_entropy"], color="gray", linestyle="--", label="unigram entropy")
         axes.set(xlabel="step", ylabel="loss (nats per masked token)", title=str(out))
         axes.legend()

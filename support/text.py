@@ -126,8 +126,7 @@ def records_of(path: Path) -> Iterator[dict]:
                 yield record
                 count += 1
     except Exception as error:  # each format has its own errors
-        hint = "; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
-        raise UserError(f"{path}, after record {count}: cannot be read ({error}){hint}") from error
+        raise UserError(f"{path}, after record {count}: cannot be read ({error})") from error
 
 
 def hub_records(name: str, split: str = "train") -> Iterable[dict]:

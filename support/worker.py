@@ -150,8 +150,8 @@ def joined_processes() -> Iterator[None]:
 
 def keep_freed_memory():
     """Make glibc keep freed memory. Returning memory to the system and getting it back took a fifth of a toy step."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # the C library of this process
-    if hasattr(libc, "mallopt"):  # musl's has none
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)  # the C library of this process
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD
 
