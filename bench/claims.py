@@ -9,6 +9,7 @@ import numpy as np
 import pandas
 from scipy import stats
 
+from bench import idea
 from bench.idea import RECORD, half_width, markdown
 from support.program import ROOT, Parser, clear_errors, figure, read_json, read_lines
 
@@ -117,41 +118,29 @@ def table(record: Record) -> pandas.DataFrame:
 
 
 def draw(record: Record, path: Path):
-    """Draw accuracy over labels per class, and the accuracy at bigram shift, with 95% intervals over seeds."""
-    shown = {name: f"C{number}" for number, name in enumerate(("MAE-LM", "MLM", "enc-mask", BAYES, "untrained"))}
+    """Draw accuracy over labels per class, as means over seeds, and the accuracy at bigram shift, with a point per
+    seed."""
+    shown = {"MAE-LM": "MAE-LM", "MLM": "MLM", "enc-mask": "MAE-LM that\nreads [MASK]", BAYES: BAYES,
+             "untrained": "untrained"}
     with figure(path, panels=2) as (left, right):
-        for number, (model, color) in enumerate(shown.items()):
-            samples = [record.values(model, f"{shots} labels") for shots in SHOTS]
-            means = [values.mean() for values in samples]
-            left.plot(SHOTS, means, "o-", color=color)
-            left.annotate(model, (SHOTS[-1], means[-1]), (5, -3), textcoords="offset points", color=color)
+        curves = {model: [record.values(model, f"{shots} labels").mean() for shots in SHOTS] for model in shown}
+        height = 0.0  # of the last name
+        for model in sorted(shown, key=lambda model: curves[model][-1]):
+            color = f"C{[*shown].index(model)}"
+            left.plot(SHOTS, curves[model], "o-", color=color)
+            height = max(curves[model][-1], height + 2.5)
+            left.text(108, height, shown[model].replace("MAE-LM that\n", ""), color=color, va="center")
             values = record.values(model, "order")
-            bar = half_width(values.std(ddof=1), len(values), len(values) - 1) if len(values) > 1 else 0
-            right.barh(number, values.mean(), xerr=bar, color=color)
-        left.set(xscale="log", xlabel="labels per library", ylabel="accuracy, %", xlim=(3.6, 260),
+            right.plot(values, [shown[model]] * len(values), "o", color=color)
+        left.set(xscale="log", xlabel="labels per library", ylabel="accuracy, %", xlim=(3.6, 300),
                  title="Which of 8 libraries is a docstring from?")
         left.set_xticks(SHOTS, SHOTS)
         left.minorticks_off()
-        right.set(xlim=(45, 75), xlabel="accuracy, % (chance: 50)", title="Were two neighboring words exchanged?")
-        right.set_yticks(range(len(shown)), shown)
-        right.invert_yaxis()
+        right.axvline(50, color="gray", linestyle=":")
+        right.set(xlabel="accuracy, % (dotted: chance)", title="Were two neighboring words exchanged?")
 
 
-# ---- 3. Earlier toys, and the laptop preset -----------------------------------------------------------------
-def toys(lines: list[dict]) -> pandas.DataFrame:
-    """A row per model of the earlier plan: means over its seeds."""
-    rows = []
-    for name in dict.fromkeys(line["name"] for line in lines):
-        mine = pandas.DataFrame([line for line in lines if line["name"] == name])
-        rank = np.mean([ranks["without_mask"][-1] for ranks in mine["ranks"]])
-        at_mask = np.mean([ranks["mask_only"][-1] for ranks in mine["ranks"]])
-        rows.append({"model": "untrained" if name == MODELS["untrained"][0] else f"`{name}`", "seeds": len(mine),
-                     **{score: f"{mine[score].mean():.1f}" for score in ("tuned", "mean", "cls")},
-                     "validation loss": f"{mine['val_loss'].mean():.2f}", "rank": f"{rank:.0f}",
-                     "at `[MASK]`": f"{at_mask:.0f}", "FLOPs, 10¹²": f"{mine['flops'].mean() / 1e12:.1f}"})
-    return pandas.DataFrame(rows)
-
-
+# ---- 3. The laptop preset -----------------------------------------------------------------------------------
 def laptop(jobs: dict[str, dict]) -> pandas.DataFrame:
     """The claims about `laptop`, from the programs' results by job: t-tests over differences between equal seeds. The
     standard deviation is at least 0.4, because ranks are whole numbers."""
@@ -194,7 +183,7 @@ def main(argv=None):
         flags = parser.parse_args(argv)
         folder = RECORD.parent
         parts = {"laptop": laptop(read_json(folder / "evidence.json")["jobs"]),
-                 "earlier toys": toys(read_lines(folder / "toys.jsonl"))}
+                 "earlier toys": idea.table(read_lines(folder / "toys.jsonl"), ["tuned", "mean", "cls"])}
         if RECORD.is_file():
             record = Record(pandas.DataFrame(read_lines(RECORD)), read_lines(folder / "naive-bayes.jsonl"))
             parts["models"] = table(record)

@@ -79,7 +79,7 @@ class TuneConfig:
     seq_len: int = 512  # longest input in tokens; the encoder's own limit also applies
     dropout: float = 0.1  # dropout in encoder and head
     weight_decay: float = 0.01  # weight decay of all parameters
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # for training; evaluation always uses fp32
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # for training and choosing checkpoints; scores always use fp32
     max_query: int = 64  # SQuAD: longest question in tokens, at most half of seq_len
     doc_stride: int = 128  # SQuAD: tokens between the starts of windows, at most half a window
     max_answer: int = 30  # SQuAD: longest answer in tokens

@@ -172,8 +172,9 @@ def test_claims_compare_the_scores_of_the_record(tmp_path, figures):
     left, right = figures[0].axes
     curves = {text.get_text(): [*each.get_ydata()] for text, each in zip(left.texts, left.get_lines())}
     assert curves["naive Bayes"] == [40, 41, 42, 43, 44] and curves["MLM"] == [41.5, 42.5, 43.5, 44.5, 45.5]
-    bars = {tick.get_text(): bar.get_width() for tick, bar in zip(right.get_yticklabels(), right.patches)}
-    assert bars == {"MAE-LM": 60, "MLM": 59, "enc-mask": 58, "naive Bayes": 58, "untrained": 54}
+    points = {each.get_ydata()[0]: [*each.get_xdata()] for each in right.get_lines() if each.get_marker() == "o"}
+    assert points == {"MAE-LM": [60.5, 59.5], "MLM": [59.5, 58.5], "MAE-LM that\nreads [MASK]": [58.5, 57.5],
+                      "naive Bayes": [58], "untrained": [54.5, 53.5]}
 
 
 def test_verdicts_about_laptop_are_those_of_a_t_test():
