@@ -90,7 +90,8 @@ class Record(NamedTuple):
         if model == BAYES:
             return np.array([each["median"] for each in self.bayes if (each["task"], each["shots"]) == (task, shots)])
         _, pooling, factor = MODELS[model]
-        return self.of(model)[field.format(pooling=pooling, factor=factor)].dropna().to_numpy(float)
+        values = self.of(model).get(field.format(pooling=pooling, factor=factor), pandas.Series(dtype=float))
+        return values.dropna().to_numpy(float)
 
 
 def claims(record: Record) -> pandas.DataFrame:
