@@ -83,22 +83,24 @@ def words_of(encoded: Encoded) -> np.ndarray:
 
 
 def fit_counts(words: np.ndarray, targets: np.ndarray, metric: str):
-    """Multinomial naive Bayes (a GridSearchCV) for labels (N,) int64, which counts words and all pairs of neighboring
+    """Multinomial naive Bayes (a Pipeline) for labels (N,) int64, which counts words and all pairs of neighboring
     words. Its smoothing is the best on held-out folds by a metric of METRICS."""
     from sklearn.feature_extraction.text import CountVectorizer
     from sklearn.model_selection import GridSearchCV
     from sklearn.naive_bayes import MultinomialNB
     from sklearn.pipeline import make_pipeline
-    model = make_pipeline(CountVectorizer(ngram_range=(1, 2), token_pattern=r"\d+"), MultinomialNB())
-    search = GridSearchCV(model, {"multinomialnb__alpha": SMOOTHING}, scoring=scoring(metric), cv=folds_of(targets))
-    return search.fit(words, targets)
+    counter = CountVectorizer(ngram_range=(1, 2), token_pattern=r"\d+")
+    search = GridSearchCV(MultinomialNB(), {"alpha": SMOOTHING}, scoring=scoring(metric), cv=folds_of(targets))
+    search.fit(counter.fit_transform(words), targets)
+    return make_pipeline(counter, search.best_estimator_)
 
 
 def strength_of(model) -> float:
     """The strength of regularization, or the smoothing, of a model of fit or fit_counts."""
-    if hasattr(model, "best_params_"):
-        return model.best_params_["multinomialnb__alpha"]
-    return float(model[-1].alpha_ if hasattr(model[-1], "alpha_") else 1 / model[-1].C_)
+    last = model[-1]
+    if hasattr(last, "C_"):
+        return 1 / float(last.C_)
+    return float(last.alpha_ if hasattr(last, "alpha_") else last.alpha)
 
 
 def scores_of(model, kind: Kind, splits: dict[str, Encoded], inputs: dict[str, np.ndarray]) -> Scores:
