@@ -129,7 +129,7 @@ class FineTuning:
         optimizer = torch.optim.AdamW(model.parameters(), lr=tune.learning_rate, betas=(0.9, 0.98),
                                       eps=1e-6, weight_decay=tune.weight_decay, fused=True)
         steps, evaluate_after = schedule(tune, len(train.ids))
-        best_value = -math.inf  # on dev
+        best_value = -math.inf  # of a checkpoint
         began = time.perf_counter()
         bar = progress(range(steps), desc=f"{self.task} seed {seed}")
         for step, indices in zip(bar, train.shuffled(seed, tune.batch_size)):  # shuffled never ends
@@ -159,7 +159,7 @@ class FineTuning:
         others = {split: encoded for split, encoded in self.splits.items() if split != "train"}
         scores = self.evaluate(model, others)
         best_run = self.results.best()
-        if seed > 0 and (best_run is None or best_value > best_run["value"]):
+        if seed > 0 and (best_run is None or scores.metrics[self.metric] > best_run["value"]):
             model.save(self.results.out / "encoder.pt", self.pretrained, task=self.task, longest=tune.seq_len,
                        **kind.labels.saved())
         return {"step": best_step, "ranks": self.ranks(model.encoder)}, scores

@@ -79,7 +79,7 @@ def fit(x: np.ndarray, targets: np.ndarray, l2: float, metric: str):
 
 def words_of(encoded: Encoded) -> np.ndarray:
     """The ids of each input of a split as words of a text, (N,)."""
-    return np.array([" ".join(map(str, ids)) for ids in encoded.ids])
+    return np.array([" ".join(map(str, ids)) for ids in encoded.ids], dtype=object)
 
 
 def fit_counts(words: np.ndarray, targets: np.ndarray, metric: str):

@@ -1,4 +1,5 @@
 """Claims about records: every number in the files that our programs write follows from other files."""
+import copy
 import math
 import shutil
 import statistics
@@ -273,12 +274,13 @@ def test_naive_bayes_counts_tokens_and_their_pairs(labeled, finished, tmp_path, 
 
 def test_with_few_labels_a_fifth_of_them_chooses_the_checkpoint(labeled, finished, tmp_path, monkeypatch):
     folder, texts, _ = labeled
-    scored, trained = [], []
+    scored, trained, weights = [], [], []
     evaluate, shuffled = finetune.FineTuning.evaluate, Encoded.shuffled
 
     def noting(run, model, splits):
         scores = evaluate(run, model, splits)
         scored.append(([row.text for row in splits["dev"].examples], scores.metrics["accuracy"]))
+        weights.append(copy.deepcopy(model.state_dict()))
         return scores
 
     def noting_too(split, *how):
@@ -287,14 +289,20 @@ def test_with_few_labels_a_fifth_of_them_chooses_the_checkpoint(labeled, finishe
 
     monkeypatch.setattr(finetune.FineTuning, "evaluate", noting)
     monkeypatch.setattr(Encoded, "shuffled", noting_too)
-    finetune.main(f"""--init {finished} --task custom --data {folder} --out {tmp_path}/out --seeds 1 --epochs 2
+    finetune.main(f"""--init {finished} --task custom --data {folder} --out {tmp_path}/out --seeds 4 --epochs 2
         --seq-len 12 --batch-size 5 --learning-rate 1e-2 --shots 10""".split())
     training, targets = rows_of_file(folder / "train.jsonl")
-    chosen = [training[i] for i in drawn(targets, 10, 1)]
-    assert trained == [chosen[:24]] and [found for found, _ in scored] == [*4 * [chosen[24:]], [*texts]]
     result = read_json(tmp_path / "out/result.json")
-    best = max(scored[:4], key=lambda each: each[1])
-    assert result["steps"] == [math.ceil(10 * (1 + scored.index(best)) / 4)] and result["values"] == [scored[-1][1]]
+    for seed in range(1, 5):
+        chosen = [training[i] for i in drawn(targets, 10, seed)]
+        *choices, last = scored[5 * seed - 5:5 * seed]
+        assert trained[seed - 1] == chosen[:24] and [each for each, _ in choices] == 4 * [chosen[24:]]
+        best = [value for _, value in choices].index(max(value for _, value in choices))
+        assert result["steps"][seed - 1] == math.ceil(10 * (1 + best) / 4)
+        assert last == ([*texts], result["values"][seed - 1])
+    # The saved model is the best on dev, not on its own few labels.
+    best = result["values"].index(max(result["values"]))
+    torch.testing.assert_close(torch.load(tmp_path / "out/encoder.pt")["model"], weights[5 * best + 4])
 
 
 # ---- Ranks and exports ----------------------------------------------------------------------------------------------
