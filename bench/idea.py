@@ -34,7 +34,8 @@ RECORD = ROOT / "bench/results/ideas.jsonl"
 FOLLOWED = ("mask_rate", "max_steps", "precision")  # flags of an idea that its baseline also gets
 SCORES = {  # flags of finetune.py
     "tuned": "--task docs --seeds 3", "quick": "--task docs --seeds 1",
-    **{f"order{factor}": f"--task bshift --epochs 3 --seeds 1 --learning-rate {8e-4 * factor}" for factor in (0.5, 1, 2, 4)},
+    **{f"order{factor}": f"--task bshift --epochs 3 --seeds 1 --learning-rate {8e-4 * factor}"
+       for factor in (0.5, 1, 2, 4)},
     **{pooling: f"--task docs --frozen {pooling}" for pooling in ("mean", "cls")},
     **{f"{pooling}{shots}": f"--task docs --frozen {pooling} --seeds 20 --shots {shots}"
        for pooling in ("mean", "cls") for shots in (4, 8, 16, 32)},

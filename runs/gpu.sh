@@ -13,7 +13,7 @@ once() {  # NAME COMMAND...: run it, unless it has already succeeded
     if "${@:2}" >> "$out/$1.log" 2>&1; then touch "$out/$1.done"; else echo "$1 failed: see $out/$1.log"; return 1; fi
 }
 
-tune() {  # RUN: fine-tuning at two rates and a linear probe, on STS-B and MRPC
+tune() {  # RUN: fine-tuning at two rates and a linear probe, on STS-B and MRPC; on docs, probes with 8 labels per class
     local rate  # the loop below has a variable of this name
     for task in stsb mrpc; do
         of_task=(python finetune.py --init "$out/$1" --task $task --data "$glue")
@@ -21,6 +21,10 @@ tune() {  # RUN: fine-tuning at two rates and a linear probe, on STS-B and MRPC
             once "$task-$1-$rate" "${of_task[@]}" --seeds 3 --epochs 3 --learning-rate $rate --out "$out/$1-$task-$rate"
         done
         once "$task-$1-probe" "${of_task[@]}" --frozen --out "$out/$1-$task-probe"
+    done
+    for pooling in mean cls; do
+        once "docs-$1-$pooling" python finetune.py --init "$out/$1" --task docs --frozen $pooling --shots 8 --seeds 20 \
+            --out "$out/$1-docs-$pooling"
     done
 }
 

@@ -77,7 +77,6 @@ def test_text_without_blank_lines_is_split_by_size(tmp_path):
 @pytest.mark.parametrize("name, content, message", [
     ("a.jsonl", b'{"content": "x", "id": 3}', "a.jsonl: --column can be content, id, not text"),
     ("a.txt", b"good text\n\ncaf\xe9", "a.txt, after record 1: cannot be read .*'utf-8' codec"),
-    ("a.txt.gz", gzip.compress(b"some words" * 99, mtime=0)[:-20], "a.txt.gz, after record 0: .*Compressed file ended"),
     ("a.jsonl", b'{"text": 3, "id": 3}', "a.jsonl: needs text in its field text, not 3"),
     ("a.csv", b"a,text\n1,2\nx,y,z", "a.csv, after record 1: cannot be read .a row has more cells than the header"),
     ("a.csv", b'text\n"a', "a.csv, after record 0: cannot be read .unexpected end"),
@@ -85,7 +84,6 @@ def test_text_without_blank_lines_is_split_by_size(tmp_path):
     ("a.txt", b"few", "its train split has . tokens, too few for a sequence of seq_len=64; .* --val-share"),
     ("a.txt", b" ", "contains no text"),
     ("a.jsonl", b'[{"text": "a", "id": 1}]', "a.jsonl, after record 0: .* is not a JSON object"),
-    ("a.jsonl", b'{"id": 3}', "a.jsonl: --column can be id, not text"),
     ("b[2].txt", None, "b.2..txt: has no file ending in .txt")])
 def test_unreadable_input_gets_a_one_line_error(name, content, message, tmp_path, capsys):
     if content is not None:
@@ -215,8 +213,6 @@ def test_twenty_texts_are_split_by_hash_and_cut_into_sequences(column, share, si
     monkeypatch.setattr(Tokenizer, "__len__", lambda tokenizer: size)  # ids that never occur
     records = [{"title": sentence(i), "body": text} for i, text in enumerate(little_documents(20))]
     (tmp_path / "a.jsonl").write_text(json_lines([*records, {"title": "", "body": None}]))
-    other = "body" if column == "title" else "title"
-    prepared(tmp_path / "a.jsonl", tmp_path, column=other, val_share=share)  # another corpus
     folder, tokenizer, *_ = prepared(tmp_path / "a.jsonl", tmp_path, column=column, val_share=share)
     parts = {"train": [], "val": []}
     for text in (record[column] for record in records):
@@ -302,12 +298,9 @@ def test_what_was_read_and_what_was_not_is_said_in_a_line_per_source(tmp_path, m
     assert capsys.readouterr().out.splitlines() == [first, *remarks]
 
 
-@pytest.mark.parametrize("function, results, seen", [
-    ("np.append", [np.zeros(3, np.uint32)] * 5 + [KeyboardInterrupt], KeyboardInterrupt),
-    ("write_json", OSError("No space"), OSError)])
-def test_a_preparation_that_ends_early_is_never_used(function, results, seen, text, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(seen):
-        patch.setattr(f"support.corpus.{function}", Mock(side_effect=results))
+def test_a_preparation_that_ends_early_is_never_used(text, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("support.corpus.np.append", Mock(side_effect=[np.zeros(3, np.uint32)] * 5 + [KeyboardInterrupt]))
         prepared(text, tmp_path)
     found, expected = [contents(prepared(text, cache).folder) for cache in (tmp_path, tmp_path / "other")]
     assert {name: found[name] for name in ("train.bin", "val.bin")} == {

@@ -14,7 +14,6 @@ import scipy.stats
 import sklearn.linear_model
 import sklearn.metrics
 import sklearn.model_selection
-import tokenizers
 import torch
 
 import finetune
@@ -22,7 +21,6 @@ import rank
 import tests.test_tasks
 from conftest import tiny
 from maelm import CLS, SEP
-from support import export
 from support.heads import ClassifierHead
 from support.program import UserError, json_lines, read_json
 from support import examples, probe, results, tasks
@@ -94,17 +92,6 @@ def test_windows_cover_the_context_and_hold_the_answers(uncased):
     assert found.tolist() == [[0, 9, 3, 14]]
 
 
-def test_inputs_are_those_of_the_exported_tokenizer(finished, tmp_path):
-    ours, text = finetune.Pretrained(str(finished)).tokenizer, "\t \n".join(little_documents(9))
-    export.save_tokenizer(ours, 24, "ForSequenceClassification", tmp_path)
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    for n, first, second in itertools.product((8, 9, 24), range(0, 60, 7), (*range(0, 60, 7), None)):
-        theirs.enable_truncation(n)  # cuts the longer text first, as in transformers
-        texts = text[first:2 * first], None if second is None else text[:second]
-        kind = Classification(ours, tiny(seq_len=n), finetune.TuneConfig(), Labels((), ("x",)))
-        assert kind.encode([Example(*texts, "x")]).ids[0].tolist() == theirs.encode(*texts).ids
-
-
 def test_each_epoch_is_a_permutation():
     encoded = Encoded([np.zeros(n) for n in range(330)], None, [], "")
     for size in (10, 16, 400):
@@ -124,7 +111,6 @@ def test_the_strength_of_a_probe_is_the_best_by_the_metric_on_held_out_folds():
     x = random.normal(size=(150, 40))
     x[:, 0] += y / 2
     x = sklearn.preprocessing.scale(x)
-    chosen = []
     for metric, targets, model, folds in (
             ("spearman", y, sklearn.linear_model.Ridge, sklearn.model_selection.KFold),
             ("accuracy", (y > 1).astype(np.int64), sklearn.linear_model.LogisticRegression, None),
@@ -135,10 +121,8 @@ def test_the_strength_of_a_probe_is_the_best_by_the_metric_on_held_out_folds():
             "accuracy": sklearn.metrics.accuracy_score, "matthews": sklearn.metrics.matthews_corrcoef}[metric])
         scores = [sklearn.model_selection.cross_val_score(model(alpha=l2) if folds else model(C=1 / l2), x, targets,
                                                           cv=cut, scoring=scorer).mean() for l2 in probe.STRENGTHS]
-        found = probe.fit(x, targets, 0.0, metric)[-1]
-        chosen.append(found.alpha_ if folds else 1 / found.C_)
-        assert chosen[-1] == pytest.approx(probe.STRENGTHS[np.argmax(scores)])
-    assert len({*chosen}) > 1
+        found = probe.strength_of(probe.fit(x, targets, 0.0, metric))
+        assert found == pytest.approx(probe.STRENGTHS[np.argmax(scores)])
 
 
 def test_a_probe_gives_the_probabilities_of_its_model():
@@ -224,7 +208,7 @@ def test_a_diverged_run_counts_as_the_lowest(finished, tmp_path, capsys):
 @pytest.mark.parametrize("labels, metrics", [(["01", "1", "1", "01"], {"accuracy", "f1"}),
                                              ([0.5, 2.0, 1.0, 0.0], {"spearman", "r2"})])
 @pytest.mark.parametrize("flag", ["--epochs=3", "--frozen"])
-def test_a_test_file_is_predicted_in_its_order_and_chooses_nothing(labels, metrics, flag, finished, tmp_path, capsys):
+def test_a_test_file_is_predicted_in_its_order_and_chooses_nothing(labels, metrics, flag, finished, tmp_path):
     texts = ["the cat sees some bread", "c", f"{sentence(5)} {sentence(6)}", "a dog"]
     rows = [{"text": text, "text2": "b", "label": label} for text, label in zip(texts, labels)]
     for name in ("train.jsonl", "dev.jsonl"):
@@ -246,9 +230,6 @@ def test_a_test_file_is_predicted_in_its_order_and_chooses_nothing(labels, metri
         assert [*test[column][::-1]] == [pytest.approx(cell) for cell in dev[column]]
     right = (test.prediction == test.label)[1:3].mean()
     assert found["metrics"].get("accuracy_test", 100 * right) == 100 * right
-    rows[2]["label"] = labels[1]
-    (tmp_path / "test.jsonl").write_text(json_lines(rows))
-    assert "examples=" in fails(run, capsys)
 
 
 def fake_runs(monkeypatch, value):

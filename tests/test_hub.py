@@ -18,10 +18,12 @@ import finetune
 import maelm
 import rank
 import train
-from conftest import generator, model_and_batch
+from conftest import generator, model_and_batch, tiny
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
 from support import export
 from support.checkpoints import Pretrained, load_model, write_checkpoint
+from support.classification import Classification
+from support.examples import Example, Labels
 from support.heads import ClassifierHead, SpanHead
 from support.text import Text, documents
 from support.tokenizer import SPECIALS, Tokenizer
@@ -104,8 +106,6 @@ def test_an_exported_encoder_gives_our_states(fields, hub, tmp_path):
     found = encoder(tokens, real.long(), output_hidden_states=True).hidden_states
     for a, b in zip(found, wanted, strict=True):
         assert_close(a[real], b[real])
-    classes = json.loads((folder / "config.json").read_text())["auto_map"]
-    assert ("AutoModelForMaskedLM" in classes) == (fields in WITH_HEAD)
     if fields in WITH_HEAD:
         at = torch.arange(5, N, 7)[None]
         found = hub.AutoModelForMaskedLM.from_pretrained(folder, **TRUST)(tokens[:1]).logits[:, at[0]]
@@ -120,9 +120,10 @@ def test_an_exported_tokenizer_gives_our_ids(uncased, hub, tmp_path):
     for text in [*ODD_TEXTS, *little_documents(20)]:
         assert theirs(text)["input_ids"] == [CLS, *ours.encode(text), SEP], text
     assert theirs("a", "b")["input_ids"] == [CLS, *ours.encode("a"), SEP, *ours.encode("b"), SEP]
+    pair = "a dog " * N, "the cat sees " * N  # of which the longer one is cut first
+    kind = Classification(ours, tiny(seq_len=N), finetune.TuneConfig(), Labels((), ("x",)))
+    assert kind.encode([Example(*pair, "x")]).ids[0].tolist() == theirs(*pair, truncation=True)["input_ids"]
     assert theirs("the [MASK] sat")["input_ids"] == [CLS, *ours.encode("the"), MASK, *ours.encode(" sat"), SEP]
-    starts = [start for start, end in theirs(" the  cat", return_offsets_mapping=True)["offset_mapping"] if start < end]
-    assert not any(" the  cat"[start].isspace() for start in starts)
     batch = theirs(["the cat " * N, "a"], truncation=True, padding=True)
     assert batch.keys() == {"input_ids", "attention_mask"}
     assert batch["input_ids"][1] == [CLS, *ours.encode("a"), SEP] + [PAD] * (N - 3)
@@ -211,8 +212,6 @@ def test_padding_on_the_left_changes_nothing(task, fields, hub, tmp_path):
     padded, mask = F.pad(text, (9, 0), value=PAD), F.pad(torch.ones_like(text), (9, 0))
     assert_close(model(padded, mask)[0][:, -wanted.shape[1]:], wanted)
     assert model(padded, 0 * mask)[0].isfinite().all()  # padding only
-    model.save_pretrained(tmp_path / "copy")
-    assert_close(auto.from_pretrained(tmp_path / "copy", **TRUST)(text)[0], wanted)
 
 
 @torch.no_grad()
@@ -269,7 +268,6 @@ def test_hf_names_work_in_every_program(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
     (texts / "a.jsonl").write_text(json_lines({"text": text} for text in little_documents()))
     write_hub_model(tmp_path / "user/bert")
-    monkeypatch.chdir(tmp_path)  # transformers looks for user/bert here first
     table = pandas.DataFrame({"sentence1": map(sentence, range(12)), "sentence2": map(sentence, range(3, 15)),
                               "label": [3.200000047683716, 0.0, 5.0] * 4, "idx": range(100, 112)})
     parts = [{"split": split, "path": f"{split}.parquet"} for split in ("train", "validation", "test")]

@@ -49,7 +49,6 @@ def test_a_verdict_follows_from_the_differences_between_equal_seeds(tmp_path, mo
     assert f"| tuned | +4.0, +5.5, +3.0 | +4.2 | {low:.1f} to {high:.1f} | better |\n" in output and low > 0
     assert "| cls8 | +0.0, +0.0, +0.0 | +0.0 | 0.0 to 0.0 | undecided; 100 or more seeds" in output
     assert "0 models to make" in output and "`mlm` minus `mae-lm`:" in output
-    assert "| `mlm` | 65.5 | 32.8 | 30.0 | 1.0 | 1.0 | 2.5 | 52.0 | 20.0 | 3.0 | 1.5 | 3 |" in output
     for seeds, word in (("11 13", "undecided"), ("11 12 13", "worse")):
         output = show(f"mae-lm --against mlm --seeds {seeds}")
         assert word in output.split("| tuned | -")[1].splitlines()[0]
@@ -80,9 +79,7 @@ def test_the_baseline_gets_the_steps_and_the_masks_of_the_idea(tmp_path, monkeyp
     made = [line(name, 11, 50.0) for name in names]
     output = printed([], made, f"{names[1]} --seeds 11", tmp_path, monkeypatch, capsys)
     assert f"`{names[1]}` minus `{names[0]}`:" in output
-    for command, word in (("relu", "relu"), ("mlm --seed 3", "--seeds"), ("mlm --foo 3", "--foo"),
-                          ("mlm --rel-pos-buckets 7", "rel_pos_buckets=7"), ("mlm --against relu", "relu")):
-        assert word in fails(lambda: idea.main(command.split()), capsys)
+    assert "use --seeds" in fails(lambda: idea.main("mlm --seed 3".split()), capsys)
 
 
 def test_a_line_follows_from_the_files_of_the_programs(finished, tmp_path):
@@ -175,18 +172,6 @@ def test_claims_compare_the_scores_of_the_record(tmp_path, figures):
     points = {each.get_ydata()[0]: [*each.get_xdata()] for each in right.get_lines() if each.get_marker() == "o"}
     assert points == {"MAE-LM": [60.5, 59.5], "MLM": [59.5, 58.5], "MAE-LM that\nreads [MASK]": [58.5, 57.5],
                       "naive Bayes": [58], "untrained": [54.5, 53.5]}
-
-
-def test_verdicts_about_laptop_are_those_of_a_t_test():
-    jobs = read_json(idea.RECORD.with_name("evidence.json"))["jobs"]
-    found = claims.laptop(jobs).set_index("claim").loc["Table 1"]
-    scores = {model: [[jobs[f"{task} {model} {seed}"]["found"]["median"] for task in ("docs", "sst2")]
-                      for seed in (3, 4, 5)] for model in ("mae-lm", "mlm")}
-    values = np.mean(scores["mae-lm"], 1) - np.mean(scores["mlm"], 1)
-    test = scipy.stats.ttest_1samp(values, 0)
-    assert found["p"] == found["p, Holm"] == f"{test.pvalue:.3f}"  # the largest stays as it is
-    assert found["95% interval"] == "{:.1f} to {:.1f}".format(*test.confidence_interval())
-    assert found["by seed"] == ", ".join(f"{value:.1f}" for value in values)
 
 
 def test_the_tables_of_results_md_are_those_of_the_records(tmp_path, capsys):

@@ -16,7 +16,6 @@ from tests.common import fails, little_documents, sentence
 from tests.test_homework import TAUS
 from tests.test_hub import write_hub_model, write_run
 
-CPU = torch.device("cpu")
 TABLES = torch.randn(3, 300, 8, generator=generator(0)) + 1
 POSITIONS = torch.randn(20, 8, generator=generator(1))
 
@@ -81,7 +80,7 @@ def measure(seed, tau=0.9, size=7):
         read.append(tokens)
         return made_up(tokens)
 
-    subject = subjects.Subject("made up", encode, rows, "rows", maelm.MASK, [0, 1, 2, 3], True, CPU)
+    subject = subjects.Subject("made up", encode, rows, "rows", maelm.MASK, [0, 1, 2, 3], True, rows.device)
     options = rank.RankOptions(batch_size=size, tau=tau, seed=seed, controls=True)
     found = rank.model_ranks(subject, rank.measure(subject, options), tau)
     _, *batches = read  # the first is one sequence, read to count the layers
@@ -90,7 +89,7 @@ def measure(seed, tau=0.9, size=7):
     return rows, masked, controls, found
 
 
-def test_curves_hold_the_states_they_name():
+def test_curves_hold_the_states_they_name_with_15_percent_of_real_tokens_masked():
     for number, tau in enumerate(TAUS):
         rows, masked, (random, one), found = measure(0, tau)
         at = masked == maelm.MASK
@@ -103,15 +102,10 @@ def test_curves_hold_the_states_they_name():
             for centering, centered in rank.CENTERINGS.items():
                 ranks = [svd_ranks(h[chosen].numpy(), centered)[0][number] for h in made_up(tokens)]
                 assert found[centering][curve] == ranks
-
-
-def test_masks_are_15_percent_of_real_tokens_for_any_batch_size():
-    rows, masked, controls, found = measure(0)
-    at = masked == maelm.MASK
     assert (at.sum(1) == 3).all() and rows[at].min() >= maelm.NUM_SPECIAL
     assert torch.equal(masked[~at], rows[~at]) and not torch.equal(masked, measure(1)[1])
-    assert torch.equal(masked, measure(0, size=40)[1]) and found == measure(0, size=40)[3]
-    random, one = controls
+    _, again, _, results = measure(0, tau, size=40)
+    assert torch.equal(masked, again) and found == results  # for any batch size
     assert torch.equal(random[~at], rows[~at]) and random[at].min() >= 4 and len(random[at].unique()) > 80
     assert one[at].unique().tolist() == [int(rows[rows >= 4].mode().values)] and torch.equal(one[~at], rows[~at])
 

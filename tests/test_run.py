@@ -204,18 +204,13 @@ def test_only_old_checkpoints_are_removed(text, tmp_path, capsys):
 
 
 # ---- One folder, one run --------------------------------------------------------------------------------------------
-def test_a_folder_in_use_is_refused(text, copy, capsys):
+def test_a_folder_in_use_and_another_run_are_refused_and_the_differences_are_named(text, copy, capsys):
     with lock_folder(copy):
         assert "another process is working there" in fails(lambda: short_run(text, copy), capsys)
-
-
-@pytest.mark.parametrize("flags, message", [
-    ("--mask-rate 0.3 --batch-size 4", "mask_rate=0.15 there, 0.3 here; batch_size=8 there, 4 here; choose"),
-    ("--encoder-layers 1 --seed 2", "encoder_layers=2 there, 1 here; seed=0 there, 2 here")])
-def test_another_run_is_refused_and_the_differences_are_named(flags, message, text, copy, capsys):
     before = contents(copy)
-    line = fails(lambda: short_run(text, copy, *flags.split()), capsys)
-    assert re.search(f"{copy} was made with other settings: .*{message}", line)
+    line = fails(lambda: short_run(text, copy, *"--mask-rate 0.3 --batch-size 4 --seed 2".split()), capsys)
+    message = "mask_rate=0.15 there, 0.3 here; batch_size=8 there, 4 here; seed=0 there, 2 here; choose"
+    assert re.search(f"{copy} was made with other settings: {message}", line)
     for name in ("config.json", "model.safetensors"):  # of an export
         (copy.parent / name).mkdir()
         (copy.parent / name / name).touch()
@@ -228,9 +223,11 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
 
 # ---- Command lines and machines -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("program, flags, message", [
-    (train, "--steps 3", "unrecognized arguments: --steps 3"),
     (train, "--ablation bert", "invalid choice: 'bert' .*mae-lm.*dec-1024"),
     (train, "--ablation mlm --decoder-layers 1", "decoder_layers=1: --ablation mlm sets it to 0; leave out one"),
+    (train, "--init RUN --encoder-layers 1", "--init: its weights have another shape"),
+    (train, "--init RUN --no-uncased", "uncased=False: the tokenizer is that of --init"),
+    (train, "--init RUN --ablation mlm", "leave out --preset and --ablation"),
     (train, "--norm Pre", "argument --norm: invalid choice: 'Pre' .*post"),
     (train, "--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
     *[(train, f"--{field.replace('_', '-')}={value}", f"{field}={value!r}: use ") for field, value in (
@@ -243,7 +240,6 @@ def test_another_run_is_refused_and_the_differences_are_named(flags, message, te
     (finetune, "--init RUN --regression", "regression: only for --task custom"),
     (finetune, "--init RUN --task rte,cols", "--task rte,cols: use mnli, .*squad2.*glue"),
     (finetune, "--init RUN --task glue --data .", "has no training file of mnli, .*stsb"),
-    (finetune, "--init RUN --task rte --data no/such", "--data no/such: has no training file of rte"),
     (rank, "RUN --tokens 1000", "fewer than 10 d = 320"), (rank, "RUN --tau 90", "--tau 90.0: use 0 < tau < 1"),
     (rank, "RUN RUN/step_0000003.pt --steps", "--steps: needs the folder of one run"),
     (rank, "hf:a/b --probe docs", "--probe docs: only for runs")])

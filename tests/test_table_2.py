@@ -112,12 +112,3 @@ def test_each_layer_of_the_encoder_has_dropout_twice():
             getattr(block, name).forward = lambda x, *others, value=value: torch.full_like(x, value)
         added = (block(x) - x).round(decimals=3)
         assert added.unique().tolist() == [0, 2] and added.mean().item() == pytest.approx(1, abs=0.1)
-
-
-def test_dropout_is_in_the_encoder_only():
-    model, tokens, corruption = model_and_batch(dropout=0.5)
-    model.train()
-    h, other = model.encode(corruption), model.encode(corruption)
-    assert not torch.allclose(h, other)
-    x, positions = model.fill_gaps(h, corruption), torch.arange(24)[None]
-    exact(model.decoder(x, positions), model.decoder(x, positions))

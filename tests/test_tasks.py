@@ -48,13 +48,13 @@ def squad_records():
             for i, answer in enumerate(answers)]
 
 
-@pytest.mark.parametrize("n", [10, 1000])
-def test_metrics_equal_scipy_and_scikit_learn(n):
-    random = np.random.default_rng(n)
-    guess, true = random.integers(4, size=(2, n))
+def test_metrics_equal_scipy_and_scikit_learn():
+    random = np.random.default_rng(0)
+    guess, true = random.integers(4, size=(2, 1000))
     assert metrics.METRICS["accuracy"](guess, true) == pytest.approx(sklearn.metrics.accuracy_score(true, guess))
-    for values in (guess, random.normal(size=n)):
+    for values in (guess, random.normal(size=1000)):
         assert metrics.spearman(values, true) == pytest.approx(scipy.stats.spearmanr(values, true).statistic)
+        assert metrics.r2(values, true) == pytest.approx(sklearn.metrics.r2_score(true, values))
     assert metrics.f1(guess % 2, true % 2) == pytest.approx(sklearn.metrics.f1_score(true % 2, guess % 2))
     assert metrics.f1(0 * true, 0 * true) == 0
     assert metrics.spearman(0 * true, true) == metrics.spearman(guess, 0 * true) == 0
@@ -107,7 +107,6 @@ def test_the_hubs_files_are_read_as_they_are(name, tmp_path):
             label = labels[record["label"]] if labels else round(record["label"], 1)
             texts = [record[column] for column in columns]
             assert found[:3] == (*texts, *[None] * (2 - len(texts)), label)
-    assert read_task(name, Data(str(tmp_path / name)), {}) == splits
 
 
 def test_docs_repeat_no_text_of_dev_or_of_the_validation_split(monkeypatch):
@@ -196,10 +195,8 @@ def test_custom_files_have_names_or_numbers_as_labels(tmp_path, capsys):
         (tmp_path / "train.jsonl").write_text(json_lines([row]))
         with pytest.raises(UserError, match="train.jsonl, row 1: needs text in text, and a label in label"):
             read_task("custom", Data(str(tmp_path)), {})
-    for labels, message in ((range(21), "give --regression"), ([["a", "b"], ["c"]], "and a label in label"),
-                            ([*map(str, range(30)), "n/a"], "give --regression"),
-                            (["0.5", "n/a"], "'n/a': is no number"), (["0,5", "1,5"], "write decimals with a point"),
-                            (["a", "a"], "'a': .* two labels or more")):
+    for labels, message in (([*map(str, range(21)), "n/a"], "give --regression"), (["0,5", "1,5"], "with a point"),
+                            (["0.5", "n/a"], "'n/a': is no number"), (["a", "a"], "'a': .* two labels or more")):
         with pytest.raises(UserError, match=message):
             read(labels)
     rows = [{"body": f"a {i}", "stars": i, "id": i} for i in range(30)]
@@ -233,12 +230,7 @@ def test_custom_files_have_names_or_numbers_as_labels(tmp_path, capsys):
     rows = "".join(f'"a {i}\tb\t{i % 3}{".5" if i == 2 else ""}\n' for i in range(40))
     splits, labels = read_table("train.tsv", f"text\ttext2\tlabel\n{rows}")
     assert splits["train"][0][0][0] == '"' and labels.metrics == ("spearman", "r2")
-    for content, message in (("text,name\na,b\n", "train.csv, row 1: needs text in text, and a label in label"),
-                             ("text,label\na,b,c\n", "train.csv, after record 0: cannot be read .a row has more"),
-                             ('text,label\n"a', "train.csv, after record 0: cannot be read")):
-        with pytest.raises(UserError, match=message):
-            read_table("train.csv", content)
-    (tmp_path / "train.csv").write_text("text,text2,label\na,b,x\nc,d,y\n" * 20)
+    read_table("train.csv", "text,text2,label\na,b,x\nc,d,y\n" * 20)
     capsys.readouterr()
     for name, content in (("train_old.csv", "no table"), ("test.csv", "text,text2\n"), ("test.tsv", ""), ("dev", "")):
         (tmp_path / name).write_text(content)

@@ -25,11 +25,10 @@ TINY = tiny()
 
 
 # ---- Runs -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("ablation", ["mae-lm", "mlm"])
-def test_training_learns_the_little_language(ablation, text, tmp_path, capsys):
+def test_training_learns_the_little_language(text, tmp_path, capsys):
     flags = """--max-steps 200 --batch-size 16 --micro-batch-size 16 --encoder-dim 64 --dropout 0 --log-interval 50
                --eval-interval 200 --checkpoint-interval 200 --muon-weight-decay 0.01""".split()
-    out = short_run(text, tmp_path / "run", "--ablation", ablation, *flags)
+    out = short_run(text, tmp_path / "run", *flags)
     log = read_log(out)
     assert log[-1]["val_loss"] < 0.5 * log[0]["unigram_entropy"]
     capsys.readouterr()
@@ -56,7 +55,6 @@ def joined(batches):
 def test_sequences_and_masks_depend_on_seed_and_step_alone():
     whole = joined(batch(0, 1))
     assert torch.equal(whole[0], random_tokens(200)[indices_of_step(0, 7, 24, 200)])
-    assert len(whole[2].unique(dim=0)) > 20  # each sequence has masks of its own
     for world, size, largest in ((1, 24, 24), (1, 5, 5), (2, 4, 4), (3, 100, 8), (6, 3, 3), (24, 1, 1)):
         parts = [batch(rank, world, size) for rank in range(world)]
         sizes = [len(tokens) for part in parts for tokens, _ in part]
@@ -85,8 +83,7 @@ def test_validation_masks_single_tokens_at_the_papers_rate_in_every_run():
 
 
 # ---- Continued pre-training -----------------------------------------------------------------------------------------
-def test_init_gives_settings_tokenizer_and_weights_but_flags_win(finished, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_init_gives_settings_tokenizer_and_weights_but_flags_win(finished, tmp_path, capsys):
     other = write_corpus(tmp_path / "other.txt", 300)
     flags = ["--init", str(finished), "--data", str(other), "--cache", "cache", "--max-steps"]
     train.main([*flags, "12", "--stop-at", "2"])
@@ -106,14 +103,6 @@ def test_init_gives_settings_tokenizer_and_weights_but_flags_win(finished, tmp_p
     assert "began with other weights" in fails(lambda: train.main(["--init", str(out), "--out", str(out)]), capsys)
 
 
-@pytest.mark.parametrize("flags, message", [
-    ("--encoder-layers 1", "--init: its weights have another shape"), ("--no-uncased", "uncased=False: the tokenizer"),
-    ("--preset toy", "leave out --preset and --ablation"), ("--ablation mlm", "leave out --preset and --ablation")])
-def test_what_init_decides_cannot_be_changed(flags, message, text, finished, tmp_path, capsys):
-    command = [f"--init={finished}", f"--cache={text.parent / 'cache'}", f"--out={tmp_path / 'run'}", *flags.split()]
-    assert message in fails(lambda: train.main(command), capsys)
-
-
 def test_warm_up_keeps_its_share_of_the_steps():
     found = [train.parse(["--max-steps", *steps])[1].warmup_steps for steps in (["38", "--warmup-steps", "9"], ["300"])]
     assert found == [9, 16]  # 300 of 1,900 steps have 15.8 of 100 steps of warm-up
@@ -128,7 +117,7 @@ def test_a_step_follows_precision_dropout_and_the_clock(text, tmp_path, monkeypa
         return 60.0 * minutes[0]
 
     def forward(model, tokens, corruption):
-        rates = {part.p for part in model.encoder.modules() if hasattr(part, "p")}
+        rates = [{part.p for part in half.modules() if hasattr(part, "p")} for half in (model.encoder, model.decoder)]
         is_bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
         if not tokens.is_meta:  # which only count FLOPs
             forwards.append((model.training, is_bf16, rates, torch.initial_seed()))
@@ -140,7 +129,7 @@ def test_a_step_follows_precision_dropout_and_the_clock(text, tmp_path, monkeypa
     monkeypatch.setattr(Run, "save", lambda *given: (clock(1000), save(*given)))
     out = short_run(text, tmp_path / "run", "--log-interval", 3, "--precision", "bf16")
     assert len({seed for *_, seed in forwards}) == 12 == len(forwards)  # each micro-batch has dropout of its own
-    assert all(forward[:3] == (True, True, {0.1}) for forward in forwards)
+    assert all(forward[:3] == (True, True, [{0.1}, {0.0}]) for forward in forwards)
     for line in [line for line in read_log(out) if "loss" in line]:
         assert line["tokens_per_second"] == 3 * 8 * 24 / 60 and line["seconds"] == 20 * line["step"]
     printed = capsys.readouterr().out
@@ -206,24 +195,18 @@ VARIED = """max_steps learning_rate clip_norm encoder_heads rel_pos_buckets rel_
             uncased""".split()
 
 
-@pytest.mark.parametrize("preset, values", [("base", (125_000, 5e-4, 2.0, 12, 32, 128, 32768, True)),
-                                            ("base++", (2_000_000, 2e-4, 2.0, 12, 64, 128, 64000, False)),
-                                            ("large++", (1_000_000, 1e-4, 1.0, 16, 128, 256, 64000, False))])
-def test_presets_hold_table_4(preset, values):
+@pytest.mark.parametrize("preset, values, encoder, total", [
+    ("base", (125_000, 5e-4, 2.0, 12, 32, 128, 32768, True), 110_616_960, 139_988_098),
+    ("base++", (2_000_000, 2e-4, 2.0, 12, 64, 128, 64000, False), 134_603_520, 164_005_890),
+    ("large++", (1_000_000, 1e-4, 1.0, 16, 128, 256, 64000, False), 368_375_808, 420_402_690)])
+def test_presets_hold_table_4_and_have_the_parameters_of_the_official_models(preset, values, encoder, total):
     config, recipe = train.make_settings(train.PRESETS[preset])
     fields = asdict(config) | asdict(recipe)
     assert fields == fields | EVERY_PRESET | dict(zip(VARIED, values, strict=True))
-
-
-@pytest.mark.parametrize("preset, encoder, total", [("base", 110_616_960, 139_988_098),
-                                                    ("base++", 134_603_520, 164_005_890),
-                                                    ("large++", 368_375_808, 420_402_690)])
-def test_parameter_counts_differ_from_the_official_model_by_two_vocabulary_rows_only(preset, encoder, total):
-    config = make_config(preset)
     with torch.device("meta"):
         parts = Encoder(config), Decoder(config), Head(config)
     counts = [torch.nn.utils.parameters_to_vector(part.parameters()).numel() for part in parts]
-    assert counts[0] == encoder - 2 * config.encoder_dim
+    assert counts[0] == encoder - 2 * config.encoder_dim  # but for two rows of the vocabulary
     assert sum(counts) == total - 2 * (config.encoder_dim + 1)
 
 
@@ -231,6 +214,3 @@ def test_flags_override_ablations_which_override_presets():
     config, recipe, *_ = train.parse("--preset base++ --ablation enc-mask --rel-pos-buckets 8 --seed 3".split())
     assert config == Config(vocab_size=64000, rel_pos_buckets=8, mask_in_encoder=1.0)
     assert (recipe.learning_rate, recipe.seed, recipe.batch_size) == (2e-4, 3, 2048)
-    for preset in ("toy", "laptop", "small", "base", "base++", "large++"):  # a row has the same sizes in all of them
-        layers = [make_config(preset, name).decoder_layers for name in ("dec-2", "dec-6")]
-        assert [*layers, make_config(preset, "dec-512").decoder_width] == [2, 6, 512]
