@@ -108,9 +108,9 @@ def claims(record: Record) -> pandas.DataFrame:
 
 
 def table(record: Record) -> pandas.DataFrame:
-    """A row per model: means over its seeds."""
+    """A row per model that is recorded: means over its seeds."""
     rows = []
-    for model in [*MODELS, BAYES]:
+    for model in [*[name for name in MODELS if len(record.of(name))], BAYES]:
         scores = {score: record.values(model, score) for score in SCORES}
         if model != BAYES:
             scores |= {"minutes": record.of(model)["seconds"] / 60, "FLOPs, 10¹²": record.of(model)["flops"] / 1e12}
@@ -133,7 +133,7 @@ def draw(record: Record, path: Path):
             left.text(108, height, shown[model].replace("MAE-LM that\n", ""), color=color, va="center")
             values = record.values(model, "order")
             right.plot(values, [shown[model]] * len(values), "o", color=color)
-        left.set(xscale="log", xlabel="labels per library", ylabel="accuracy, %", xlim=(3.6, 300),
+        left.set(xscale="log", xlabel="labels per library", ylabel="accuracy, %", xlim=(3.6, 300), ylim=(None, 70),
                  title="Which of 8 libraries is a docstring from?")
         left.set_xticks(SHOTS, SHOTS)
         left.minorticks_off()
