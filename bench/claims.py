@@ -113,7 +113,7 @@ def table(record: Record) -> pandas.DataFrame:
     for model in [*[name for name in MODELS if len(record.of(name))], BAYES]:
         scores = {score: record.values(model, score) for score in SCORES}
         if model != BAYES:
-            scores |= {"minutes": record.of(model)["seconds"] / 60, "FLOPs, 10¹²": record.of(model)["flops"] / 1e12}
+            scores |= {"FLOPs, 10¹²": record.of(model)["flops"] / 1e12, "seeds": [len(record.of(model))]}
         rows.append({"model": model} | {name: np.mean(values) for name, values in scores.items() if len(values)})
     return pandas.DataFrame(rows).round(1).astype(object).fillna("")
 
@@ -129,7 +129,7 @@ def draw(record: Record, path: Path):
         for model in sorted(shown, key=lambda model: curves[model][-1]):
             color = f"C{[*shown].index(model)}"
             left.plot(SHOTS, curves[model], "o-", color=color)
-            height = max(curves[model][-1], height + 2.5)
+            height = max(curves[model][-1], height + 2.2)
             left.text(108, height, shown[model].replace("MAE-LM that\n", ""), color=color, va="center")
             values = record.values(model, "order")
             right.plot(values, [shown[model]] * len(values), "o", color=color)
@@ -138,7 +138,7 @@ def draw(record: Record, path: Path):
         left.set_xticks(SHOTS, SHOTS)
         left.minorticks_off()
         right.axvline(50, color="gray", linestyle=":")
-        right.set(xlabel="accuracy, % (dotted: chance)", title="Were two neighboring words exchanged?")
+        right.set(xlabel="accuracy, % (a point per seed; dotted: chance)", title="Were two neighboring words swapped?")
 
 
 # ---- 3. The laptop preset -----------------------------------------------------------------------------------

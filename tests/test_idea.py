@@ -163,7 +163,7 @@ def test_claims_compare_the_scores_of_the_record(tmp_path, figures):
     assert found["means"]["modules, 8 labels: MAE-LM minus MLM"] == "70.5, 70.5"
     assert [*found["claim"]] == [*"abcddddef"] and found["difference"].iloc[0] == "-10.0"
     rows = claims.table(record).set_index("model")
-    assert [*rows.loc["MLM"]] == [41.5, 42.5, 43.5, 44.5, 45.5, 70.5, 59, 79, 1.5, 3]
+    assert [*rows.loc["MLM"]] == [41.5, 42.5, 43.5, 44.5, 45.5, 70.5, 59, 79, 3, 2]
     assert [*rows.loc["naive Bayes"]] == [40, 41, 42, 43, 44, 47, 58, "", "", ""]
     claims.draw(record, tmp_path / "few.png")
     left, right = figures[0].axes
