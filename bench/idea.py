@@ -1,4 +1,4 @@
-"""Is an idea better than MAE-LM? Trains it with several seeds, and compares its scores with recorded ones.
+"""Is an idea better than MAE-LM? Trains both with several seeds, and compares their scores.
 
     python -m bench.idea relu                                       # a row of maelm.ABLATIONS, with three seeds
     python -m bench.idea mae-lm --learning-rate 3e-3 --seeds 11     # flags of train.py; a first look, with one seed
@@ -168,10 +168,11 @@ def compare(lines: list[dict], scores: list[str], name: str, against: str, seeds
     found = found[(found["tokens"] == tokens) | (found["name"] == name)]
     found = found.set_index(["name", "seed"])[scores].astype(float)
     groups = found.groupby("name")
-    freedom = int((groups.size() - 1).sum())
-    variance = groups.var().mul(groups.size() - 1, axis=0).sum() / max(1, freedom)
+    free = (groups.count() - 1).clip(lower=0)  # a recorded model may lack a score
+    freedom = free.sum()
+    variance = (groups.var() * free).sum() / freedom.clip(lower=1)
     differences = (found.loc[name] - found.loc[against]).loc[seeds]
-    return pandas.DataFrame([{"score": score} | verdict(differences[score], variance[score] ** 0.5, freedom)
+    return pandas.DataFrame([{"score": score} | verdict(differences[score], variance[score] ** 0.5, int(freedom[score]))
                              for score in scores])
 
 
