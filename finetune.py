@@ -27,6 +27,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -112,15 +113,8 @@ class FineTuning:
     # ---- 2. A run: section 4.1, Tables 5 and 6 ---------------------------------------------------
     def run_once(self, tune: TuneConfig, seed: int) -> tuple[dict, Scores]:
         """Fine-tune, without gradient clipping. Returns ranks and step of the checkpoint that is
-        best on the dev split or, with --shots, on a fifth of the drawn examples, and its Scores.
-        The best seed's model is saved."""
-        train = self.splits["train"]
-        choice = self.splits["dev"]
-        if self.flags.shots:
-            drawn = train.draw(self.flags.shots, seed)
-            fifth = len(drawn) // 5  # of each label, if all have enough
-            choice = train.take(drawn[-fifth:])
-            train = train.take(drawn[:-fifth])
+        best on the examples of `choice`, and its Scores. The best seed's model is saved."""
+        train, choice = self.examples_of(seed)
         kind = self.kind
         worker = self.worker
         encoder = self.pretrained.new_encoder(seed)
@@ -164,6 +158,16 @@ class FineTuning:
                        **kind.labels.saved())
         return {"step": best_step, "ranks": self.ranks(model.encoder)}, scores
 
+    def examples_of(self, seed: int) -> tuple[Encoded, Encoded]:
+        """The examples of a run, and those that choose its checkpoint: the splits train and dev or,
+        with --shots, four fifths and a fifth of the drawn examples."""
+        train = self.splits["train"]
+        if not self.flags.shots:
+            return train, self.splits["dev"]
+        drawn = train.draw(self.flags.shots, seed)
+        fifth = len(drawn) // 5  # of each label, if all have enough
+        return train.take(drawn[:-fifth]), train.take(drawn[-fifth:])
+
     def evaluate(self, model: Tuned, splits: dict[str, Encoded]) -> Scores:
         """The Scores of a model on these splits."""
         model.eval()
@@ -182,24 +186,29 @@ class FineTuning:
         """Fit a linear model to the vectors of the frozen encoder, or naive Bayes. Returns its
         strength of regularization or smoothing, and Scores. There are no new `ranks`, because they
         do not change."""
-        frozen = self.flags.frozen
         train = self.splits["train"]
         if not self.inputs or self.pretrained.is_random:
-            encoder = self.pretrained.new_encoder(seed).to(self.worker.device).eval()
-            last = [self.pretrained.config.encoder_layers]
-            for split, each in self.splits.items():
-                if frozen == BOW:
-                    self.inputs[split] = words_of(each)
-                else:
-                    self.inputs[split] = vectors_of(encoder, each, last)[frozen][:, 0]
+            self.inputs = self.inputs_of_probe(seed)
         drawn = train.draw(self.flags.shots, seed)
-        inputs, targets = self.inputs["train"][drawn], train.targets[drawn].numpy()
-        if frozen == BOW:
+        inputs = self.inputs["train"][drawn]
+        targets = train.targets[drawn].numpy()
+        if self.flags.frozen == BOW:
             model = fit_counts(inputs, targets, self.metric)
         else:
             model = fit(inputs, targets, tune.l2, self.metric)
         scores = scores_of(model, self.kind, self.splits, self.inputs)
         return {"strength": strength_of(model), "ranks": None}, scores
+
+    def inputs_of_probe(self, seed: int) -> dict[str, np.ndarray]:
+        """For each split, the words of naive Bayes, (N,), or vectors of the last layer, (N, d)."""
+        if self.flags.frozen == BOW:
+            return {split: words_of(encoded) for split, encoded in self.splits.items()}
+        encoder = self.pretrained.new_encoder(seed).to(self.worker.device).eval()
+        last = [self.pretrained.config.encoder_layers]
+        inputs = {}
+        for split, encoded in self.splits.items():
+            inputs[split] = vectors_of(encoder, encoded, last)[self.flags.frozen][:, 0]
+        return inputs
 
 
 def schedule(tune: TuneConfig, inputs: int) -> tuple[int, set[int]]:

@@ -137,32 +137,38 @@ def per_label(docs: Iterable[tuple[str, str]], most: int) -> list[tuple[str, str
     return chosen
 
 
-def split_docs(labels: tuple[str, ...], val_share: float, cache: str, labeled: int = LABELED) -> dict[str, list]:
+def labeled_docs(labels: tuple[str, ...], cache: str) -> list[tuple[str, str]]:
     """(label, text) of the docstrings whose source, or its package, is a label, in an order that further docstrings do
-    not change. Dev is from the tenth HELD_OUT; train is from the docstrings after it, and shares no NGRAM words in a
-    row with a dev text."""
+    not change."""
     docs = []
     for source, text in read_docs(cache):
         label = source if source in labels else source.partition(".")[0]
         if label in labels:
             docs.append((label, text))
-    docs.sort(key=lambda each: hashlib.blake2b(each[1].encode()).digest())
-    tenth, rest = [], []
-    for label, text in docs:
-        if not in_validation(text, val_share + HELD_OUT[1]):
-            rest.append((label, text))
-        elif not in_validation(text, val_share + HELD_OUT[0]):
-            tenth.append((label, text))
-    dev = per_label(tenth, SCORED)
+    return sorted(docs, key=lambda each: hashlib.blake2b(each[1].encode()).digest())
+
+
+def dev_docs(labels: tuple[str, ...], val_share: float, cache: str) -> list[tuple[str, str]]:
+    """(label, text) of the docstrings for dev, which are from the tenth HELD_OUT."""
+    start, end = [val_share + share for share in HELD_OUT]
+    docs = [each for each in labeled_docs(labels, cache) if in_validation(each[1], end)]
+    return per_label((each for each in docs if not in_validation(each[1], start)), SCORED)
+
+
+def split_docs(labels: tuple[str, ...], val_share: float, cache: str, labeled: int = LABELED) -> dict[str, list]:
+    """(label, text) of each split. Train is from the docstrings after the tenth HELD_OUT, and shares no NGRAM words in
+    a row with a dev text."""
+    dev = dev_docs(labels, val_share, cache)
     known = set().union(*[ngrams(text) for _, text in dev])
+    rest = [each for each in labeled_docs(labels, cache) if not in_validation(each[1], val_share + HELD_OUT[1])]
     train = per_label((each for each in rest if known.isdisjoint(ngrams(each[1]))), labeled)
     return {"train": train, "dev": dev}
 
 
 def scored_docs(val_share: float, cache: str) -> set[str]:
     """The docstrings on which a task is scored: no model is trained on them. Those of `bshift` are among them."""
-    splits = [split_docs(labels, val_share, cache) for labels in (LIBRARIES, MODULES)]
-    return {text for each in splits for _, text in each["dev"]}
+    docs = [*dev_docs(LIBRARIES, val_share, cache), *dev_docs(MODULES, val_share, cache)]
+    return {text for _, text in docs}
 
 
 def docs_task(task: str, val_share: float, cache: str) -> dict[str, list[tuple[str, str]]]:

@@ -108,9 +108,11 @@ def scores_of(model, kind: Kind, splits: dict[str, Encoded], inputs: dict[str, n
     classes = len(kind.labels.names)
     outputs = {}
     for split, x in inputs.items():
-        if split != "train" and classes == 0:
+        if split == "train":
+            continue
+        if classes == 0:
             outputs[split] = torch.from_numpy(model.predict(x))[:, None]
-        elif split != "train":
+        else:
             logits = np.full((len(x), classes), -np.inf)  # of labels without training examples
             logits[:, model.classes_] = model.predict_log_proba(x)
             outputs[split] = torch.from_numpy(logits)
