@@ -6,8 +6,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import train
-from maelm import ABLATIONS
 from conftest import TINY
+from maelm import ABLATIONS
 from support.checkpoints import checkpoints
 from support.program import read_lines
 

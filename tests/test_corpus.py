@@ -17,9 +17,10 @@ import pytest
 
 import train
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
-from support.program import UserError, json_lines, read_json
-from support import corpus, docs, text as text_module
+from support import corpus, docs
+from support import text as text_module
 from support.corpus import Rows, indices_of_step
+from support.program import UserError, json_lines, read_json
 from support.text import Text
 from support.tokenizer import SPECIALS, Tokenizer
 from tests.common import contents, fails, little_documents, sentence, write_corpus
@@ -70,8 +71,6 @@ def test_text_without_blank_lines_is_split_by_size(tmp_path):
     found = documents_of(tmp_path / "lines.txt")
     assert "\n".join(found) == "".join(lines).strip()
     assert {10_000 <= len(text) + 1 < 10_100 for text in found[:-1]} == {True}
-    (tmp_path / "line.txt").write_text("word " * 50_000)
-    assert [len(text) for text in documents_of(tmp_path / "line.txt")] == [249_999]
 
 
 @pytest.mark.parametrize("name, content, message", [
@@ -150,7 +149,6 @@ def test_docs_leave_out_the_texts_that_are_scored_and_near_duplicates(tmp_path, 
     short += [text.upper() for text in short if is_unseen(text)]
     for module in (docs, text_module):
         monkeypatch.setattr(module, "read_docs", lambda cache: [("python", text) for text in texts + copies + short])
-    assert len([text for text in copies if not is_unseen(text)]) > 40
     terms = [text.replace("word", "term") for text in texts]
     mine = [*terms, *[f"again: {text}" for text in terms]]  # other sources may repeat themselves
     (tmp_path / "mine.jsonl").write_text(json_lines([{"text": text} for text in mine]))
@@ -183,10 +181,6 @@ def test_odd_texts_come_back_from_their_tokens(tokenizer):
         assert all(NUM_SPECIAL <= i < len(tokenizer) for i in ids)
         letters = map(str.lower, text) if tokenizer.uncased else text
         assert tokenizer.decode([*ids, len(tokenizer)]) == "".join(letters)  # without the unused id
-
-
-def test_a_long_word_is_learned_in_parts():  # otherwise, it takes minutes
-    assert max(map(len, Tokenizer.train(["ab" * 30_000], 400, False).model.get_vocab())) == 1000
 
 
 def test_a_word_is_one_piece_in_every_script():
@@ -264,8 +258,7 @@ def test_the_tokenizers_sample_is_spread_evenly():
     assert set(np.diff(found)) == {found[1]} and found[-1] > 980
 
 
-def test_what_was_read_and_what_was_not_is_said_in_a_line_per_source(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_what_was_read_and_what_was_not_is_said_in_a_line_per_source(tmp_path, capsys):
     lines = json_lines({"text": text} for text in [*little_documents(100), "", None, "  "])
     lines += json_lines([{"other": "a field that the first record lacks"}, {"text": "last", "n": 3}])
     files = {"a/a.jsonl": lines, "a/b/b.csv": "id;text\n1;  One, two\n2;\n", "a/c.py": "x = 3", "a/d.md": "#",
@@ -279,7 +272,7 @@ def test_what_was_read_and_what_was_not_is_said_in_a_line_per_source(tmp_path, m
     (tmp_path / "a/link").symlink_to(tmp_path / "linked")
     flags = "--data a+b.tsv --cache cache --vocab-size 320 --seq-len 24 --val-share 0.1 --prepare".split()
     train.main(flags)
-    first, *remarks = capsys.readouterr().out.splitlines()
+    _, *remarks = capsys.readouterr().out.splitlines()
     folder, = tmp_path.glob("cache/a+b*")
     sizes = [(folder / f"{split}.bin").stat().st_size // 2 for split in ("train", "val")]
     documents = documents_of("a+b.tsv")
@@ -293,9 +286,6 @@ def test_what_was_read_and_what_was_not_is_said_in_a_line_per_source(tmp_path, m
         "  b.tsv: 1 texts, of which 0 are empty or missing; files read: 1; other files: none",
         f"  {sizes[0]:,} tokens for training, {sizes[1]:,} for validation, in lower case (--no-uncased keeps its case)"
         f"; documents: {count['train']} train, {count['val']} val; {density:.2f} bytes of text per token"]
-    monkeypatch.setattr(corpus, "prepare", None)
-    train.main(flags)  # the second time, nothing is prepared
-    assert capsys.readouterr().out.splitlines() == [first, *remarks]
 
 
 def test_a_preparation_that_ends_early_is_never_used(text, tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def lines_of(text):
 
 
 # ---- The handout ----------------------------------------------------------------------------------------------------
-def test_the_handout_is_short_and_has_every_test_and_no_line_of_a_solution(tmp_path, capsys):
+def test_the_handout_is_short_and_has_every_test_and_no_line_of_a_solution(tmp_path):
     main(["--handout", str(tmp_path / "homework")])
     paths = [path for path in (tmp_path / "homework").rglob("*") if path.is_file()]
     texts = {path.relative_to(tmp_path / "homework").as_posix(): path.read_text() for path in paths}
@@ -62,15 +62,6 @@ def test_the_handout_is_short_and_has_every_test_and_no_line_of_a_solution(tmp_p
     collected = subprocess.run([sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "attention or corrupt"],
                                cwd=tmp_path / "homework", capture_output=True, text=True).stdout
     assert "12/45 tests collected" in collected
-    del texts["README.md"]
-    for path in set(re.findall(r"[\w/]+\.(?:py|md)\b", "\n".join(texts.values()))):
-        assert any(file.endswith(path) for file in texts), f"students do not get {path}"
-    assert "name a new folder" in fails(lambda: main(["--handout", str(tmp_path)]), capsys)
-
-
-def test_a_wrong_name_of_a_blank_is_refused(capsys):
-    assert "MAELM.forward" in fails(lambda: main(["--blank", "forward"]), capsys)
-    assert "from one file" in fails(lambda: main(["--blank", "tau_rank", "attention"]), capsys)
 
 
 def test_the_table_of_tasks_is_the_graders():
@@ -115,7 +106,6 @@ def test_wrong_or_dishonest_code_costs_points_of_its_task_only(submission, tmp_p
     tests = read_json(tmp_path / "results.json")["tests"]
     scores = [int(start[0]) for _, start in submission.values()]
     assert [test["score"] for test in tests] == scores and f": total {sum(scores)}/" in found[-1]
-    assert not any(scores) or any(re.match(r" +maelm.py:\d+: in attention", line) for line in found)
 
 
 def test_a_grade_takes_no_longer_than_its_limit(tmp_path, capsys):

@@ -21,11 +21,11 @@ import rank
 import tests.test_tasks
 from conftest import tiny
 from maelm import CLS, SEP
-from support.heads import ClassifierHead
-from support.program import UserError, json_lines, read_json
 from support import examples, probe, results, tasks
 from support.classification import Classification, Encoded
 from support.examples import Data, Example, Labels, Question, read_task
+from support.heads import ClassifierHead
+from support.program import UserError, json_lines, read_json
 from support.squad import Spans
 from support.text import records_of
 from support.tokenizer import Tokenizer
@@ -73,8 +73,6 @@ def test_windows_cover_the_context_and_hold_the_answers(uncased):
     assert metrics == {"exact": 100, "f1": 100}
     expected = {q.id: q.answers[0][1] for q in WORDS} | {"none": ""}
     assert json.loads(files["predictions.json"]) == expected
-    long = [Question(name, "who?", CONTEXT, ((0, CONTEXT),)) for name in "ab"]
-    assert "; 2 answers lie in no window" in kind.encode([*WORDS[:3], *long]).remark
     # A question's score of no answer is that of the window where it is lowest, and its answer that of the best window.
     question = kind.encode(WORDS[-1:])
     starts = [row.tolist().index(SEP) + 1 for row in question.ids]
@@ -273,10 +271,7 @@ def test_an_average_names_its_tasks(finished, tmp_path, monkeypatch, capsys):
     shutil.rmtree(tmp_path / "deep/glue/stsb")
     finetune.main(command.replace("deep/glue", "deep").replace("/out", "/seven").split() + ["glue"])
     assert read_json(tmp_path / "seven/result.json")["average"] == 3
-    finetune.main(command.replace("/out", "/two").split() + ["cola,rte"])
-    assert read_json(tmp_path / "two/result.json")["average"] == 4.5
-    assert "average of 7 tasks: 3.00, without stsb" in (printed := capsys.readouterr().out)
-    assert "average of 2 tasks: 4.50\n" in printed
+    assert "average of 7 tasks: 3.00, without stsb" in capsys.readouterr().out
 
 
 # ---- Layers ---------------------------------------------------------------------------------------------------------

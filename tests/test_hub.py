@@ -1,7 +1,6 @@
 """Claims about Hugging Face: an export gives the results of our model, and all programs read models and data sets."""
 import json
 import re
-import sys
 import threading
 import urllib.request
 from dataclasses import asdict
@@ -24,11 +23,11 @@ from support import export
 from support.checkpoints import Pretrained, load_model, write_checkpoint
 from support.classification import Classification
 from support.examples import Example, Labels
+from support.fill_mask import logits_at
 from support.heads import ClassifierHead, SpanHead
+from support.program import json_lines, read_lines
 from support.text import Text, documents
 from support.tokenizer import SPECIALS, Tokenizer
-from support.fill_mask import logits_at
-from support.program import json_lines, read_lines
 from tests.common import QUICK, ROOT, arguments, fails, little_documents, sentence, write_corpus
 from tests.test_corpus import ODD
 
@@ -124,9 +123,6 @@ def test_an_exported_tokenizer_gives_our_ids(uncased, hub, tmp_path):
     kind = Classification(ours, tiny(seq_len=N), finetune.TuneConfig(), Labels((), ("x",)))
     assert kind.encode([Example(*pair, "x")]).ids[0].tolist() == theirs(*pair, truncation=True)["input_ids"]
     assert theirs("the [MASK] sat")["input_ids"] == [CLS, *ours.encode("the"), MASK, *ours.encode(" sat"), SEP]
-    batch = theirs(["the cat " * N, "a"], truncation=True, padding=True)
-    assert batch.keys() == {"input_ids", "attention_mask"}
-    assert batch["input_ids"][1] == [CLS, *ours.encode("a"), SEP] + [PAD] * (N - 3)
 
 
 def test_python_of_the_page_runs(hub, tmp_path, monkeypatch):
@@ -194,10 +190,12 @@ def test_a_fine_tuned_model_gives_the_same_logits(task, labels, units, hub, tmp_
     assert_close(torch.tensor(score), logits.softmax(0).max() if labels else logits[0])
 
 
-def test_an_export_that_would_compute_something_else_is_refused(hub, tmp_path, monkeypatch, capsys):
+def test_an_export_that_exists_or_would_compute_something_else_is_refused(hub, tmp_path, monkeypatch, capsys):
+    exported(tmp_path)
+    assert "already exists" in fails(lambda: exported(tmp_path), capsys)
     logits = maelm.Head.forward
     monkeypatch.setattr(maelm.Head, "forward", lambda self, *given: 1.5 * logits(self, *given))
-    assert "transformers computes other results" in fails(lambda: exported(tmp_path), capsys)
+    assert "transformers computes other results" in fails(lambda: exported(tmp_path / "other"), capsys)
 
 
 @pytest.mark.parametrize("fields", [dict(), dict(aligned_positions=False), dict(rel_pos_buckets=0)])
@@ -211,39 +209,22 @@ def test_padding_on_the_left_changes_nothing(task, fields, hub, tmp_path):
     wanted = model(text)[0]
     padded, mask = F.pad(text, (9, 0), value=PAD), F.pad(torch.ones_like(text), (9, 0))
     assert_close(model(padded, mask)[0][:, -wanted.shape[1]:], wanted)
-    assert model(padded, 0 * mask)[0].isfinite().all()  # padding only
 
 
 @torch.no_grad()
-def test_a_loss_is_the_mean_over_the_labels(hub, tmp_path):
-    _, folder = exported(tmp_path)
-    model = hub.AutoModelForMaskedLM.from_pretrained(folder, **TRUST)
-    text, _ = texts()
-    labels = torch.where(text == MASK, 7, -100)
-    found = model(text, labels=labels)
-    assert_close(found.loss, F.cross_entropy(found.logits.flatten(0, 1), labels.flatten()))
-    with pytest.raises(ValueError, match="161 tokens, but this model reads at most 160"):
-        model(torch.full((1, N + 1), 9))
-
-
-@torch.no_grad()
-def test_an_exported_mlm_takes_new_tokens(hub, tmp_path):
+def test_an_exported_mlm_has_a_loss_and_takes_new_tokens(hub, tmp_path):
     _, folder = exported(tmp_path)
     model = hub.AutoModelForMaskedLM.from_pretrained(folder, **TRUST)
     text, _ = texts()
     before = model(text).logits
     model.resize_token_embeddings(V + 3)
-    assert_close(model(text).logits[:, :, :V], before)
+    labels = torch.where(text == MASK, 7, -100)
+    found = model(text, labels=labels)
+    assert_close(found.logits[:, :, :V], before)
+    assert_close(found.loss, F.cross_entropy(found.logits.flatten(0, 1), labels.flatten()))
     model.save_pretrained(tmp_path / "copy")
     again = hub.AutoModelForMaskedLM.from_pretrained(tmp_path / "copy", **TRUST)
-    assert_close(again(text).logits, model(text).logits)
-
-
-def test_an_export_overwrites_nothing_and_needs_transformers(tmp_path, monkeypatch, capsys):
-    exported(tmp_path)
-    assert "already exists" in fails(lambda: exported(tmp_path), capsys)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "pip install -U transformers" in fails(lambda: exported(tmp_path / "other"), capsys)
+    assert_close(again(text).logits, found.logits)
 
 
 # ---- Models and data sets of the Hub --------------------------------------------------------------------------------
@@ -267,7 +248,6 @@ def test_hf_names_work_in_every_program(tmp_path, monkeypatch):
     for folder in (texts, glue):
         folder.mkdir(parents=True)
     (texts / "a.jsonl").write_text(json_lines({"text": text} for text in little_documents()))
-    write_hub_model(tmp_path / "user/bert")
     table = pandas.DataFrame({"sentence1": map(sentence, range(12)), "sentence2": map(sentence, range(3, 15)),
                               "label": [3.200000047683716, 0.0, 5.0] * 4, "idx": range(100, 112)})
     parts = [{"split": split, "path": f"{split}.parquet"} for split in ("train", "validation", "test")]
@@ -279,7 +259,6 @@ def test_hf_names_work_in_every_program(tmp_path, monkeypatch):
     assert len(list(documents(Text(data="hf:user/texts")))) == 400
     tuned = tmp_path / "tuned"
     train.main(arguments(tmp_path / "text", tmp_path / "run", "--data", "hf:user/texts"))
-    rank.main(["hf:user/bert", "--data", "hf:user/texts", "--val-share", "1", "--out", str(tmp_path / "rank")])
     finetune.main(f"--init {tmp_path}/run --task stsb --seeds 1 --epochs 1 --out {tuned}".split())
     labels = [line["label"] for line in read_lines(tuned / "seed1/predictions.jsonl")]
     assert labels == [3.2, 0.0, 5.0] * 4

@@ -1,5 +1,6 @@
 """Claims about sizes, the rows of Table 2, and the start of training. None is homework."""
 import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
