@@ -158,6 +158,7 @@ def test_docs_leave_out_the_texts_that_are_scored_and_near_duplicates(tmp_path, 
         expected = [text.lower() for text in texts + short if not is_unseen(text)]
         expected += [text.lower() for text in more if not docs.in_validation(text, 0.1)]
         assert whole == "".join(f"{text}[SEP]" for text in expected)
+        assert found.tokenizer.to_json() == Tokenizer.train(expected, 320, True).to_json()
 
 
 # ---- Tokenizers ------------------------------------------------------------------------------------------------------

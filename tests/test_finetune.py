@@ -243,14 +243,15 @@ def fake_runs(monkeypatch, value):
     return seeds
 
 
-def test_an_interrupted_sweep_continues(finished, tmp_path, monkeypatch):
+def test_an_interrupted_sweep_continues(finished, tmp_path, monkeypatch, capsys):
     rates = [rate * (768 / 32) ** 2 for rate in (2e-5, 3e-5, 4e-5, 5e-5)]  # for an encoder of 32 dimensions
-    found = dict(zip(rates, (-9.0, None, 0.0, -1.0)))
-    seeds = fake_runs(monkeypatch, lambda runs, tune, seed: float(seed == 2) or found[tune.learning_rate])
+    found = dict(zip(rates, (-9.0, None, 3.0, -1.0)))
+    seeds = fake_runs(monkeypatch, lambda runs, tune, seed: seed - 1.0 if seed else found[tune.learning_rate])
     flags = "--sweep --warmup-share 0.06 --batch-size 4".split()  # leaves a grid of four rates
     whole = tune(finished, "cola", tmp_path, *flags)
     assert seeds == [0, 0, 0, 0, 1, 2] and whole["tune"]["learning_rate"] == rates[2]
     assert (whole["values"], whole["seeds"], whole["median"]) == ([0.0, 1.0], [1, 2], 0.5)
+    assert "seed2/, of the best seed on dev: 1.00" in capsys.readouterr().out
     (tmp_path / "out" / "result.json").unlink()
     lines = (tmp_path / "out/runs.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "out/runs.jsonl").write_text("".join(lines[:3]) + lines[3][:50])  # as a crash leaves it

@@ -216,14 +216,16 @@ def drawn(labels, shots, seed):
     return sum(rounds[:shots], []) if shots else [*range(len(labels))]
 
 
-@pytest.mark.parametrize("pooling, strength, shots, seed", [("mean", 0, 0, 1), ("cls", 3, 0, 1), ("mean", 0, 4, 2)])
-def test_a_probe_follows_from_the_vectors_of_the_encoder(pooling, strength, shots, seed, labeled, finished, tmp_path):
+@pytest.mark.parametrize("init, pooling, strength, shots, seed", [
+    ("", "mean", 0, 0, 1), ("", "cls", 3, 0, 1), ("random:", "mean", 0, 4, 2)])
+def test_a_probe_follows_from_the_vectors_of_the_encoder(init, pooling, strength, shots, seed, labeled, finished,
+                                                         tmp_path):
     folder, texts, labels = labeled
-    finetune.main(f"""--init {finished} --task custom --data {folder} --out {tmp_path}/out --frozen {pooling}
+    finetune.main(f"""--init {init}{finished} --task custom --data {folder} --out {tmp_path}/out --frozen {pooling}
                       --seq-len 12 --l2 {strength} --shots {shots} --seeds {seed}""".split())
     result = read_json(tmp_path / "out/result.json")
-    pretrained = Pretrained(str(finished))
-    encoder = pretrained.new_encoder(1).eval()
+    pretrained = Pretrained(f"{init}{finished}")
+    encoder = pretrained.new_encoder(seed).eval()
     training, targets = rows_of_file(folder / "train.jsonl")
     vectors = []
     for split in (training, texts):
