@@ -134,7 +134,7 @@ def test_any_real_dtype_is_measured_in_float64():
 
 @task("effective_rank", gate=True)
 def test_the_mean_is_not_subtracted():
-    h = 10 + torch.randn(200, 8, generator=generator(0))
+    h = 10 + torch.randn(200, 8, dtype=torch.float64, generator=generator(0))  # which needs no copy
     before = h.clone()
     assert rank.effective_rank(h, 0.95) == 1, "nearly equal vectors have rank 1: do not subtract the mean"
     assert rank.effective_rank(h - h.mean(0), 0.95) == 8, "without its mean, this matrix has rank 8"
