@@ -16,6 +16,7 @@ from support.results import CODE
 from support.run import flops
 from tests.common import fails, make_config, read_log
 
+
 def line(name, seed, tuned, tokens=100, **more):
     """A line of a record, all of whose scores follow from one."""
     ranks = {"without_mask": [1, 40 + seed], "mask_only": [1, 20]}
@@ -123,8 +124,8 @@ def test_models_are_made_some_at_a_time_until_one_fails(tmp_path, monkeypatch, c
 
 
 def test_a_claim_holds_if_all_its_differences_do_after_holms_correction():
-    assert claims.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert claims.holm([0.5, 0.9]) == pytest.approx([1, 1])
+    assert claims.holm([0.01, 0.04, 0.03, 0.005], 4) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert claims.holm([0.5, 0.01], 3) == pytest.approx([1, 0.03])
     one, other = np.array([5.0, 6, 7, 9]), np.array([1.0, 2, 6])
     error = (one.var(ddof=1) / 4 + other.var(ddof=1) / 3) ** 0.5
     freedom = error ** 4 / ((one.var(ddof=1) / 4) ** 2 / 3 + (other.var(ddof=1) / 3) ** 2 / 2)
@@ -137,14 +138,15 @@ def test_a_claim_holds_if_all_its_differences_do_after_holms_correction():
     assert claims.welch(one, np.array([2.0])) == (pytest.approx(known.pvalue), f"{low - 2:.1f} to {high - 2:.1f}")
     rows = [("a", 3.0, 0.001), ("b", 2.0, 0.001), ("b", 1.0, 0.02), ("c", -1.0, 0.004), ("d", 1.0, 0.03),
             ("e", 1.0, 0.0), ("e", -1.0, 0.0)]
-    found = claims.decided([dict(zip(("claim", "difference", "p"), row)) for row in rows])
+    found = claims.decided([dict(zip(("claim", "difference", "p"), row)) for row in rows], 5)
     assert [*found["p, Holm"]] == ["0.004", "0.040", "0.040", "0.012", "0.040", "0.000", "0.000"]
     assert [*found["verdict"]] == ["holds", "holds", "holds", "is reversed", "holds", "undecided", "undecided"]
     assert [*found["p"]][2] == "0.020" and [*found["difference"]][3] == "-1.0"
 
 
-def test_claims_compare_the_scores_of_the_record(tmp_path, figures):
-    """Of each model by its pooling and its rate, for seeds from 31 on, and of naive Bayes."""
+def test_claims_compare_the_scores_of_the_record(tmp_path, figures, monkeypatch):
+    """Of each model by its pooling and its rate, for seeds from 31 on, and of naive Bayes; once all seeds are there."""
+    monkeypatch.setattr(claims, "SEEDS", (31, 32))
     lines, poolings = [], ["cls", "mean", "mean", "cls", "cls", "mean", "mean"]
     for number, (row, pooling, factor) in enumerate(claims.MODELS.values()):
         assert pooling == poolings[number]
@@ -164,6 +166,8 @@ def test_claims_compare_the_scores_of_the_record(tmp_path, figures):
     assert found["means"]["fine-tuned: MAE-LM, 70% minus MLM, 70%"] == "76.0, 75.0"
     assert found["means"]["modules, 8 labels: MAE-LM minus MLM"] == "70.5, 70.5"
     assert [*found["claim"]] == [*"abcddddef"] and found["difference"].iloc[0] == "-10.0"
+    missing = record.lines[(record.lines["name"] != claims.MODELS["enc-mask"][0]) | (record.lines["seed"] != 32)]
+    assert [*claims.claims(record._replace(lines=missing))["claim"]] == [*"abcef"]
     rows = claims.table(record).set_index("model")
     assert [*rows.loc["MLM"]] == [41.5, 42.5, 43.5, 44.5, 45.5, 70.5, 59, 79, 3, 2]
     assert [*rows.loc["naive Bayes"]] == [40, 41, 42, 43, 44, 47, 58, "", "", ""]
