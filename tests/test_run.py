@@ -17,18 +17,8 @@ import rank
 import train
 from support import corpus, worker
 from support.program import lock_folder
-from tests.common import (
-    ROOT,
-    arguments,
-    contents,
-    fails,
-    last_checkpoint,
-    losses,
-    read_log,
-    same,
-    short_run,
-    write_corpus,
-)
+from tests.common import ROOT, arguments, contents, fails, last_checkpoint, losses, read_log, same, short_run
+from tests.common import write_corpus
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 
-from support import classification as metrics
-from support import docs, squad, tasks
+from support import classification as metrics, docs, squad, tasks
 from support.docs import in_validation
 from support.examples import Data, Labels, Question, label_of, labels_of, read_task, read_tasks
 from support.program import UserError, json_lines
