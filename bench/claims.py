@@ -186,13 +186,11 @@ def main(argv=None):
         parser.add_argument("--figure", type=Path, default=ROOT / "docs/few.png", help="[%(default)s]")
         flags = parser.parse_args(argv)
         folder = RECORD.parent
+        record = Record(pandas.DataFrame(read_lines(RECORD)), read_lines(folder / "naive-bayes.jsonl"))
         parts = {"laptop": laptop(read_json(folder / "evidence.json")["jobs"]),
-                 "earlier toys": idea.table(read_lines(folder / "toys.jsonl"), ["tuned", "mean", "cls"])}
-        if RECORD.is_file():
-            record = Record(pandas.DataFrame(read_lines(RECORD)), read_lines(folder / "naive-bayes.jsonl"))
-            parts["models"] = table(record)
-            parts["claims"] = claims(record)
-            draw(record, flags.figure)
+                 "earlier toys": idea.table(read_lines(folder / "toys.jsonl"), ["tuned", "mean", "cls"]),
+                 "models": table(record), "claims": claims(record)}
+        draw(record, flags.figure)
         for title, part in parts.items():
             print(f"{title}:\n\n{markdown(part)}\n")
 

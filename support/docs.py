@@ -148,27 +148,28 @@ def labeled_docs(labels: tuple[str, ...], cache: str) -> list[tuple[str, str]]:
     return sorted(docs, key=lambda each: hashlib.blake2b(each[1].encode()).digest())
 
 
-def dev_docs(labels: tuple[str, ...], val_share: float, cache: str) -> list[tuple[str, str]]:
-    """(label, text) of the docstrings for dev, which are from the tenth HELD_OUT."""
+def dev_docs(docs: list[tuple[str, str]], val_share: float) -> list[tuple[str, str]]:
+    """(label, text) of those of labeled_docs that are for dev, which are from the tenth HELD_OUT."""
     start, end = [val_share + share for share in HELD_OUT]
-    docs = [each for each in labeled_docs(labels, cache) if in_validation(each[1], end)]
-    return per_label((each for each in docs if not in_validation(each[1], start)), SCORED)
+    held_out = [each for each in docs if in_validation(each[1], end)]
+    return per_label((each for each in held_out if not in_validation(each[1], start)), SCORED)
 
 
 def split_docs(labels: tuple[str, ...], val_share: float, cache: str, labeled: int = LABELED) -> dict[str, list]:
     """(label, text) of each split. Train is from the docstrings after the tenth HELD_OUT, and shares no NGRAM words in
     a row with a dev text."""
-    dev = dev_docs(labels, val_share, cache)
+    docs = labeled_docs(labels, cache)
+    dev = dev_docs(docs, val_share)
     known = set().union(*[ngrams(text) for _, text in dev])
-    rest = [each for each in labeled_docs(labels, cache) if not in_validation(each[1], val_share + HELD_OUT[1])]
+    rest = [each for each in docs if not in_validation(each[1], val_share + HELD_OUT[1])]
     train = per_label((each for each in rest if known.isdisjoint(ngrams(each[1]))), labeled)
     return {"train": train, "dev": dev}
 
 
 def scored_docs(val_share: float, cache: str) -> set[str]:
     """The docstrings on which a task is scored: no model is trained on them. Those of `bshift` are among them."""
-    docs = [*dev_docs(LIBRARIES, val_share, cache), *dev_docs(MODULES, val_share, cache)]
-    return {text for _, text in docs}
+    dev = [dev_docs(labeled_docs(labels, cache), val_share) for labels in (LIBRARIES, MODULES)]
+    return {text for docs in dev for _, text in docs}
 
 
 def docs_task(task: str, val_share: float, cache: str) -> dict[str, list[tuple[str, str]]]:

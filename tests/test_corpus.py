@@ -17,8 +17,7 @@ import pytest
 
 import train
 from maelm import CLS, MASK, NUM_SPECIAL, PAD, SEP
-from support import corpus, docs
-from support import text as text_module
+from support import corpus, docs, text as text_module
 from support.corpus import Rows, indices_of_step
 from support.program import UserError, json_lines, read_json
 from support.text import Text

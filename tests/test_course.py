@@ -50,7 +50,7 @@ def lines_of(text):
 
 
 # ---- The handout ----------------------------------------------------------------------------------------------------
-def test_the_handout_is_short_and_has_every_test_and_no_line_of_a_solution(tmp_path):
+def test_the_handout_is_short_and_has_every_test_and_no_line_of_a_solution(tmp_path, capsys):
     main(["--handout", str(tmp_path / "homework")])
     paths = [path for path in (tmp_path / "homework").rglob("*") if path.is_file()]
     texts = {path.relative_to(tmp_path / "homework").as_posix(): path.read_text() for path in paths}
@@ -62,6 +62,7 @@ def test_the_handout_is_short_and_has_every_test_and_no_line_of_a_solution(tmp_p
     collected = subprocess.run([sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "attention or corrupt"],
                                cwd=tmp_path / "homework", capture_output=True, text=True).stdout
     assert "12/45 tests collected" in collected
+    assert "name a new folder" in fails(lambda: main(["--handout", str(tmp_path)]), capsys)
 
 
 def test_the_table_of_tasks_is_the_graders():
