@@ -10,8 +10,8 @@ import pandas
 from scipy import stats
 
 from bench import idea
-from bench.idea import RECORD, half_width, markdown
-from support.program import ROOT, Parser, clear_errors, figure, read_json, read_lines
+from bench.idea import RECORD, markdown
+from support.program import ROOT, Parser, clear_errors, figure, read_lines
 
 SEEDS = range(31, 39)
 SHOTS = (4, 8, 16, 32, 100)  # labels per class; 100 is all of docs
@@ -37,7 +37,6 @@ CLAIMS = {  # score, the model that is better if the claim holds, and the other 
           ("8 labels", "MAE-LM", "enc-mask"), ("8 labels", "enc-mask-dec-resets", "enc-mask")],
     "e": [("fine-tuned", "MAE-LM, 70%", "MLM, 70%")],
     "f": [("modules, 8 labels", "MAE-LM", "MLM")]}
-LAPTOP_SEEDS = (3, 4, 5)
 
 
 # ---- 1. Statistics ------------------------------------------------------------------------------------------
@@ -144,42 +143,6 @@ def draw(record: Record, path: Path):
         right.set(xlabel="accuracy, % (a point per seed; dotted: chance)", title="Were two neighboring words swapped?")
 
 
-# ---- 3. The laptop preset -----------------------------------------------------------------------------------
-def laptop(jobs: dict[str, dict]) -> pandas.DataFrame:
-    """The claims about `laptop`, from the programs' results by job: t-tests over differences between equal seeds. The
-    standard deviation is at least 0.4, because ranks are whole numbers."""
-    def after(task: str, model: str):  # ranks after fine-tuning: the median of the runs
-        runs = [jobs[f"{task} {model} {seed}"]["found"]["effective_rank"]["after"] for seed in LAPTOP_SEEDS]
-        return np.array([np.median([rank["uncentered"] for rank in each if rank]) for each in runs])
-
-    def score(model: str):
-        docs, sst2 = [[jobs[f"{task} {model} {seed}"]["found"]["median"] for seed in LAPTOP_SEEDS]
-                      for task in ("docs", "sst2")]
-        return np.add(docs, sst2) / 2
-
-    def rank(model: str, curve: str, layer: int = -1):
-        found = [jobs[f"rank {model} {seed}"]["found"] for seed in LAPTOP_SEEDS]
-        last = [each[max(each, key=int)]["layers"] for each in found]
-        return np.array([layers[layer]["uncentered"][curve] for layers in last], float)
-
-    text = rank("mlm", "without_mask")
-    differences = {"Figure 1a": rank("mlm", "with_mask") - text,
-                   "Figure 1b": rank("mlm", "mask_only") - rank("mlm", "mask_only", 0),
-                   "Table 3": rank("mae-lm", "without_mask") - text,
-                   "Table 3, docs": after("docs", "mae-lm") - after("docs", "mlm"),
-                   "Table 3, SST-2": after("sst2", "mae-lm") - after("sst2", "mlm"),
-                   "Table 1": score("mae-lm") - score("mlm")}
-    rows = []
-    for claim, values in differences.items():
-        mean, deviation, count = values.mean(), values.std(ddof=1), len(values)
-        half = half_width(deviation, count, count - 1)
-        t = mean * count ** 0.5 / max(0.4, deviation)
-        rows.append({"claim": claim, "by seed": ", ".join(f"{value:.1f}" for value in values), "difference": mean,
-                     "95% interval": f"{mean - half:.1f} to {mean + half:.1f}",
-                     "p": 2 * stats.t.sf(abs(t), count - 1)})
-    return decided(rows, len(rows))
-
-
 def main(argv=None):
     with clear_errors("bench.claims"):
         parser = Parser("bench.claims", __doc__)
@@ -187,8 +150,7 @@ def main(argv=None):
         flags = parser.parse_args(argv)
         folder = RECORD.parent
         record = Record(pandas.DataFrame(read_lines(RECORD)), read_lines(folder / "naive-bayes.jsonl"))
-        parts = {"laptop": laptop(read_json(folder / "evidence.json")["jobs"]),
-                 "earlier toys": idea.table(read_lines(folder / "toys.jsonl"), ["tuned", "mean", "cls"]),
+        parts = {"earlier toys": idea.table(read_lines(folder / "toys.jsonl"), ["tuned", "mean", "cls"]),
                  "models": table(record), "claims": claims(record)}
         draw(record, flags.figure)
         for title, part in parts.items():
