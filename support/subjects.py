@@ -29,7 +29,7 @@ def transformers_library():
     return transformers
 
 
-# ---- An encoder and its text ------- ---------------------------------------------------------------------
+# ---- An encoder and its text --------------------------------------------------------------------------------
 class Subject(NamedTuple):
     """An encoder and its text, in sequences of n tokens."""
     name: str

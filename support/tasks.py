@@ -69,6 +69,7 @@ RATES = {  # group -> learning rates to try for base's width and, from 1,024 dim
 RATES["squad"] = RATES["small"]
 SWEPT = ("learning_rate", *dict.fromkeys(name for sweep in SWEEPS.values() for name in sweep))
 
+
 @dataclass(frozen=True)
 class TuneConfig:
     """Settings of a job; each group of tasks has its own defaults."""
