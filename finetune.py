@@ -4,6 +4,7 @@
     python finetune.py --init out/toy --task docs --frozen      # a linear probe
     python finetune.py --init out/toy --task docs --frozen --shots 8   # with 8 labels per class
     python finetune.py --init bow:out/toy --task docs           # naive Bayes on the same tokens
+    python finetune.py --init lsa:out/toy --task docs           # a probe of LSA of the same text
     python finetune.py --init out/base --task rte --sweep       # Table 5's grid, then five seeds
     python finetune.py --init out/base --task rte,mrpc          # several tasks, and their average; glue: all eight
     python finetune.py --init out/toy --task custom --data DIR  # your own texts
@@ -38,14 +39,17 @@ from support.examples import Data, read_tasks
 from support.kinds import encode_task
 from support.model import seed_of
 from support.optim import take_step
-from support.probe import POOLINGS, Scores, fit, fit_counts, scores_of, strength_of, vectors_of, words_of
+from support.probe import POOLINGS, Scores, fit, fit_counts, lsa_of, scores_of, strength_of, vectors_of, words_of
 from support.program import Parser, UserError, clear_errors, fields_of, progress, short_name
 from support.results import Results, table1
 from support.tasks import TuneConfig, task_names
+from support.text import Text, split_documents
 from support.worker import Worker
 from train import learning_rate_factor
 
-BOW = "bow"  # bag of words: --init bow:FOLDER is naive Bayes, which stands in --frozen's place
+# Baselines without an encoder, such as --init bow:FOLDER, which stand in --frozen's place:
+BOW = "bow"  # bag of words, for naive Bayes
+LSA = "lsa"  # latent semantic analysis
 
 
 # ---- 1. All runs of a task -----------------------------------------------------------------------
@@ -89,7 +93,7 @@ class FineTuning:
         count = flags.seeds or (1 if is_fixed and not flags.shots else 5)
         runs = self.do_jobs([(tune, seed) for seed in range(1, count + 1)])
         encoder = self.pretrained.new_encoder(seed=1).to(self.worker.device)
-        before = None if flags.frozen == BOW else self.ranks(encoder)
+        before = None if flags.frozen in (BOW, LSA) else self.ranks(encoder)
         return self.results.finish(runs, sweep, before, self.dim, self.pretrained.step)
 
     def do_jobs(self, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
@@ -200,9 +204,14 @@ class FineTuning:
         return {"strength": strength_of(model), "ranks": None}, scores
 
     def inputs_of_probe(self, seed: int) -> dict[str, np.ndarray]:
-        """For each split, the words of naive Bayes, (N,), or vectors of the last layer, (N, d)."""
+        """For each split, the words of naive Bayes, (N,), or vectors of the last layer or LSA, (N, d)."""
         if self.flags.frozen == BOW:
             return {split: words_of(encoded) for split, encoded in self.splits.items()}
+        if self.flags.frozen == LSA:
+            text = Text(**fields_of(Text, self.pretrained.settings))
+            lsa = lsa_of((document for split, document in split_documents(text) if split == "train"), self.dim)
+            return {split: lsa.transform([f"{row.text} {row.text2 or ''}" for row in encoded.examples])
+                    for split, encoded in self.splits.items()}
         encoder = self.pretrained.new_encoder(seed).to(self.worker.device).eval()
         last = [self.pretrained.config.encoder_layers]
         inputs = {}
@@ -230,8 +239,8 @@ def parse(argv) -> tuple[argparse.Namespace, dict]:
     task = first.parse_known_args(argv)[0].task
     parser = Parser("finetune.py", __doc__, parents=[first])
     add = parser.add_argument
-    add("--init", default="out/toy", help="run folder, checkpoint, random:FOLDER, or bow:FOLDER for naive Bayes "
-        "on a run's tokens and their pairs [%(default)s]")
+    add("--init", default="out/toy", help="run folder, checkpoint, random:FOLDER, bow:FOLDER for naive Bayes on "
+        "a run's tokens and their pairs, or lsa:FOLDER for a probe of LSA of its text [%(default)s]")
     add("--out", type=Path, help="folder for all results [out/TASK-INIT, then -mean or -cls with --frozen, and -SHOTS]")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="[%(default)s]")
     add("--seeds", type=int, default=0, help="number of runs; the result is their median [5; 1 if nothing is random]")
@@ -253,10 +262,11 @@ def parse(argv) -> tuple[argparse.Namespace, dict]:
     if "custom" in flags.tasks and not flags.source.data:
         raise UserError("--task custom: needs --data, a folder with a file train")
     settings = fields_of(TuneConfig, given)
-    if flags.init.startswith(f"{BOW}:"):
+    baseline, _, folder = flags.init.partition(":")
+    if baseline in (BOW, LSA) and folder:
         if flags.frozen:
-            raise UserError(f"--frozen {flags.frozen}: naive Bayes has no encoder; leave it out")
-        flags.frozen = BOW
+            raise UserError(f"--frozen {flags.frozen}: {baseline}: has no encoder; leave it out")
+        flags.frozen = baseline
     if flags.frozen and (flags.sweep or not settings.keys() <= TuneConfig.PROBED or "squad2" in flags.tasks):
         raise UserError(f"--frozen {flags.frozen}: no --sweep, no squad2, and no settings but "
                         f"{', '.join(sorted(TuneConfig.PROBED))}")
@@ -271,7 +281,7 @@ def main(argv=None):
         shots = str(flags.shots or "")
         parts = filter(None, [flags.task.replace(",", "+"), short_name(flags.init), flags.frozen, shots])
         folder = flags.out or Path("out", "-".join(parts))
-        pretrained = Pretrained(flags.init.removeprefix(f"{BOW}:"))
+        pretrained = Pretrained(flags.init.removeprefix(f"{flags.frozen}:"))
         precision = "fp32" if flags.frozen else given.get("precision", "auto")
         worker = Worker.make(precision, flags.device, pretrained.config.encoder_dim)
         named = flags.task.split(",")  # of glue, tasks may be missing

@@ -1,6 +1,7 @@
-"""Linear probes: how well a linear model reads the labels of a task from the vectors of a frozen encoder. And naive
-Bayes, which needs no encoder."""
+"""Linear probes: how well a linear model reads the labels of a task from the vectors of a frozen encoder. And two
+baselines that need no encoder: naive Bayes, and latent semantic analysis (LSA)."""
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -93,6 +94,19 @@ def fit_counts(words: np.ndarray, targets: np.ndarray, metric: str):
     search = GridSearchCV(MultinomialNB(), {"alpha": SMOOTHING}, scoring=scoring(metric), cv=folds_of(targets))
     search.fit(counter.fit_transform(words), targets)
     return make_pipeline(counter, search.best_estimator_)
+
+
+def lsa_of(texts: Iterable[str], dims: int):
+    """LSA of texts (a Pipeline): it turns a text into the TF-IDF of its words, projected on the first `dims` singular
+    vectors of the TF-IDF of `texts`, or on all, with length 1."""
+    from sklearn.decomposition import TruncatedSVD
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import Normalizer
+    tfidf = TfidfVectorizer(sublinear_tf=True, min_df=3)
+    matrix = tfidf.fit_transform(texts)
+    svd = TruncatedSVD(min(dims, matrix.shape[1]), random_state=0).fit(matrix)
+    return make_pipeline(tfidf, svd, Normalizer())
 
 
 def strength_of(model) -> float:

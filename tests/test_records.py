@@ -1,8 +1,10 @@
 """Claims about records: every number in the files that our programs write follows from other files."""
 import copy
 import math
+import re
 import shutil
 import statistics
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -28,10 +30,15 @@ FACTORS = 0.5, 1, 1, 0.75, 0.5, 0.25  # of the peak rate, in the six steps of a 
 
 
 # ---- Pre-training ---------------------------------------------------------------------------------------------------
+def tokens_of(out, split):
+    """The tokens of a split of a run's corpus."""
+    values = read_json(out / "config.json")
+    return np.fromfile(f"{values['cache']}/{values['corpus']}/{split}.bin", np.uint16).astype(np.int64)
+
+
 def rows_of(out, split):
     """The sequences (N, 24) int64 of a split of a run's corpus."""
-    values = read_json(out / "config.json")
-    tokens = np.fromfile(f"{values['cache']}/{values['corpus']}/{split}.bin", np.uint16).astype(np.int64)
+    tokens = tokens_of(out, split)
     tokens = tokens[:len(tokens) // 23 * 23]
     return torch.from_numpy(np.insert(tokens.reshape(-1, 23), 0, CLS, axis=1))
 
@@ -208,6 +215,11 @@ def test_fine_tuning_is_this_loop(labeled, tuned, finished):
     torch.testing.assert_close(model.state_dict(), torch.load(tuned[0] / "encoder.pt")["model"], atol=1e-4, rtol=0)
 
 
+def normalized(x):
+    """The rows of a matrix, with length 1."""
+    return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
 def drawn(labels, shots, seed):
     """The indices of `shots` examples of each label, by rounds, or of all."""
     order = np.random.default_rng(seed).permutation(len(labels)).tolist()
@@ -269,6 +281,31 @@ def test_naive_bayes_counts_tokens_and_their_pairs(labeled, finished, tmp_path, 
     right = sum(line["prediction"] == label for line, label in zip(lines, labels))
     assert result["values"][1] == pytest.approx(100 * right / len(labels))
     assert result["effective_rank"]["before"] is None
+
+
+def test_lsa_projects_tfidf_on_singular_vectors_of_the_training_text(labeled, finished, tmp_path, monkeypatch):
+    lsa_of = finetune.lsa_of  # the text has fewer than 32 words
+    monkeypatch.setattr(finetune, "lsa_of", lambda texts, dims: lsa_of(texts, {32: 8}[dims]))
+    finetune.main(f"--init lsa:{finished} --task custom --data {labeled[0]} --out {tmp_path}/out --l2 3 --shots 9 "
+                  "--seeds 2".split())
+    tokenizer = Pretrained(str(finished)).tokenizer
+    training, targets = rows_of_file(labeled[0] / "train.jsonl")
+    known = tokenizer.decode(tokens_of(finished, "train")).split("[SEP]")[:-1]
+    words = [[re.findall(r"\b\w\w+", text.lower()) for text in texts] for texts in (known, training, labeled[1])]
+    found_in = Counter(word for each in words[0] for word in {*each})
+    rare = np.array([math.log((1 + len(known)) / (1 + count)) + 1 for count in found_in.values() if count >= 3])
+    vectors = []
+    for texts in words:
+        counts = np.array([[each.count(word) for word in found_in if found_in[word] >= 3] for each in texts])
+        vectors.append(normalized(np.log(counts.clip(1)) * rare + (counts > 0) * rare))
+    directions = np.linalg.svd(vectors[0])[2][:8]
+    chosen = drawn(targets, 9, 2)
+    x, dev = [normalized(each @ directions.T) for each in vectors[1:]]
+    model = probe.fit(x[chosen], np.array(["xyz".index(targets[i]) for i in chosen]), 3, "accuracy")
+    lines = read_lines(tmp_path / "out/seed2/predictions.jsonl")
+    found = [[line["scores"][name] for name in "xyz"] for line in lines]
+    np.testing.assert_allclose(found, model.predict_proba(dev), atol=1e-4)
+    assert read_json(tmp_path / "out/result.json")["effective_rank"]["before"] is None
 
 
 def test_with_few_labels_a_fifth_of_them_chooses_the_checkpoint(labeled, finished, tmp_path, monkeypatch):

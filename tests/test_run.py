@@ -228,7 +228,7 @@ def test_a_folder_in_use_and_another_run_are_refused_and_the_differences_are_nam
         ("encoder_heads", 7))],
     (finetune, "--init RUN --frozen --epochs 2", "no settings but l2, seq_len"),
     (finetune, "--init RUN --shots 4", "--shots 4: use 5 or more, or a probe"),
-    (finetune, "--init bow:RUN --frozen", "--frozen mean: naive Bayes has no encoder"),
+    (finetune, "--init bow:RUN --frozen", "--frozen mean: bow: has no encoder"),
     (finetune, "--task custom", "--task custom: needs --data"),
     (finetune, "--init RUN --regression", "regression: only for --task custom"),
     (finetune, "--init RUN --task rte,cols", "--task rte,cols: use mnli, .*squad2.*glue"),
