@@ -209,7 +209,8 @@ class FineTuning:
             return {split: words_of(encoded) for split, encoded in self.splits.items()}
         if self.flags.frozen == LSA:
             text = Text(**fields_of(Text, self.pretrained.settings))
-            lsa = lsa_of((document for split, document in split_documents(text) if split == "train"), self.dim)
+            documents = progress(split_documents(text), "reading")
+            lsa = lsa_of((document for split, document in documents if split == "train"), self.dim)
             return {split: lsa.transform([f"{row.text} {row.text2 or ''}" for row in encoded.examples])
                     for split, encoded in self.splits.items()}
         encoder = self.pretrained.new_encoder(seed).to(self.worker.device).eval()

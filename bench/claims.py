@@ -28,7 +28,7 @@ MODELS = {  # row of bench.idea, pooling, and factor of bshift's rate: chosen wi
     "MAE-LM, 70%": ("mae-lm --mask-rate 0.7", "cls", 0.5),
     "MLM, 70%": ("mlm --mask-rate 0.7 --max-steps 1596", "mean", 0.5),
     "untrained": ("mae-lm --max-steps 1 --learning-rate 0.0 --muon-learning-rate 0.0", "mean", 1)}
-BAYES = "naive Bayes"
+BAYES, LSA = "naive Bayes", "LSA"
 CLAIMS = {  # score, the model that is better if the claim holds, and the other one
     "a": [("8 labels", "MAE-LM", "MLM")],
     "b": [("8 labels", "MAE-LM", BAYES)],
@@ -75,19 +75,20 @@ def decided(rows: list[dict], count: int) -> pandas.DataFrame:
 
 # ---- 2. Few labels, and the order of words ------------------------------------------------------------------
 class Record(NamedTuple):
-    """The lines of bench.idea by row and seed, and the results of naive Bayes."""
+    """The lines of bench.idea by row and seed, and the results of naive Bayes and LSA."""
     lines: pandas.DataFrame
-    bayes: list[dict]
+    baselines: list[dict]
 
     def of(self, model: str) -> pandas.DataFrame:
         """The lines of a model with the seeds of the plan."""
         return self.lines[(self.lines["name"] == MODELS[model][0]) & self.lines["seed"].isin(SEEDS)]
 
     def values(self, model: str, score: str) -> np.ndarray:
-        """One of SCORES by seed; one number for naive Bayes."""
+        """One of SCORES by seed; one number for a baseline."""
         field, task, shots = SCORES[score]
-        if model == BAYES:
-            return np.array([each["median"] for each in self.bayes if (each["task"], each["shots"]) == (task, shots)])
+        if model not in MODELS:
+            return np.array([each["median"] for each in self.baselines
+                             if (each["model"], each["task"], each["shots"]) == (model, task, shots)])
         _, pooling, factor = MODELS[model]
         values = self.of(model).get(field.format(pooling=pooling, factor=factor), pandas.Series(dtype=float))
         return values.dropna().to_numpy(float)
@@ -112,9 +113,9 @@ def claims(record: Record) -> pandas.DataFrame:
 def table(record: Record) -> pandas.DataFrame:
     """A row per model that is recorded: means over its seeds."""
     rows = []
-    for model in [*[name for name in MODELS if len(record.of(name))], BAYES]:
+    for model in [*[name for name in MODELS if len(record.of(name))], BAYES, LSA]:
         scores = {score: record.values(model, score) for score in SCORES}
-        if model != BAYES:
+        if model in MODELS:
             scores |= {"FLOPs, 10¹²": record.of(model)["flops"] / 1e12, "seeds": [len(record.of(model))]}
         rows.append({"model": model} | {name: np.mean(values) for name, values in scores.items() if len(values)})
     return pandas.DataFrame(rows).round(1).convert_dtypes().astype(object).fillna("")
@@ -123,7 +124,7 @@ def table(record: Record) -> pandas.DataFrame:
 def draw(record: Record, path: Path):
     """Draw accuracy over labels per class, as means over seeds, and the accuracy at bigram shift, with a point per
     seed."""
-    shown = {"MAE-LM": "MAE-LM", "MLM": "MLM", "enc-mask": "MAE-LM that\nreads [MASK]", BAYES: BAYES,
+    shown = {"MAE-LM": "MAE-LM", "MLM": "MLM", "enc-mask": "MAE-LM + [MASK]", BAYES: BAYES, LSA: LSA,
              "untrained": "untrained"}
     with figure(path, panels=2) as (left, right):
         curves = {model: [record.values(model, f"{shots} labels").mean() for shots in SHOTS] for model in shown}
@@ -131,16 +132,17 @@ def draw(record: Record, path: Path):
         for model in sorted(shown, key=lambda model: curves[model][-1]):
             color = f"C{[*shown].index(model)}"
             left.plot(SHOTS, curves[model], "o-", color=color)
-            height = max(curves[model][-1], height + 2.2)
-            left.text(108, height, shown[model].replace("MAE-LM that\n", ""), color=color, va="center")
+            height = max(curves[model][-1], height + 2.8)
+            left.text(108, height, shown[model], color=color, va="center")
             values = record.values(model, "order")
             right.plot(values, [shown[model]] * len(values), "o", color=color)
-        left.set(xscale="log", xlabel="labels per library", ylabel="accuracy, %", xlim=(3.6, 300), ylim=(None, 70),
+        left.set(xscale="log", xlabel="labels per library (dotted: chance)", ylabel="accuracy, %", xlim=(3.6, 520), ylim=(10, 70),
                  title="Which of 8 libraries is a docstring from?")
         left.set_xticks(SHOTS, SHOTS)
         left.minorticks_off()
+        left.axhline(100 / 8, color="gray", linestyle=":")
         right.axvline(50, color="gray", linestyle=":")
-        right.set(xlabel="accuracy, % (a point per seed; dotted: chance)", title="Were two neighboring words swapped?")
+        right.set(xlabel="accuracy, % (a point per seed)", title="Were two neighboring words swapped?")
 
 
 def main(argv=None):
@@ -149,7 +151,7 @@ def main(argv=None):
         parser.add_argument("--figure", type=Path, default=ROOT / "docs/few.png", help="[%(default)s]")
         flags = parser.parse_args(argv)
         folder = RECORD.parent
-        record = Record(pandas.DataFrame(read_lines(RECORD)), read_lines(folder / "naive-bayes.jsonl"))
+        record = Record(pandas.DataFrame(read_lines(RECORD)), read_lines(folder / "baselines.jsonl"))
         parts = {"earlier toys": idea.table(read_lines(folder / "toys.jsonl"), ["tuned", "mean", "cls"]),
                  "models": table(record), "claims": claims(record)}
         draw(record, flags.figure)

@@ -145,7 +145,7 @@ def test_a_claim_holds_if_all_its_differences_do_after_holms_correction():
 
 
 def test_claims_compare_the_scores_of_the_record(tmp_path, figures, monkeypatch):
-    """Of each model by its pooling and its rate, for seeds from 31 on, and of naive Bayes; once all seeds are there."""
+    """Of each model by its pooling and its rate, for seeds from 31 on, and of baselines; once all seeds are there."""
     monkeypatch.setattr(claims, "SEEDS", (31, 32))
     lines, poolings = [], ["cls", "mean", "mean", "cls", "cls", "mean", "mean"]
     for number, (row, pooling, factor) in enumerate(claims.MODELS.values()):
@@ -156,9 +156,11 @@ def test_claims_compare_the_scores_of_the_record(tmp_path, figures, monkeypatch)
             scores["tuned"] = 111.5 - number - seed
             other = {"cls": "mean", "mean": "cls"}[pooling]
             lines.append(line(row, seed, 0) | {f"{other}{shots}": 0.0 for shots in (4, 8, 16, 32, "")} | scores)
-    bayes = [{"task": "docs", "shots": shots, "median": 40.0 + i} for i, shots in enumerate((4, 8, 16, 32, 0))]
-    bayes += [{"task": "bshift", "shots": 0, "median": 58.0}, {"task": "modules", "shots": 8, "median": 47.0}]
-    record = claims.Record(pandas.DataFrame(lines), bayes)
+    baselines = [{"model": model, "task": "docs", "shots": shots, "median": median + i}
+                 for i, shots in enumerate((4, 8, 16, 32, 0)) for model, median in (("LSA", 30), ("naive Bayes", 40))]
+    baselines += [{"model": "naive Bayes", "task": task, "shots": shots, "median": median}
+                  for task, shots, median in (("bshift", 0, 58.0), ("modules", 8, 47.0))]
+    record = claims.Record(pandas.DataFrame(lines), baselines)
     found = claims.claims(record).set_index("what")
     assert found["means"]["8 labels: MAE-LM minus MLM"] == "32.5, 42.5"
     assert found["means"]["8 labels: MAE-LM minus naive Bayes"] == "32.5, 41.0"
@@ -171,12 +173,14 @@ def test_claims_compare_the_scores_of_the_record(tmp_path, figures, monkeypatch)
     rows = claims.table(record).set_index("model")
     assert [*rows.loc["MLM"]] == [41.5, 42.5, 43.5, 44.5, 45.5, 70.5, 59, 79, 3, 2]
     assert [*rows.loc["naive Bayes"]] == [40, 41, 42, 43, 44, 47, 58, "", "", ""]
+    assert [*rows.loc["LSA"]][:7] == [30, 31, 32, 33, 34, "", ""]
     claims.draw(record, tmp_path / "few.png")
     left, right = figures[0].axes
     curves = {text.get_text(): [*each.get_ydata()] for text, each in zip(left.texts, left.get_lines())}
     assert curves["naive Bayes"] == [40, 41, 42, 43, 44] and curves["MLM"] == [41.5, 42.5, 43.5, 44.5, 45.5]
-    points = {each.get_ydata()[0]: [*each.get_xdata()] for each in right.get_lines() if each.get_marker() == "o"}
-    assert points == {"MAE-LM": [60.5, 59.5], "MLM": [59.5, 58.5], "MAE-LM that\nreads [MASK]": [58.5, 57.5],
+    points = {each.get_ydata()[0]: [*each.get_xdata()] for each in right.get_lines()
+              if each.get_marker() == "o" and len(each.get_xdata())}
+    assert points == {"MAE-LM": [60.5, 59.5], "MLM": [59.5, 58.5], "MAE-LM + [MASK]": [58.5, 57.5],
                       "naive Bayes": [58], "untrained": [54.5, 53.5]}
 
 

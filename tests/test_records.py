@@ -284,13 +284,14 @@ def test_naive_bayes_counts_tokens_and_their_pairs(labeled, finished, tmp_path, 
 
 
 def test_lsa_projects_tfidf_on_singular_vectors_of_the_training_text(labeled, finished, tmp_path, monkeypatch):
-    lsa_of = finetune.lsa_of  # the text has fewer than 32 words
-    monkeypatch.setattr(finetune, "lsa_of", lambda texts, dims: lsa_of(texts, {32: 8}[dims]))
+    lsa_of, more = finetune.lsa_of, ["thrice", "thrice seldom", "seldom thrice"]
+    # The text has fewer than 32 words, all of them frequent.
+    monkeypatch.setattr(finetune, "lsa_of", lambda texts, dims: lsa_of([*texts, *more], {32: 8}[dims]))
     finetune.main(f"--init lsa:{finished} --task custom --data {labeled[0]} --out {tmp_path}/out --l2 3 --shots 9 "
                   "--seeds 2".split())
     tokenizer = Pretrained(str(finished)).tokenizer
     training, targets = rows_of_file(labeled[0] / "train.jsonl")
-    known = tokenizer.decode(tokens_of(finished, "train")).split("[SEP]")[:-1]
+    known = tokenizer.decode(tokens_of(finished, "train")).split("[SEP]")[:-1] + more
     words = [[re.findall(r"\b\w\w+", text.lower()) for text in texts] for texts in (known, training, labeled[1])]
     found_in = Counter(word for each in words[0] for word in {*each})
     rare = np.array([math.log((1 + len(known)) / (1 + count)) + 1 for count in found_in.values() if count >= 3])
