@@ -4,7 +4,7 @@
     python finetune.py --init out/toy --task docs --frozen      # a linear probe
     python finetune.py --init out/toy --task docs --frozen --shots 8   # with 8 labels per class
     python finetune.py --init bow:out/toy --task docs           # naive Bayes on the same tokens
-    python finetune.py --init lsa:out/toy --task docs           # a probe of LSA of the same text
+    python finetune.py --init lsa:out/toy --task docs           # a probe of latent semantic analysis
     python finetune.py --init out/base --task rte --sweep       # Table 5's grid, then five seeds
     python finetune.py --init out/base --task rte,mrpc          # several tasks, and their average; glue: all eight
     python finetune.py --init out/toy --task custom --data DIR  # your own texts
