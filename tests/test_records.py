@@ -30,15 +30,10 @@ FACTORS = 0.5, 1, 1, 0.75, 0.5, 0.25  # of the peak rate, in the six steps of a 
 
 
 # ---- Pre-training ---------------------------------------------------------------------------------------------------
-def tokens_of(out, split):
-    """The tokens of a split of a run's corpus."""
-    values = read_json(out / "config.json")
-    return np.fromfile(f"{values['cache']}/{values['corpus']}/{split}.bin", np.uint16).astype(np.int64)
-
-
 def rows_of(out, split):
     """The sequences (N, 24) int64 of a split of a run's corpus."""
-    tokens = tokens_of(out, split)
+    values = read_json(out / "config.json")
+    tokens = np.fromfile(f"{values['cache']}/{values['corpus']}/{split}.bin", np.uint16).astype(np.int64)
     tokens = tokens[:len(tokens) // 23 * 23]
     return torch.from_numpy(np.insert(tokens.reshape(-1, 23), 0, CLS, axis=1))
 
@@ -291,7 +286,7 @@ def test_lsa_projects_tfidf_on_singular_vectors_of_the_training_text(labeled, fi
                   "--seeds 2".split())
     tokenizer = Pretrained(str(finished)).tokenizer
     training, targets = rows_of_file(labeled[0] / "train.jsonl")
-    known = tokenizer.decode(tokens_of(finished, "train")).split("[SEP]")[:-1] + more
+    known = tokenizer.decode(rows_of(finished, "train")[:, 1:].flatten()).split("[SEP]") + more
     words = [[re.findall(r"\b\w\w+", text.lower()) for text in texts] for texts in (known, training, labeled[1])]
     found_in = Counter(word for each in words[0] for word in {*each})
     rare = np.array([math.log((1 + len(known)) / (1 + count)) + 1 for count in found_in.values() if count >= 3])
