@@ -35,16 +35,15 @@ from torch import nn
 from rank import encoder_ranks
 from support.checkpoints import Pretrained, Tuned
 from support.classification import Encoded
-from support.corpus import open_corpus
 from support.examples import Data, read_tasks
 from support.kinds import encode_task
 from support.model import seed_of
 from support.optim import take_step
-from support.probe import POOLINGS, Scores, fit, fit_counts, lsa_of, scores_of, strength_of, vectors_of, words_of
+from support.probe import POOLINGS, Scores, fit, fit_counts, lsa_of, scores_of, strength_of
+from support.probe import vectors_of, words_of
 from support.program import Parser, UserError, clear_errors, fields_of, progress, short_name
 from support.results import Results, table1
 from support.tasks import TuneConfig, task_names
-from support.text import Text
 from support.worker import Worker
 from train import learning_rate_factor
 
@@ -74,7 +73,8 @@ class FineTuning:
         if (flags.shots or flags.frozen == BOW) and not self.kind.labels.names:
             raise UserError(f"--task {task}: has no classes, which --shots and {BOW}: need")
         if flags.frozen == LSA and "corpus" not in pretrained.state:
-            raise UserError(f"--init {flags.init}: the text of these weights is not known; name a run of train.py")
+            raise UserError(f"--init {flags.init}: the text of these weights is not known; "
+                            "name a run of train.py")
         self.metric = self.kind.labels.metrics[0]  # selects checkpoints, and is the value of a run
         self.inputs = {}  # of a probe
         self.results = Results(out, asdict(self.tune) | {
@@ -190,9 +190,9 @@ class FineTuning:
         return encoder_ranks(encoder, self.splits["dev"].by_length(self.worker.device))
 
     def probe_once(self, tune: TuneConfig, seed: int) -> tuple[dict, Scores]:
-        """Fit a linear model to the vectors of the frozen encoder, or naive Bayes. Returns its
-        strength of regularization or smoothing, and Scores. There are no new `ranks`, because they
-        do not change."""
+        """Fit a linear model to the vectors of the frozen encoder or LSA, or naive Bayes. Returns
+        its strength of regularization or smoothing, and Scores. There are no new `ranks`, because
+        they do not change."""
         train = self.splits["train"]
         if not self.inputs or self.pretrained.is_random:
             self.inputs = self.inputs_of_probe(seed)
@@ -211,7 +211,9 @@ class FineTuning:
         if self.flags.frozen == BOW:
             return {split: words_of(encoded) for split, encoded in self.splits.items()}
         if self.flags.frozen == LSA:
-            lsa = lsa_of(self.training_text().split("[SEP]"), self.dim)
+            tokens = self.pretrained.corpus().train.pieces.flatten()
+            documents = self.pretrained.tokenizer.decode(tokens).split("[SEP]")
+            lsa = lsa_of(documents, self.dim)
             return {split: lsa.transform([f"{row.text} {row.text2 or ''}" for row in encoded.examples])
                     for split, encoded in self.splits.items()}
         encoder = self.pretrained.new_encoder(seed).to(self.worker.device).eval()
@@ -220,13 +222,6 @@ class FineTuning:
         for split, encoded in self.splits.items():
             inputs[split] = vectors_of(encoder, encoded, last)[self.flags.frozen][:, 0]
         return inputs
-
-    def training_text(self) -> str:
-        """The documents of pre-training, each ended by [SEP]. Raises UserError if they have changed."""
-        state, config = self.pretrained.state, self.pretrained.config
-        text = Text(**fields_of(Text, state["settings"]))
-        train = open_corpus(text, config.vocab_size, config.seq_len, state["tokenizer"], state).train
-        return state["tokenizer"].decode(train.pieces.flatten())
 
 
 def schedule(tune: TuneConfig, inputs: int) -> tuple[int, set[int]]:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from maelm import MAELM, NUM_SPECIAL, Config, Encoder
+from support.corpus import Corpus, open_corpus
 from support.model import make_model, text_states
-from support.program import UserError, atomic, path_of, short_hash
+from support.program import UserError, atomic, fields_of, path_of, short_hash
+from support.text import Text
 from support.tokenizer import Tokenizer
 
 
@@ -99,6 +101,11 @@ class Pretrained:
         other = copy.copy(self)
         other.config = replace(self.config, dropout=dropout)
         return other
+
+    def corpus(self) -> Corpus:
+        """The text of a run, in tokens. Raises UserError if it has changed."""
+        text = Text(**fields_of(Text, self.settings))
+        return open_corpus(text, self.config.vocab_size, self.config.seq_len, self.tokenizer, self.state)
 
     def weights_hash(self) -> str:
         """A hash of the weights or, if they are random, of the weights that seed 0 draws."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from maelm import CLS, MASK, NUM_SPECIAL, SEP
 from support.checkpoints import Pretrained, checkpoints
-from support.corpus import evenly_spaced, open_corpus, text_rows
+from support.corpus import evenly_spaced, text_rows
 from support.model import text_states
 from support.program import UserError, fields_of, path_of
 from support.text import Text
@@ -71,7 +71,7 @@ def subject_of_run(name: str, selected: dict, tokens: int, device_name: str) -> 
     encoder = pretrained.new_encoder(seed=1).eval().to(device)
     text = Text(**fields_of(Text, asdict(config) | state["settings"] | selected))
     if "corpus" in state and not selected:
-        rows = open_corpus(text, config.vocab_size, config.seq_len, state["tokenizer"], state).val
+        rows = pretrained.corpus().val
     else:
         rows = text_rows(text, state["tokenizer"].encode, ([CLS], [SEP], []), config.seq_len, tokens)
     reads_mask = config.mask_in_encoder > 0 and config.encoder_fill != "random"
