@@ -42,7 +42,7 @@ from support.optim import take_step
 from support.probe import POOLINGS, Scores, fit, fit_counts, lsa_of, scores_of, strength_of
 from support.probe import vectors_of, words_of
 from support.program import Parser, UserError, clear_errors, fields_of, progress, short_name
-from support.results import Results, table1
+from support.results import Results, ordered, table1
 from support.tasks import TuneConfig, task_names
 from support.worker import Worker
 from train import learning_rate_factor
@@ -90,8 +90,8 @@ class FineTuning:
         if flags.sweep:
             # Seed 0, because the choice must not depend on the seeds of the result.
             sweep = self.do_jobs([(point, 0) for point in tune.grid(self.task, self.dim, self.given)])
-            sweep = self.results.best_first(sweep)
-            tune = TuneConfig(**sweep[0]["tune"])
+            best = max(sweep, key=lambda run: ordered(run["value"]))
+            tune = TuneConfig(**best["tune"])
         is_fixed = flags.frozen and not self.pretrained.is_random
         count = flags.seeds or (1 if is_fixed and not flags.shots else 5)
         runs = self.do_jobs([(tune, seed) for seed in range(1, count + 1)])
@@ -102,8 +102,7 @@ class FineTuning:
     def do_jobs(self, jobs: list[tuple[TuneConfig, int]]) -> list[dict]:
         """Do the jobs (settings, seed) that the results lack. Returns the runs of all jobs."""
         do_run = self.probe_once if self.flags.frozen else self.run_once
-        drawn = f", each with {self.flags.shots} labels per class" if self.flags.shots else ""
-        print(f"{self.task}: {len(jobs)} runs{drawn}")
+        print(f"{self.task}: {len(jobs)} runs")
         runs = []
         for number, (tune, seed) in enumerate(jobs, start=1):
             run = self.results.find(tune, seed)

@@ -171,11 +171,10 @@ def compare(folder: Path, before: dict, now: dict, fixed: Container[str]) -> dic
 @contextmanager
 def figure(path: Path, panels: int = 1) -> Iterator:
     """Yield the axes of a matplotlib figure, or a list of several, two per row; then write the figure to `path`."""
-    import matplotlib.figure  # here, because it is slow
-    with matplotlib.rc_context({"text.parse_math": False}):  # a $ in the name of a folder is no formula
-        rows, columns = math.ceil(panels / 2), min(panels, 2)
-        drawn = matplotlib.figure.Figure(figsize=(5.2 * columns, 4.2 * rows), layout="constrained")
-        axes = drawn.subplots(rows, columns, squeeze=False).ravel()
-        yield axes if panels > 1 else axes[0]
-        with atomic(path) as temporary:
-            drawn.savefig(temporary, dpi=120, format="png")
+    from matplotlib.figure import Figure  # here, because it is slow
+    rows, columns = math.ceil(panels / 2), min(panels, 2)
+    drawn = Figure(figsize=(5.2 * columns, 4.2 * rows), layout="constrained")
+    axes = drawn.subplots(rows, columns, squeeze=False).ravel()
+    yield axes if panels > 1 else axes[0]
+    with atomic(path) as temporary:
+        drawn.savefig(temporary, dpi=120, format="png")

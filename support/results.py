@@ -50,10 +50,6 @@ class Results:
         wanted = asdict(tune), seed
         return next((run for run in self.runs if (run["tune"], run["seed"]) == wanted), None)
 
-    def best_first(self, runs: list[dict]) -> list[dict]:
-        """Runs by their values, the highest first; runs that have diverged are last."""
-        return sorted(runs, key=lambda run: ordered(run["value"]), reverse=True)
-
     def best(self) -> dict | None:
         """The best run that is done, except those of a sweep, which have seed 0; None if there is none."""
         seeds = [run for run in self.runs if run["seed"] > 0 and run["value"] is not None]
@@ -105,9 +101,7 @@ class Results:
             print(f"effective rank on the dev split, {name}, of {dim}: {rank}{change}")
         best = self.best()
         if best:
-            model = "encoder.pt and " if (self.out / "encoder.pt").is_file() else ""
-            of_best = f"{model}seed{best['seed']}/"
-            print(f"{self.out}: result.json; {of_best}, of the best seed on dev: {shown(best['value'])}")
+            print(f"{self.out}: result.json; seed{best['seed']}/, of the best seed on dev: {shown(best['value'])}")
         return result
 
 
