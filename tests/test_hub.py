@@ -90,7 +90,7 @@ def assert_close(found, wanted):
 
 # ---- Export ---------------------------------------------------------------------------------------------------------
 HEADLESS = [dict(decoder="uni+cross"), dict(encoder_fill="random", mask_in_encoder=1.0)]
-WITH_HEAD = [dict(), dict(mask_in_encoder=0.5, aligned_positions=False), dict(mask_in_encoder=0.6),
+WITH_HEAD = [dict(dropout=0.1), dict(mask_in_encoder=0.5, aligned_positions=False), dict(mask_in_encoder=0.6),
              dict(mask_in_encoder=1.0, decoder_reset=True, decoder_dim=16),
              dict(norm="post", rel_pos_buckets=64, **MLM), dict(norm="post", rel_pos_buckets=0, **MLM)]
 
