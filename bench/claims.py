@@ -137,12 +137,13 @@ def draw(record: Record, path: Path):
             values = record.values(model, "order")
             right.plot(values, [shown[model]] * len(values), "o", color=color)
         left.set(xscale="log", xlim=(3.6, 520), xlabel="labels per library (dotted: chance)", ylim=(10, 74),
-                 ylabel="accuracy, %", title="Which of 8 libraries is a docstring from?")
+                 ylabel="accuracy, %", title="Frozen: which of 8 libraries is this docstring from?")
         left.set_xticks(SHOTS, SHOTS)
         left.minorticks_off()
         left.axhline(100 / 8, color="gray", linestyle=":")
         right.axvline(50, color="gray", linestyle=":")
-        right.set(xlabel="accuracy, % (a point per seed)", title="Were two neighboring words swapped?")
+        right.set(xlabel="accuracy, % (a point per seed; dotted: chance)",
+                  title="Fine-tuned: were two neighboring words swapped?")
 
 
 def main(argv=None):

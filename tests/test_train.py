@@ -99,7 +99,8 @@ def test_init_gives_settings_tokenizer_and_weights_but_flags_win(finished, tmp_p
     assert "gone: no run folder" in fails(lambda: train.main([*flags, "12", "--out", str(out)]), capsys)
     flags[1] = str(shutil.copytree(finished, tmp_path / "moved"))
     train.main([*flags, "12", "--out", str(out)])
-    assert last_checkpoint(out)["step"] == 12 and last_checkpoint(out)["ablation"] == "mae-lm"
+    last = last_checkpoint(out)
+    assert (last["step"], last["preset"], last["ablation"]) == (12, "toy", "mae-lm")
     assert "began with other weights" in fails(lambda: train.main(["--init", str(out), "--out", str(out)]), capsys)
 
 
