@@ -70,7 +70,8 @@ def decided(rows: list[dict], count: int) -> pandas.DataFrame:
     found.loc[is_decided & (claims["difference"].transform("min") > 0), "verdict"] = "holds"
     found.loc[is_decided & (claims["difference"].transform("max") < 0), "verdict"] = "is reversed"
     found["difference"] = found["difference"].map("{:.1f}".format)
-    return found.assign(**{name: found[name].map("{:.3f}".format) for name in ("p", "p, Holm")})
+    found["p, Holm"] = found["p, Holm"].map("{:.3f}".format)
+    return found.drop(columns="p")
 
 
 # ---- 2. Few labels, and the order of words ------------------------------------------------------------------
@@ -104,9 +105,8 @@ def claims(record: Record) -> pandas.DataFrame:
         for score, better, other in differences:
             one, two = record.values(better, score), record.values(other, score)
             p, interval = welch(one, two)
-            rows.append({"claim": claim, "what": f"{score}: {better} minus {other}", "means":
-                         f"{one.mean():.1f}, {two.mean():.1f}", "difference": one.mean() - two.mean(),
-                         "95% interval": interval, "p": p})
+            rows.append({"claim": claim, "what": f"{score}: {better} minus {other}",
+                         "difference": one.mean() - two.mean(), "95% interval": interval, "p": p})
     return decided(rows, len(CLAIMS))
 
 
