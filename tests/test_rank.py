@@ -7,7 +7,7 @@ import torch
 
 import maelm
 import rank
-from conftest import generator
+from conftest import generator, model_and_batch
 from support import subjects
 from support.checkpoints import Pretrained, checkpoints
 from support.program import read_json, write_json
@@ -35,6 +35,14 @@ def test_equal_rows_have_rank_1():
     moments = rank.Moments()
     moments.add(torch.from_numpy((random.standard_normal(16) * rounding).astype(np.float32)))
     assert [rank.tau_rank(moments.spectrum(centered), 0.9) for centered in (False, True)] == [1, 0]
+
+
+def test_ranks_need_ten_finite_vectors_per_dimension():
+    model, tokens, _ = model_and_batch()  # of 32 dimensions
+    batch = None, tokens, tokens < 0, None
+    assert rank.encoder_ranks(model.encoder, 2 * [batch]) is None and rank.encoder_ranks(model.encoder, 3 * [batch])
+    model.encoder.norm.bias.data.fill_(torch.nan)
+    assert rank.encoder_ranks(model.encoder, 3 * [batch]) is None
 
 
 def made_up(tokens):

@@ -96,6 +96,15 @@ def test_tasks_and_grids_are_those_of_the_paper():
         assert tuple({getattr(point, field) for point in points} for field in fields) == rows
 
 
+@pytest.mark.parametrize("name, epochs, batch_size, rate", [
+    ("cola", 10, 16, 3e-5), ("mnli", 3, 32, 3e-5), ("squad2", 3, 16, 3e-5), ("docs", 5, 16, 8e-4 / 36)])
+def test_settings_that_are_not_searched(name, epochs, batch_size, rate):
+    found = tasks.TuneConfig.of(name, {}, 128)
+    assert (found.epochs, found.batch_size, found.learning_rate) == (epochs, batch_size, pytest.approx(36 * rate))
+    assert (found.warmup_share, found.weight_decay, found.dropout, found.seq_len) == (0.06, 0.01, 0.1, 512)
+    assert (found.max_query, found.doc_stride, found.max_answer) == (64, 128, 30)
+
+
 @pytest.mark.parametrize("name", tasks.GLUE)
 def test_the_hubs_files_are_read_as_they_are(name, tmp_path):
     splits = read_task(name, Data(str(write_glue(tmp_path))), {})

@@ -13,12 +13,12 @@ import train
 from conftest import generator, model_and_batch, random_tokens, tiny
 from maelm import MAELM, NUM_SPECIAL, Config, Corruption, Decoder, Encoder, Head, apply_masks, draw_masks
 from support import fill_mask, optim
-from support.checkpoints import load_model
+from support.checkpoints import load_checkpoint, load_model
 from support.corpus import indices_of_step
 from support.model import flops
 from support.run import Run
 from support.worker import Worker
-from tests.common import fails, last_checkpoint, make_config, read_log, short_run, write_corpus
+from tests.common import ROOT, fails, last_checkpoint, make_config, read_log, short_run, write_corpus
 
 CPU = torch.device("cpu")
 TINY = tiny()
@@ -172,9 +172,11 @@ def test_matrices_of_layers_go_to_muon_and_keys_are_not_joined_with_values():
 
 
 # ---- Costs, presets, flags ------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("ablation, expected", [("mae-lm", 338_826_571_776), ("mlm", 289_493_876_736)])
-def test_a_step_of_base_has_this_many_flops(ablation, expected):
-    assert flops(make_config("base", ablation)) == expected
+@pytest.mark.parametrize("preset, ablation, mask_rate, expected", [
+    ("base", "mae-lm", 0.15, 338_826_571_776), ("base", "mlm", 0.15, 289_493_876_736),
+    ("toy", "mae-lm", 0.5, 228_065_280), ("small", "mae-lm", 0.5, 7_870_611_456)])  # as in bench/results
+def test_a_step_on_a_sequence_has_this_many_flops(preset, ablation, mask_rate, expected):
+    assert flops(make_config(preset, ablation, mask_rate=mask_rate)) == expected
 
 
 def test_wandb_gets_every_number_of_the_log(text, tmp_path, monkeypatch):
@@ -209,6 +211,20 @@ def test_presets_hold_table_4_and_have_the_parameters_of_the_official_models(pre
     counts = [torch.nn.utils.parameters_to_vector(part.parameters()).numel() for part in parts]
     assert counts[0] == encoder - 2 * config.encoder_dim  # but for two rows of the vocabulary
     assert sum(counts) == total - 2 * (config.encoder_dim + 1)
+
+
+@pytest.mark.parametrize("preset, expected", [
+    ("toy", (64, 1900, 100, 6e-3, 2e-2, 0.1, 0.1, 2.0, 0.0, 0.06)),
+    ("small", (256, 20_000, 1000, 2e-3, 2e-2, 0.01, 0.1, 2.0, 0.1, 0.03))])
+def test_small_presets_have_the_settings_of_the_recorded_runs(preset, expected):
+    config, recipe = train.make_settings(train.PRESETS[preset])
+    assert expected == (recipe.batch_size, recipe.max_steps, recipe.warmup_steps, recipe.learning_rate,
+                        recipe.muon_learning_rate, recipe.weight_decay, recipe.muon_weight_decay, recipe.clip_norm,
+                        config.dropout, config.init_std)
+    trained = load_checkpoint(ROOT / "models/mae-lm")
+    settings = asdict(trained["config"]) | trained["settings"]
+    different = {name for name, value in train.PRESETS["laptop"].items() if settings[name] != value}
+    assert different == {"checkpoint_interval"}  # another one decides no weights
 
 
 def test_flags_override_ablations_which_override_presets():
