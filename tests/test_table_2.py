@@ -49,7 +49,12 @@ def by_hand(model, corruption, row):
     x = e_mask.expand(6, 24, -1).scatter(1, reads[:, :, None].expand_as(h), h)
     if row == "enc-mask-dec-resets":
         x = x.scatter(1, masked[:, :, None].expand(-1, -1, 32), e_mask.expand(6, 4, -1))
-    if row in ("bi+cross", "cross"):
+    if row == "cross":
+        z = model.decoder.norm(x + model.decoder.position_embedding(everywhere))
+        for block in model.decoder.stack.blocks:
+            z = block(z, h, None)
+        z = at_positions(model.decoder.stack.final_norm(z), masked)
+    elif row == "bi+cross":
         z = model.decoder(x, h, masked)
     elif row == "uni+cross":  # position i reads x-hat before i
         before = torch.cat([corrupted[:, :1], corrupted[:, :-1]], dim=1)
