@@ -108,6 +108,7 @@ FOUND = ["A module that cannot be imported.", "Returns nothing of interest.\n\nN
 
 def test_docs_are_read_without_importing_and_kept_by_version(tmp_path, monkeypatch):
     files = {"lib/a.py": '"Text that two of them have."', "lib/b.py": "def", "one/m.py": MODULE,
+             "lib/pydoc_data/topics.py": 'topics = {"if": "Help about if and else."}',
              "one/tests/t.py": '"Tests are not part of it."', "two/c.py": '"Text that two of them have."\ndef'}
     files["two/d.py"] = '"Text that two of them have."\nclass A:\n  "Text of only this one."'
     files |= {f"{name}-1.0.dist-info/METADATA": f"Name: {name}\nVersion: 1.0" for name in ("one", "two")}
@@ -123,8 +124,8 @@ def test_docs_are_read_without_importing_and_kept_by_version(tmp_path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(docs, "PACKAGES", ("one", "two", "absent"))
     monkeypatch.setattr(docs.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
-    expected = [("python.a", "Text that two of them have."), *[("one", text) for text in FOUND],
-                ("two", "Text of only this one.")]
+    expected = [("python.a", "Text that two of them have."), ("python.pydoc_data", "Help about if and else."),
+                *[("one", text) for text in FOUND], ("two", "Text of only this one.")]
     read = docs.read_docs.__wrapped__  # without the memory of this process
     for cache in ("new", "lib/a.py"):  # the second is a file, which cannot be a cache
         assert read(str(tmp_path / cache)) == expected
@@ -133,7 +134,7 @@ def test_docs_are_read_without_importing_and_kept_by_version(tmp_path, monkeypat
     assert read(str(tmp_path / "new")) == expected  # kept
     files["one-1.0.dist-info/METADATA"] = "Name: one\nVersion: 1.1"
     write()
-    assert read(str(tmp_path / "new")) == [expected[0], ("one", "One has a new text."), expected[-1]]
+    assert read(str(tmp_path / "new")) == [*expected[:2], ("one", "One has a new text."), expected[-1]]
 
 
 def test_docs_leave_out_the_texts_that_are_scored_and_near_duplicates(tmp_path, monkeypatch):

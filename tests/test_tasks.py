@@ -85,6 +85,9 @@ GRIDS = {  # task, width of the encoder -> Tables 5 and 6
 def test_tasks_and_grids_are_those_of_the_paper():
     found = [tasks.TASKS[name] for name in (*tasks.GLUE, "squad2")]
     assert [task.metrics[0] for task in found] == 4 * ["accuracy"] + "matthews accuracy accuracy spearman f1".split()
+    entailment, numbers = "entailment not_entailment", "0 1"
+    assert [" ".join(task.labels) for task in GLUE.values()] == [
+        "entailment neutral contradiction", numbers, entailment, numbers, numbers, entailment, numbers, ""]
     pair = "sentence1 sentence2"
     assert [" ".join(task.columns) for task in GLUE.values()] == [  # as on the Hub
         "premise hypothesis", "question1 question2", "question sentence", "sentence", "sentence", pair, pair, pair]
