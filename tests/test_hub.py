@@ -107,7 +107,9 @@ def test_an_exported_encoder_gives_our_states(fields, hub, tmp_path):
         assert_close(a[real], b[real])
     if fields in WITH_HEAD:
         at = torch.arange(5, N, 7)[None]
-        found = hub.AutoModelForMaskedLM.from_pretrained(folder, **TRUST)(tokens[:1]).logits[:, at[0]]
+        theirs = hub.AutoModelForMaskedLM.from_pretrained(folder, **TRUST)
+        assert theirs.config.architectures == [type(theirs).__name__]
+        found = theirs(tokens[:1]).logits[:, at[0]]
         assert_close(found, logits_at(model, tokens[:1], at))
 
 
