@@ -221,6 +221,9 @@ def test_small_presets_have_the_settings_of_the_recorded_runs(preset, expected):
     assert expected == (recipe.batch_size, recipe.max_steps, recipe.warmup_steps, recipe.learning_rate,
                         recipe.muon_learning_rate, recipe.weight_decay, recipe.muon_weight_decay, recipe.clip_norm,
                         config.dropout, config.init_std)
+
+
+def test_models_of_the_repository_have_the_settings_of_laptop():
     trained = load_checkpoint(ROOT / "models/mae-lm")
     settings = asdict(trained["config"]) | trained["settings"]
     different = {name for name, value in train.PRESETS["laptop"].items() if settings[name] != value}
