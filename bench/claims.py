@@ -25,7 +25,7 @@ MODELS = {  # row of bench.idea, pooling, and factor of bshift's rate: chosen wi
     "MLM": (f"mlm {HALF} --max-steps 1805", "mean", 0.5),
     "enc-mask": (f"enc-mask {HALF}", "mean", 0.5),
     "enc-mask-dec-resets": (f"enc-mask-dec-resets {HALF}", "cls", 0.5),
-    "MAE-LM, 70%": ("mae-lm --mask-rate 0.7", "cls", 0.5),
+    "MAE-LM, 70%": ("mae-lm --mask-rate 0.7 --learning-rate 1.2e-2 --muon-learning-rate 4e-2", "cls", 0.5),
     "MLM, 70%": ("mlm --mask-rate 0.7 --max-steps 1596", "mean", 0.5),
     "untrained": ("mae-lm --max-steps 1 --learning-rate 0.0 --muon-learning-rate 0.0", "mean", 1)}
 BAYES, LSA = "naive Bayes", "LSA"
