@@ -73,7 +73,9 @@ class Model(NamedTuple):
                                       env=os.environ | environment)
             if done.returncode != 0:
                 raise UserError(f"python {command}: failed; see {log}")
-        write_json(self.beside(".json"), self.line(scores))
+        path = self.beside(".json")
+        before = read_json(path) if path.is_file() else {}  # other scores
+        write_json(path, (before if before.get("code") == CODE else {}) | self.line(scores))
 
     def line(self, scores: list[str]) -> dict:
         """The model's line in the record."""
@@ -97,7 +99,10 @@ class Model(NamedTuple):
 
 def make(models: list[Model], scores: list[str], jobs: int):
     """Train and measure models, `jobs` at a time. Raises UserError if a program fails."""
-    gpus, began = torch.cuda.device_count(), time.monotonic()
+    began = time.monotonic()
+    gpus = [*map(str, range(torch.cuda.device_count()))]
+    if gpus and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     places = SimpleQueue()
     for place in range(jobs):
         places.put(place)
@@ -105,7 +110,7 @@ def make(models: list[Model], scores: list[str], jobs: int):
     def make_one(model: Model):
         place = places.get()
         try:
-            model.make(scores, {"CUDA_VISIBLE_DEVICES": str(place % gpus)} if gpus else {"OMP_NUM_THREADS": "1"})
+            model.make(scores, {"CUDA_VISIBLE_DEVICES": gpus[place % len(gpus)]} if gpus else {"OMP_NUM_THREADS": "1"})
         finally:
             places.put(place)  # also after an error: the next model may wait for it
 
@@ -183,7 +188,7 @@ def main(argv=None):
         add = parser.add_argument
         add("row", choices=ABLATIONS, nargs="?", help="a row of Table 2, or your own; none prints the record")
         add("--seeds", type=int, nargs="+", default=[11, 12, 13], help="[11 12 13]")
-        add("--against", help='the baseline, such as "mlm --mask-rate 0.5" [mae-lm, and the given ones of the flags '
+        add("--against", help='the baseline, such as "mlm --mask-rate 0.5" [mae-lm, with the given preset, '
                               f"{', '.join(FOLLOWED)}]")
         add("--scores", nargs="+", choices=SCORES, default=USUAL, help=f"[{' '.join(USUAL)}]")
         add("--quick", action="store_true", help="fine-tune with one seed, not three")
@@ -199,11 +204,13 @@ def main(argv=None):
         wrong = {"--seed", "--ablation", "--init"} & {word.partition("=")[0] for word in words}
         if wrong:
             raise UserError(f"{', '.join(wrong)}: not here; use --seeds, and a row")
-        plain, given = [train.parse(["--ablation", flags.row, *more]) for more in ([], words)]
+        *_, parsed = train.parse(["--ablation", flags.row, *words])
+        preset = ["--preset", parsed.preset] if parsed.preset != "toy" else []
+        plain, given = [train.parse([*preset, "--ablation", flags.row, *more]) for more in ([], words)]
         plain, given = [vars(config) | vars(recipe) for config, recipe, *_ in (plain, given)]
         name = shlex.join([flags.row, *words])
         followed = [f"--{each.replace('_', '-')} {given[each]}" for each in FOLLOWED if given[each] != plain[each]]
-        against = flags.against or " ".join(["mae-lm", *followed])
+        against = flags.against or " ".join(["mae-lm", *preset, *followed])
         train.parse(["--ablation", *shlex.split(against)])  # raises UserError if a flag is wrong
         names = dict.fromkeys([against, name])
         models = [Model(each, seed, flags.out / re.sub(r"[^\w.+]+", "-", f"{each}-{seed}"))
