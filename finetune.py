@@ -43,7 +43,7 @@ from support.probe import POOLINGS, Scores, fit, fit_counts, lsa_of, scores_of, 
 from support.probe import vectors_of, words_of
 from support.program import Parser, UserError, clear_errors, fields_of, progress, short_name
 from support.results import Results, ordered, table1
-from support.tasks import TuneConfig, task_names
+from support.tasks import TASKS, TuneConfig, task_names
 from support.worker import Worker
 from train import learning_rate_factor
 
@@ -260,8 +260,9 @@ def parse(argv) -> tuple[argparse.Namespace, dict]:
     ignored = given.keys() & {"text_column", "text2_column", "label_column", "regression"}
     if ignored and flags.tasks != ["custom"]:
         raise UserError(f"{min(ignored)}: only for --task custom")
-    if flags.tasks == ["docs"] and flags.source.data:
-        raise UserError("--data: docs reads the documentation on this machine; use --task custom for your own files")
+    if flags.source.data and all(TASKS[task].group == "docs" for task in flags.tasks):
+        raise UserError(f"--data: {flags.task} reads the documentation on this machine; use --task custom for your "
+                        "own files")
     if "custom" in flags.tasks and not flags.source.data:
         raise UserError("--task custom: needs --data, a folder with a file train")
     settings = fields_of(TuneConfig, given)

@@ -29,8 +29,8 @@ from torch import nn
 
 from maelm import Config, draw_masks
 from support.model import text_states
-from support.program import Parser, UserError, clear_errors, compare, figure, progress, read_json, short_name
-from support.program import write_json
+from support.program import Parser, UserError, clear_errors, compare, figure, path_of, progress, read_json
+from support.program import short_name, write_json
 from support.results import draw_steps
 from support.subjects import Subject, open_subjects
 from support.tasks import TASKS
@@ -263,7 +263,7 @@ def main(argv=None):
             # Now, because another model may fail.
             write_json(out / "rank.json", {"tau": options.tau, "settings": settings, "models": entries})
         if options.steps:
-            draw_steps(entries, options.tau, Path(flags.models[0]), out / "rank.png")
+            draw_steps(entries, options.tau, path_of(flags.models[0]), out / "rank.png")
         else:
             draw(entries, options.tau, options.probe, out / "rank.png")
         print(f"{out}: rank.json, rank.png")

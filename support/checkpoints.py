@@ -52,7 +52,7 @@ def load_checkpoint(path: Path | str) -> dict:
         raise UserError(f"{path}: no run folder with checkpoints; make one with train.py (a linear probe saves none)")
     state = read_checkpoint(files[-1])
     step, last = state.get("step"), state["settings"].get("max_steps")
-    if step and last and step != last:  # finetune.py's encoder.pt has no step
+    if path.suffix != ".pt" and step and last and step != last:  # finetune.py's encoder.pt has no step
         print(f"{files[-1]}: step {step:,} of {last:,}; the run is unfinished")
     return state
 
@@ -80,6 +80,8 @@ def starting_point(init: str, out: Path) -> dict:
 def load_model(path: Path | str) -> tuple[MAELM, Tokenizer]:
     """Load the model of a run folder or checkpoint, in evaluation mode, and its tokenizer."""
     state = load_checkpoint(path)
+    if "task" in state:
+        raise UserError(f"{path}: is fine-tuned, and has no decoder; name a run of train.py")
     model = make_model(state["config"])
     model.load_state_dict(state["model"])
     return model.eval(), state["tokenizer"]

@@ -92,7 +92,7 @@ def read_task(name: str, data: Data, settings: dict) -> dict[str, list]:
 def folder_of(name: str, data: str) -> Path:
     """The folder of a task: the task's folder in `data`, such as glue/rte, or `data` itself."""
     root = path_of(data)
-    folders = sorted(root.rglob(re.split("[/:]", TASKS[name].hub or name)[-1])) if data else []
+    folders = sorted(root.rglob(re.split("[/:]", TASKS[name].hub or name)[-1]))
     return next((folder for folder in folders if files_of_split(folder, "train")), root)
 
 
@@ -144,8 +144,9 @@ def example_of(name: str, data: Data, split: str, place: str, record: dict) -> E
     cell = record.get(label_column)
     has_no_label = cell in (None, "") or cell != cell  # NaN
     if not has_texts or (label is None and not (split == "test" and has_no_label)):
+        advice = "see --text-column and --label-column" if name == "custom" else "numbers as in the Hub's files"
         raise UserError(f"{place}: needs text in {' and '.join(columns)}, and a label in {label_column} (none in test; "
-                        f"see --text-column and --label-column), but has {record!r:.200}")
+                        f"{advice}), but has {record!r:.200}")
     return Example(texts[0], texts[1] if len(texts) == 2 else None, label, others)
 
 

@@ -37,12 +37,11 @@ class Results:
     """The folder for the runs of a task. config.json is the `record` of all that they share, runs.jsonl has a line for
     each, seedN/ the predictions of a seed, and result.json the medians. encoder.pt is the best of the seeds on dev."""
     def __init__(self, out: Path, record: dict):
-        """Reserve the folder. Raises UserError if it has runs with other settings, examples or code; the encoder may
+        """Open the folder. Raises UserError if it has runs with other settings, examples or code; the encoder may
         have moved."""
         self.out, self.record = out, record | {"examples": short_hash(repr(record["examples"])), "code": CODE}
         if (out / "config.json").is_file():
             compare(out, read_json(out / "config.json"), self.record, self.record.keys() - {"init"})
-        write_json(out / "config.json", self.record)
         self.runs = read_lines(out / "runs.jsonl")
 
     def find(self, tune: TuneConfig, seed: int) -> dict | None:
@@ -61,6 +60,7 @@ class Results:
             for name, text in scores.files.items():
                 write_text(self.out / f"seed{run['seed']}" / name, text)
         self.runs.append(run)
+        write_json(self.out / "config.json", self.record)
         write_text(self.out / "runs.jsonl", json_lines(self.runs))
 
     def show(self, run: dict, number: int, count: int):
@@ -123,7 +123,7 @@ def draw_steps(entries: dict[str, dict], tau: float, run: Path, path: Path):
         result = read_json(file)
         of_run = path_of(result.get("init", "")).resolve().parent == run.resolve()
         if of_run and result["median"] is not None:
-            name = f"{result['task']} {result['frozen']}".strip()
+            name = " ".join(str(result[key]) for key in ("task", "frozen", "shots") if result.get(key))
             scores.setdefault(name, []).append((result["pretraining_step"], result["median"]))
     with figure(path, panels=2) as (left, right):
         for centering in ("uncentered", "centered"):

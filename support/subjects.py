@@ -21,9 +21,9 @@ def transformers_library():
     """The library `transformers`, with its messages silenced. Raises UserError if it is missing or too old."""
     try:
         import transformers
-        transformers.utils.versions.require_version("transformers>=4.55")
+        transformers.utils.versions.require_version("transformers>=4.56")
     except ImportError as error:
-        raise UserError("this needs transformers 4.55 or later: pip install -U transformers") from error
+        raise UserError("this needs transformers 4.56 or later: pip install -U transformers") from error
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

@@ -14,7 +14,7 @@ class Task(NamedTuple):
     group: str  # small | large | squad | docs: determines the defaults and the grid
     metrics: tuple[str, ...] = ("accuracy",)  # the first selects checkpoints; F1 is computed for the second label
     labels: tuple[str, ...] = ()  # in the Hub's order; if empty, see labels_of in examples.py
-    columns: tuple[str, ...] = ("sentence1", "sentence2")  # of one or two texts; SQuAD: of all that is read
+    columns: tuple[str, ...] = ("sentence1", "sentence2")  # of one or two texts
     dev: tuple[str, ...] = ("validation",)  # the dev split and, for MNLI, the mismatched one, for custom, test
     kind: str = "classification"  # or spans; see KINDS in kinds.py
     hub: str = ""  # data set on the Hub, NAME[:CONFIG]; default: nyu-mll/glue:TASK
