@@ -39,8 +39,8 @@ def make_autograder(path: Path, tasks: list[str]):
 def grade_all(path: Path, flags: Namespace):
     """Grade a student's folder or zip, with a line per task and one for the total; or, if several folders or zips in a
     folder have homework's files, a class, whose points also go into grades.csv there."""
-    inside = [each for each in sorted(path.glob("*")) if each.is_dir() or each.suffix == ".zip"]
-    students = {each.stem: read(each) for each in inside}
+    inside = [each for each in sorted(path.glob("*")) if each.is_dir() or each.suffix.lower() == ".zip"]
+    students = {each.stem if each.is_file() else each.name: read(each) for each in inside}
     is_class = sum(map(bool, students.values())) > 1 and not any((path / name).is_file() for name in FILES)
     if flags.json or not is_class:
         students = {path: read(path)}

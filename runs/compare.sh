@@ -3,6 +3,7 @@
 # TEXT is the value of --data. GLUE and SQuAD come from the Hugging Face Hub. The hours are estimates from FLOPs:
 # training at a quarter of the peak, as measured on one H100, fine-tuning at a tenth. Run the script again to continue.
 set -e
+trap 'kill $(jobs -p) 2> /dev/null || true' EXIT  # after Ctrl-C, background jobs would go on
 text=${1:?TEXT}
 on_node() { torchrun --standalone --nproc_per_node 8 "$@"; }
 

@@ -43,6 +43,7 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # differs between the jobs
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
     set -- --seed "$SLURM_ARRAY_TASK_ID" --out "out/array-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID" "$@"
 fi
+[[ " $* " == *" --init"* ]] || set -- --preset base "$@"  # a run has its own preset
 logs=logs/$SLURM_JOB_ID
 mkdir -p "$logs"
 
@@ -50,7 +51,7 @@ mkdir -p "$logs"
 # to stop. With exec, Python itself receives the signal.
 srun --kill-on-bad-exit=1 --cpus-per-task "${SLURM_CPUS_PER_TASK:-8}" --output "$logs/rank-%t.log" --open-mode append \
     bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec python train.py "$@"' \
-    train.py --preset base --cache cache "$@" &
+    train.py --cache cache "$@" &
 training=$!
 
 noticed=no

@@ -35,7 +35,8 @@ NGRAM = 13  # documents that share this many consecutive words are near-duplicat
 # ---- 1. The documentation -----------------------------------------------------------------------------------
 def versions() -> list[str | None]:
     """The versions of Python and PACKAGES, which decide the documentation."""
-    installed = {each.name.lower().replace("-", "_"): each.version for each in metadata.distributions()}
+    installed = {each.name.lower().replace("-", "_"): each.version for each in metadata.distributions()
+                 if each.name}  # an interrupted pip leaves folders without a name
     return [platform.python_version(), *[installed.get(name) for name in PACKAGES]]
 
 
@@ -64,7 +65,7 @@ def docs_files() -> list[tuple[str, Path]]:
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)  # does not import it
         if spec is not None:
-            roots += [(name, Path(folder)) for folder in spec.submodule_search_locations or []]
+            roots += [(name, Path(folder)) for folder in spec.submodule_search_locations]
     files = []
     for package, root in roots:
         for path in sorted(root.rglob("*.py")):

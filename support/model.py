@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from maelm import MAELM, Config, Corruption
+from maelm import MAELM, NUM_SPECIAL, Config, Corruption
 from support.cross_attention import DECODERS
 from support.program import UserError
 
@@ -30,8 +30,8 @@ def make_model(config: Config, position_init: str = "normal") -> MAELM:
 def sinusoid_(table, std: float):
     """Fill a table (n, d) with sinusoids (Vaswani et al., 2017) whose root mean square is std."""
     n, d = table.shape
-    rates = 10000 ** -torch.linspace(0, 1, d // 2, device=table.device)
-    angle = torch.arange(n, device=table.device)[:, None] * rates  # (n, d / 2)
+    rates = 10000 ** -torch.linspace(0, 1, d // 2)
+    angle = torch.arange(n)[:, None] * rates  # (n, d / 2)
     waves = torch.cat([angle.sin(), angle.cos()], dim=1)
     table.data.copy_(std * 2 ** 0.5 * waves)  # the root mean square of sin and cos is 1 / sqrt(2)
 
@@ -43,7 +43,9 @@ def check(config: Config) -> Config:
     mlm = c.mask_in_encoder == 1 and c.decoder == "bi" and c.decoder_dim == 0
     for field, holds, advice in (
             ("decoder", c.decoder in DECODERS, ", ".join(DECODERS)),
-            ("mask_rate", 0 < c.num_masked(c.seq_len) < c.seq_len, "more than 0 and less than 1"),
+            ("vocab_size", c.vocab_size >= NUM_SPECIAL + 256, f"{NUM_SPECIAL + 256} or more"),
+            ("mask_rate", 0 < c.num_masked(c.seq_len) < c.seq_len, f"a share of 1 to {c.seq_len - 1} tokens"),
+            ("mask_in_encoder", 0 <= c.mask_in_encoder <= 1, "0 to 1"),
             ("encoder_heads", heads * width == d, f"a divisor of encoder_dim={d}"),
             ("rel_pos_buckets", buckets == 0 or (buckets > 3 and buckets % 2 == 0), "0, 4, 6, 8 ..."),
             ("rel_pos_max_distance", c.rel_pos_max_distance > buckets // 4, f"more than {buckets // 4}"),

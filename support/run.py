@@ -1,11 +1,11 @@
 """A run of train.py: where it stands, its checkpoints, and its reports in the terminal, log.jsonl and loss.png."""
 import math
 import secrets
-import shlex
 import socket
 import subprocess
 import time
 from collections.abc import Container
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,9 +24,9 @@ VALIDATION = f"with {Config.mask_rate:.0%} masks"  # in all runs, so that their 
 
 def commit() -> str | None:
     """The commit of this code, with -dirty if files have changed since; None without git."""
-    git = f"git -C {shlex.quote(str(ROOT))}"
-    failed, output = subprocess.getstatusoutput(f"{git} describe --always --dirty --abbrev=40 --exclude=*")
-    return None if failed else output
+    command = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
 
 class Run:
@@ -67,6 +67,9 @@ class Run:
             try:
                 model.load_state_dict(source.pop("model"))  # not kept in memory
             except RuntimeError as error:
+                if self.saved:
+                    raise UserError(f"{self.out}: its weights have another shape than this code's model; choose "
+                                    f"another --out ({error})") from None
                 raise UserError("--init: its weights have another shape; name a run of train.py, and no flags that "
                                 f"change it ({error})") from None
         if self.saved:

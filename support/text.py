@@ -58,8 +58,10 @@ def files_of(source: str) -> tuple[list[Path], Counter]:
         again = os.path.realpath(folder) in entered  # through a link
         entered.add(os.path.realpath(folder))
         folders[:] = [] if again else [name for name in folders if name[0] != "."]
-        paths = [Path(folder, name) for name in names if name[0] != "." and not again]
-        found |= {path.resolve(): path for path in paths if path.is_file()}
+        for path in [Path(folder, name) for name in names if name[0] != "." and not again]:
+            is_text = split_name(path)[1] in READERS  # a link may have another suffix
+            if path.is_file() and (is_text or path.resolve() not in found):
+                found[path.resolve()] = path
     files = sorted(path for path in found.values() if split_name(path)[1] in READERS)
     if not source or not files:
         raise UserError(f"--data {source}: has no file ending in {', '.join(READERS)}, plain or compressed; other "
@@ -119,7 +121,8 @@ def records_of(path: Path) -> Iterator[dict]:
         how["newline"] = ""  # a cell may hold \r
     count = 0
     try:
-        with LocalFileSystem().open(str(path.absolute()), compression="infer", **how) as file:
+        compression = "zstd" if path.suffix == ".zst" else "infer"  # which reads .zst as plain without zstandard
+        with LocalFileSystem().open(str(path.absolute()), compression=compression, **how) as file:
             for record in READERS[kind](file):
                 if not isinstance(record, dict):
                     raise ValueError("a line is not a JSON object")
@@ -147,7 +150,7 @@ def column_of(place: Path | str, records: Iterable[dict], column: str) -> Iterat
         text = record.get(column) or ""
         if not isinstance(text, str):
             raise UserError(f"{place}: needs text in its field {column}, not {text!r:.40}")
-        yield text
+        yield text.encode(errors="replace").decode()  # half of a surrogate pair, as JSON may have it, becomes "?"
 
 
 def texts_of(text: Text, remarks: list[str]) -> Iterator[str]:

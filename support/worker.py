@@ -62,7 +62,8 @@ class Worker(NamedTuple):
 
     def put(self, batch: tuple) -> tuple:
         """Move the tensors of a batch to this process's device. The batch may contain other tuples of tensors."""
-        return tree_map(lambda x: x.to(self.device, non_blocking=True), batch)
+        is_pinned = self.device.type == "cuda"  # from other memory, a copy may read what has been freed
+        return tree_map(lambda x: x.to(self.device, non_blocking=is_pinned), batch)
 
     def pin(self, batch: tuple) -> tuple:
         """Move a batch to pinned memory, from which a GPU copies while it computes, if this process has a GPU."""

@@ -21,7 +21,8 @@ def finished(text, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def alone(tmp_path_factory, tmp_path, monkeypatch):
     """Each test has its own folder and a new home, and draws no figures of short runs, which would take longer."""
-    monkeypatch.setenv("HOME", str(tmp_path_factory.getbasetemp()))
+    for variable in ("HOME", "USERPROFILE"):  # on Windows, the second one
+        monkeypatch.setenv(variable, str(tmp_path_factory.getbasetemp()))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "draw_loss", lambda out: None)
 

@@ -137,16 +137,16 @@ def test_the_nearest_file_of_each_folder_is_graded(tmp_path, capsys, monkeypatch
     both, one = solved("attention", "corrupt"), solved("corrupt")["maelm.py"]
     write(tmp_path / "anna/hand in", both)
     write(tmp_path / "anna/hand in/backup", {"maelm.py": one})
-    write(tmp_path / "ben", {"maelm.py": "\ufeff" + one})
+    write(tmp_path / "ben.b", {"maelm.py": "\ufeff" + one})
     (tmp_path / "hal").mkdir()
     (tmp_path / "hal/maelm.py").symlink_to(ROOT / "maelm.py")
     shutil.make_archive(str(tmp_path / "eve"), "zip", tmp_path / "anna")
     (tmp_path / "kim.zip").write_text("no zip")
     found = grades(capsys, tmp_path, "--only", "attention", "corrupt")  # a class
     totals = [line for line in found if "total" in line]
-    assert totals == ["anna: total 8/8", "ben: total 4/8", "eve: total 8/8", "hal: total 0/8", "kim: total 0/8"]
+    assert totals == ["anna: total 8/8", "ben.b: total 4/8", "eve: total 8/8", "hal: total 0/8", "kim: total 0/8"]
     assert (tmp_path / "grades.csv").read_text().splitlines() == [
-        "student,total,attention,corrupt", "anna,8,4,4", "ben,4,0,4", "eve,8,4,4", "hal,0,0,0", "kim,0,0,0"]
+        "student,total,attention,corrupt", "anna,8,4,4", "ben.b,4,0,4", "eve,8,4,4", "hal,0,0,0", "kim,0,0,0"]
     assert grades(capsys, tmp_path / "eve.zip", "--only", "corrupt") == [
         "corrupt 4/4 as nothing has run", f"{tmp_path / 'eve.zip'}: total 4/4"]
     assert "hal: has no file named" in fails(lambda: main(["--grade", str(tmp_path / "hal")]), capsys)

@@ -225,7 +225,8 @@ def test_a_folder_in_use_and_another_run_are_refused_and_the_differences_are_nam
     (train, "--device cuda", "--device cuda: this machine, or this PyTorch, has none"),
     *[(train, f"--{field.replace('_', '-')}={value}", f"{field}={value!r}: use ") for field, value in (
         ("rel_pos_buckets", 7), ("decoder", "foo"), ("mask_rate", 0.0), ("decoder_dim", 100), ("decoder_layers", 0),
-        ("encoder_heads", 7))],
+        ("encoder_heads", 7), ("mask_in_encoder", 25.0), ("vocab_size", 256))],
+    (finetune, "--init RUN --task docs,modules --data .", "--data: docs,modules reads the documentation"),
     (finetune, "--init RUN --frozen --epochs 2", "no settings but l2, seq_len"),
     (finetune, "--init RUN --shots 4", "--shots 4: use 5 or more, or a probe"),
     (finetune, "--init bow:RUN --frozen", "--frozen mean: bow: has no encoder"),
