@@ -40,7 +40,7 @@ from support.kinds import encode_task
 from support.model import seed_of
 from support.optim import take_step
 from support.probe import POOLINGS, Scores, fit, fit_counts, lsa_of, scores_of, strength_of
-from support.probe import vectors_of, words_of
+from support.probe import texts_of, vectors_of, words_of
 from support.program import Parser, UserError, clear_errors, fields_of, progress, short_name
 from support.results import Results, ordered, table1
 from support.tasks import TASKS, TuneConfig, task_names
@@ -210,11 +210,10 @@ class FineTuning:
         if self.flags.frozen == BOW:
             return {split: words_of(encoded) for split, encoded in self.splits.items()}
         if self.flags.frozen == LSA:
-            tokens = self.pretrained.corpus().train.pieces.flatten()
-            documents = self.pretrained.tokenizer.decode(tokens).split("[SEP]")
+            decode = self.pretrained.tokenizer.decode
+            documents = decode(self.pretrained.corpus().train.pieces.flatten()).split("[SEP]")
             lsa = lsa_of(documents, self.dim)
-            return {split: lsa.transform([f"{row.text} {row.text2 or ''}" for row in encoded.examples])
-                    for split, encoded in self.splits.items()}
+            return {split: lsa.transform(texts_of(encoded, decode)) for split, encoded in self.splits.items()}
         encoder = self.pretrained.new_encoder(seed).to(self.worker.device).eval()
         last = [self.pretrained.config.encoder_layers]
         inputs = {}

@@ -1,7 +1,7 @@
 """Linear probes: how well a linear model reads the labels of a task from the vectors of a frozen encoder. And two
 baselines that need no encoder: naive Bayes, and latent semantic analysis (LSA)."""
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -81,6 +81,11 @@ def fit(x: np.ndarray, targets: np.ndarray, l2: float, metric: str):
 def words_of(encoded: Encoded) -> np.ndarray:
     """The ids of each input of a split as words of a text, (N,)."""
     return np.array([" ".join(map(str, ids)) for ids in encoded.ids], dtype=object)
+
+
+def texts_of(encoded: Encoded, decode: Callable) -> list[str]:
+    """The text of each input of a split, cut off where the encoder's is."""
+    return [decode(ids).removeprefix("[CLS]").replace("[SEP]", " ") for ids in encoded.ids]
 
 
 def fit_counts(words: np.ndarray, targets: np.ndarray, metric: str):

@@ -283,11 +283,13 @@ def test_lsa_projects_tfidf_on_singular_vectors_of_the_training_text(labeled, fi
     # The text has fewer than 32 words, all of them frequent.
     monkeypatch.setattr(finetune, "lsa_of", lambda texts, dims: lsa_of([*texts, *more], {32: 8}[dims]))
     finetune.main(f"--init lsa:{finished} --task custom --data {labeled[0]} --out {tmp_path}/out --l2 3 --shots 9 "
-                  "--seeds 2".split())
+                  "--seeds 2 --seq-len 12".split())
     tokenizer = Pretrained(str(finished)).tokenizer
     training, targets = rows_of_file(labeled[0] / "train.jsonl")
+    cut = [[tokenizer.decode(each[0].tolist()[1:-1]) for each in encoded(texts, tokenizer, 12)]
+           for texts in (training, labeled[1])]
     known = tokenizer.decode(rows_of(finished, "train")[:, 1:].flatten()).split("[SEP]") + more
-    words = [[re.findall(r"\b\w\w+", text.lower()) for text in texts] for texts in (known, training, labeled[1])]
+    words = [[re.findall(r"\b\w\w+", text.lower()) for text in texts] for texts in (known, *cut)]
     found_in = Counter(word for each in words[0] for word in {*each})
     rare = np.array([math.log((1 + len(known)) / (1 + count)) + 1 for count in found_in.values() if count >= 3])
     vectors = []
