@@ -204,10 +204,11 @@ def main(argv=None):
         wrong = {"--seed", "--ablation", "--init"} & {word.partition("=")[0] for word in words}
         if wrong:
             raise UserError(f"{', '.join(wrong)}: not here; use --seeds, and a row")
-        *_, parsed = train.parse(["--ablation", flags.row, *words])
+        config, recipe, _, parsed = train.parse(["--ablation", flags.row, *words])
+        given = vars(config) | vars(recipe)
         preset = ["--preset", parsed.preset] if parsed.preset != "toy" else []
-        plain, given = [train.parse([*preset, "--ablation", flags.row, *more]) for more in ([], words)]
-        plain, given = [vars(config) | vars(recipe) for config, recipe, *_ in (plain, given)]
+        config, recipe, *_ = train.parse([*preset, "--ablation", flags.row])
+        plain = vars(config) | vars(recipe)
         name = shlex.join([flags.row, *words])
         followed = [f"--{each.replace('_', '-')} {given[each]}" for each in FOLLOWED if given[each] != plain[each]]
         against = flags.against or " ".join(["mae-lm", *preset, *followed])
