@@ -14,7 +14,7 @@ In DIR, --task custom reads the files train, dev and test (.csv, .tsv, .jsonl or
     columns    text, text2 (optional) and label, or those that flags name
     labels     names, as written: 01 is not 1. Whole numbers are also names, unless --regression is given
     numbers    labels with decimals are numbers to predict (regression)
-    F1         of two labels, the second one in alphabetical order is positive
+    F1         with two labels, the second in alphabetical order is positive
     dev        chooses the best of at most 20 checkpoints, so its scores are slightly optimistic; without this
                file, it is a tenth of train
     test       may lack labels; predictions_test.jsonl has its predictions

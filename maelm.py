@@ -12,7 +12,7 @@ removes the masked positions M from the encoder; a shallow decoder predicts them
                         sat               mat     predicted at masked positions only
 
 Letters, mostly the paper's, with the values of its base model:
-    B   sequences in a batch                        d     dimensions of the encoder (768); d_h of a head (64)
+    B   sequences in a batch                        d     dimensions of the encoder (768); d_h per head (64)
     n   tokens in a sequence (512)                  V     tokens in the vocabulary (32,768)
     m   masked positions in a sequence (77)         e_x   embedding of token x
     r   tokens that the encoder sees, n - m (435)   p_i   embedding of position i
@@ -54,7 +54,7 @@ class Config:
     decoder_reset: bool = False  # whether e_[MASK] replaces the encoder's output at masked positions
     aligned_positions: bool = True  # whether tokens keep their positions in the encoder, or get 0 to r - 1
     decoder_dim: int = 0  # dimensions of the decoder; 0 for encoder_dim
-    decoder: str = "bi"  # bi, or one of Table 2, in support/: bi+cross | uni+cross | cross
+    decoder: str = "bi"  # bi for Decoder in maelm.py; bi+cross, uni+cross or cross for Table 2
 
     def num_masked(self, n):  # m for n tokens
         return round(self.mask_rate * n)
@@ -88,7 +88,7 @@ def draw_masks(maskable, m, generator):
     fewest = int(maskable.sum(dim=1).min())
     if not 0 < m <= fewest:
         raise ValueError(f"cannot mask {m} tokens of each sequence: use 1 to {fewest}")
-    number = torch.rand(maskable.shape, generator=generator, device=maskable.device)  # below 1
+    number = torch.rand(maskable.shape, generator=generator, device=maskable.device)  # in [0, 1)
     number = number.masked_fill(~maskable, 2.0)  # never one of the m smallest
     return number.topk(m, largest=False).indices  # in random order
 
@@ -101,11 +101,11 @@ def apply_masks(tokens, masked, config, generator):
     is_masked = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, masked, True)
     if m == 0 or is_masked.sum() != B * m:
         raise ValueError("each sequence needs one or more masked positions, all distinct")
-    replacement = torch.full_like(masked, MASK)  # at every masked position; BERT leaves some unchanged
+    replacement = torch.full_like(masked, MASK)  # at every masked position, unlike in BERT
     if config.encoder_fill == "random":
         replacement.random_(NUM_SPECIAL, config.vocab_size, generator=generator)
     corrupted = tokens.scatter(1, masked, replacement)
-    seen_masks = masked[:, :round(config.mask_in_encoder * m)]  # a random part: masks are in random order
+    seen_masks = masked[:, :round(config.mask_in_encoder * m)]  # a random part: draw_masks gives a random order
     is_removed = is_masked.scatter(1, seen_masks, False)
     kept = (~is_removed).nonzero()[:, 1].view(B, -1)  # ascending; r per sequence
     return Corruption(corrupted, masked, kept)
@@ -164,7 +164,7 @@ class Block(nn.Module):
         return self.sublayer(x, self.ffn, self.ffn_norm)
 
     def sublayer(self, x, layer, norm, *arguments):
-        """A layer with its dropout, skip connection and LayerNorm: last, as in the paper, or first. Attention
+        """A layer with its dropout, skip connection and LayerNorm: last, as in BERT, or first. Attention
         has more arguments, bias and memory."""
         if self.post_norm:
             y = self.dropout(layer(x, *arguments))
@@ -250,7 +250,7 @@ class Decoder(nn.Module):
         super().__init__()
         width = config.decoder_width
         self.project = nn.Linear(config.encoder_dim, width) if config.encoder_dim != width else nn.Identity()
-        # Differs from the paper: section 3 has a single p_i; the authors' code learns another one here.
+        # Differs from the paper: these p_i are the decoder's own, and a LayerNorm follows (authors' code).
         self.position_embedding = nn.Embedding(config.seq_len, width)
         self.norm = nn.LayerNorm(width)
         self.stack = Stack(config, width, config.decoder_layers, 0.0, config.decoder_relative, block)
@@ -339,7 +339,7 @@ class MAELM(nn.Module):
         return x
 
 
-ABLATIONS = {  # the entries of Table 2, as differences from MAE-LM
+ABLATIONS = {  # the rows of Table 2, as differences from MAE-LM
     "mae-lm": dict(),
     "mlm": dict(mask_in_encoder=1.0, decoder_layers=0),
     "enc-mask": dict(mask_in_encoder=1.0),

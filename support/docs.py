@@ -25,7 +25,7 @@ MODULES = tuple(f"python.{name}" for name in (  # the ten with most docstrings t
     "tkinter", "idlelib", "asyncio", "email", "importlib", "logging", "xml", "_pydecimal", "multiprocessing", "turtle"))
 TEST_FOLDERS = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
 DOCUMENTING = {"add_docstr", "_add_docstr", "add_newdoc", "_add_newdoc"}  # functions that give C code a docstring
-HELD_OUT = (0.1, 0.2)  # of all docstrings, those with these hashes, counted from the validation split, are for dev
+HELD_OUT = (0.1, 0.2)  # docstrings with these hashes, counted from the validation split, are for dev
 SCORED = 150  # docstrings per label, at most, on which `docs` and `modules` are scored
 LABELED = 100  # docstrings per label, at most, for their training
 SENTENCES = 10_000  # for the training of `bshift`
@@ -199,7 +199,7 @@ def sentences(text: str) -> list[str]:
 
 def exchanged(sentence: str) -> tuple[str, str]:
     """(label, sentence) for bigram shift (Conneau et al., 2018): in half of the sentences, chosen by their hashes, two
-    neighbouring words are exchanged. The first and the last word stay: a capital or a full stop would tell."""
+    neighboring words are exchanged. The first and the last word stay: a capital or a period would reveal it."""
     number = int.from_bytes(hashlib.blake2b(sentence.encode(), digest_size=8).digest())
     words = sentence.split()
     if number % 2:

@@ -163,8 +163,8 @@ def label_of(task: Task, label) -> str | float | None:
 
 
 def with_dev(train: list[Example], regression: bool) -> dict[str, list[Example]]:
-    """Nine tenths of the training examples as train, and a tenth, drawn at random, as dev. Of each class, train has an
-    example."""
+    """Nine tenths of the training examples as train, and a tenth, drawn at random, as dev. Train has an example of each
+    class."""
     order = np.random.default_rng(0).permutation(len(train)).tolist()
     are_classes = labels_of("custom", train, regression).names
     first = {train[i].label: i for i in reversed(order)} if are_classes else {}

@@ -37,7 +37,7 @@ def sinusoid_(table, std: float):
 
 
 def check(config: Config) -> Config:
-    """Return the Config. Raises UserError for the first field with which a model would silently be another one."""
+    """Return the Config. Raises UserError for the first field that would silently give another model."""
     c, d, heads, buckets = config, config.encoder_dim, config.encoder_heads, config.rel_pos_buckets
     width = max(1, d // max(1, heads))  # dimensions of a head
     mlm = c.mask_in_encoder == 1 and c.decoder == "bi" and c.decoder_dim == 0

@@ -84,7 +84,7 @@ def path_of(text: str) -> Path:
 def short_name(model: str) -> str:
     """The name of a model in the name of a folder: toy for out/toy, toy-step_0001900 for its checkpoint, random-toy."""
     prefix = "random-" if model.startswith("random:") else ""
-    path = path_of(re.sub("^(random|bow|hf):", "", model)).resolve()
+    path = path_of(re.sub("^(random|bow|lsa|hf):", "", model)).resolve()
     return prefix + (f"{path.parent.name}-{path.stem}" if path.suffix == ".pt" else path.name)
 
 

@@ -34,7 +34,7 @@ class Run:
     from that of the newest checkpoint. A checkpoint holds the run's `record`, which stays the same, and step, seconds,
     model and optimizers."""
     def __init__(self, out: Path, config: Config, recipe, fixed: Container[str], worker: Worker):
-        """Find the newest checkpoint. Raises UserError if one of its settings named in `fixed` is another, or if the
+        """Find the newest checkpoint. Raises UserError if one of the settings in `fixed` differs, or if the
         folder is not that of a run."""
         self.out, self.config, self.recipe, self.worker = out, config, recipe, worker
         self.settings = asdict(config) | asdict(recipe)

@@ -186,8 +186,8 @@ def documents(text: Text, remarks: list[str] | None = None) -> Iterator[str]:
 
 
 def split_documents(text: Text, remarks: list[str] | None = None) -> Iterator[tuple[str, str]]:
-    """(split, document) of each document. In `docs`, which repeats many texts, the split of those on which a task is
-    scored, and of near-duplicates of these or of the validation split, is "held out"."""
+    """(split, document) of each document. In `docs`, which repeats many texts, the texts on which a task is scored,
+    and near-duplicates of them or of the validation split, are "held out"."""
     docs, known = set(), set()
     if "docs" in text.sources():
         docs.update(document for _, document in read_docs(text.cache))
@@ -205,7 +205,7 @@ def split_documents(text: Text, remarks: list[str] | None = None) -> Iterator[tu
 
 def content_hash(text: Text) -> str:
     """A hash of all that decides the documents and their splits, wherever the files are: their contents, or the
-    versions of the documentation. Of a data set on the Hub, only the name counts."""
+    versions of the documentation. For a data set on the Hub, only the name counts."""
     made_from = [text.column, text.uncased, text.val_share]
     for source in text.sources():
         if source == "docs":

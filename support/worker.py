@@ -81,7 +81,7 @@ class Worker(NamedTuple):
         self.sums(0)
 
     def is_same(self, number: int) -> bool:
-        """Whether all processes have the same number. (If they differ, one process at least has not the mean.)"""
+        """Whether all processes have the same number. (If they differ, not every process has the mean.)"""
         return self.sums(number)[0] == number * self.world_size
 
     @contextmanager
@@ -139,7 +139,7 @@ class Worker(NamedTuple):
 @contextmanager
 def joined_processes() -> Iterator[None]:
     """A context in which torchrun's processes are connected, and only the first one prints. This comes first: if one of
-    them fails later, its connections close, and all others end, at the latest after ten minutes."""
+    them fails later, its connections close, and all others end within ten minutes."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield
         return
