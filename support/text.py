@@ -19,11 +19,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from support.docs import HELD_OUT, MODULES, SCORED, in_validation, ngrams, read_docs, scored_docs, versions
 from support.program import CACHE, UserError, path_of, short_hash
-from support.tokenizer import split_long
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 GROUPED = 10_000  # characters after which a document of a .txt ends, also without a blank line
-LONGEST = 1 << 22  # characters after which any document is split; no book is that long
 
 
 @dataclass(frozen=True)
@@ -177,9 +175,9 @@ def texts_of(text: Text, remarks: list[str]) -> Iterator[str]:
 
 
 def documents(text: Text, remarks: list[str] | None = None) -> Iterator[str]:
-    """The documents that a Text selects, without empty lines around them. Long ones are split, empty ones dropped. For
-    `remarks`, see texts_of."""
-    for document in split_long(texts_of(text, [] if remarks is None else remarks), LONGEST):
+    """The documents that a Text selects, without empty lines around them; empty ones are dropped. For `remarks`, see
+    texts_of."""
+    for document in texts_of(text, [] if remarks is None else remarks):
         trimmed = re.sub(r"^(\s*\n)+", "", document).rstrip()  # the first line keeps its indentation
         if trimmed:
             yield trimmed
