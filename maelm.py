@@ -147,7 +147,7 @@ class Attention(nn.Module):
 
 class Block(nn.Module):
     """A Transformer layer: self-attention, then a feed-forward network (FFN)."""
-    def __init__(self, config, dim, heads, dropout):
+    def __init__(self, config, dim, heads, dropout):  # dim: d, or the decoder's width
         super().__init__()
         self.post_norm = config.norm == "post"
         self.self_attention = Attention(dim, heads, dropout)
@@ -163,13 +163,13 @@ class Block(nn.Module):
             x = x.take_along_dim(at[:, :, None], dim=1)
         return self.sublayer(x, self.ffn, self.ffn_norm)
 
-    def sublayer(self, x, layer, norm, *arguments):
-        """A layer with its dropout, skip connection and LayerNorm: last, as in BERT, or first. Attention
+    def sublayer(self, x, module, norm, *arguments):
+        """A submodule with its dropout, skip connection and LayerNorm: last, as in BERT, or first. Attention
         has more arguments, bias and memory."""
         if self.post_norm:
-            y = self.dropout(layer(x, *arguments))
+            y = self.dropout(module(x, *arguments))
             return norm(x + y).to(y.dtype)  # bf16 in autocast, whose LayerNorm gives float32
-        return x + self.dropout(layer(norm(x), *arguments))
+        return x + self.dropout(module(norm(x), *arguments))
 
 
 class RelativeBias(nn.Module):
