@@ -1,10 +1,11 @@
 #!/bin/bash
 # Questions for one GPU, the most important first: bash runs/gpu.sh TEXT GLUE [OUT]. Run it again to continue.
-# TEXT is the value of train.py's --data; GLUE is a folder with the Hub's files of stsb and mrpc.
+# TEXT is the value of train.py's --data; GLUE is a folder with the Hub's files. JOBS models share the card.
 set -u
-text=${1:?TEXT} glue=${2:?GLUE} out=${3:-out/gpu}
+text=${1:?TEXT} glue=${2:?GLUE} out=${3:-out/gpu} jobs=${JOBS:-4}
 train=(python train.py --preset small --data "$text")
-speed=(python -m bench.speed --device cuda --preset base)
+speed=(python -m bench.speed --device cuda)
+declare -A adamw=([0.5]=1e-3 [1]=2e-3 [2]=4e-3) muon=([0.5]=1e-2 [1]=2e-2 [2]=4e-2)  # 1: the preset's rates
 mkdir -p "$out"
 
 once() {  # NAME COMMAND...: run it, unless it has already succeeded
@@ -13,43 +14,78 @@ once() {  # NAME COMMAND...: run it, unless it has already succeeded
     if "${@:2}" >> "$out/$1.log" 2>&1; then touch "$out/$1.done"; else echo "$1 failed: see $out/$1.log"; return 1; fi
 }
 
-tune() {  # RUN: fine-tuning at two rates and a linear probe, on STS-B and MRPC; on docs, probes with 8 labels per class
-    local rate  # the loop below has a variable of this name
-    for task in stsb mrpc; do
-        of_task=(python finetune.py --init "$out/$1" --task $task --data "$glue")
-        for rate in 1.2e-4 3e-4; do
-            once "$task-$1-$rate" "${of_task[@]}" --seeds 3 --epochs 3 --learning-rate $rate --out "$out/$1-$task-$rate"
+last() {  # FIELD RUN: the last value of a field in a run's log
+    grep -o "\"$1\": [0-9.]*" "$out/$2/log.jsonl" | tail -n 1 | cut -d' ' -f2
+}
+
+pretrain() {  # FACTOR NAME FLAGS...: pre-train small, with the preset's rates times FACTOR
+    once "$2" "${train[@]}" --learning-rate ${adamw[$1]} --muon-learning-rate ${muon[$1]} "${@:3}" --out "$out/$2"
+}
+
+tune() {  # RUN: fine-tuning at two rates, and linear probes with all labels and with 8 per class
+    local task rate pooling of_task  # loops below have variables of these names
+    for task in stsb docs mrpc rte cola sst2; do
+        of_task=(python finetune.py --init "$out/$1" --task $task)
+        [ $task = docs ] || of_task+=(--data "$glue")
+        for pooling in mean cls; do
+            once "$1-$task-$pooling" "${of_task[@]}" --frozen $pooling --out "$out/$1-$task-$pooling"
+            [ $task = stsb ] || once "$1-$task-$pooling-8" "${of_task[@]}" --frozen $pooling --shots 8 --seeds 20 \
+                --out "$out/$1-$task-$pooling-8"
         done
-        once "$task-$1-probe" "${of_task[@]}" --frozen --out "$out/$1-$task-probe"
-    done
-    for pooling in mean cls; do
-        once "docs-$1-$pooling" python finetune.py --init "$out/$1" --task docs --frozen $pooling --shots 8 --seeds 20 \
-            --out "$out/$1-docs-$pooling"
+        for rate in 1.2e-4 3e-4; do
+            once "$1-$task-$rate" "${of_task[@]}" --seeds 3 --epochs 3 --learning-rate $rate --out "$out/$1-$task-$rate"
+        done
     done
 }
 
-model() {  # NAME FLAGS...: pre-train small, then fine-tune and probe it
-    once "$1" "${train[@]}" "${@:2}" --out "$out/$1" && tune "$1"
+share() {  # COMMAND...: run it beside others, JOBS at a time
+    while [ "$(jobs -rp | wc -l)" -ge "$jobs" ]; do wait -n; done
+    "$@" &
 }
 
-# 1. Is it right?
+model() { pretrain "$@" && tune "$2"; }
+
+# 1. Is it right? Do two processes on one card have the losses of one?
 once tests env CUDA_VISIBLE_DEVICES=0 pytest -q -m cuda -n 0
-# 2. Does small's MAE-LM lead on STS-B with half of the text masked, whatever the seed? Does enc-mask?
-for seed in 1 2 0; do
-    for rate in 0.5 0.15; do
-        for row in mae-lm mlm enc-mask; do
-            model $row-$rate-$seed --max-steps 5000 --ablation $row --mask-rate $rate --seed $seed
+forty=("${train[@]}" --max-steps 40 --compile off --micro-batch-size 64 --log-interval 5)
+once one "${forty[@]}" --out "$out/one"
+once two torchrun --standalone --nproc_per_node 2 --no-python bash -c 'LOCAL_RANK=0 NCCL_HOSTID=$RANK "$@"' - \
+    env NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_SOCKET_IFNAME=lo "${forty[@]}" --out "$out/two"
+# 2. Which rates? Seed 0 decides, by the validation loss, for each row and fraction of masks. Then: does small's MAE-LM
+# lead on STS-B with half of the text masked, whatever the seed? Does enc-mask?
+for rate in 0.5 0.15; do
+    for row in mae-lm mlm enc-mask; do
+        for factor in 1 0.5 2; do
+            share pretrain $factor $row-$rate-0-$factor --max-steps 5000 --ablation $row --mask-rate $rate
         done
     done
 done
-# Is it the decoder that keeps small's MAE-LM behind with 15% masks?
-model decoder-layers-1 --max-steps 5000 --decoder-layers 1 --seed 1
-model no-decoder-relative --max-steps 5000 --no-decoder-relative --seed 1
-# 3. Does the lead last?
-model long-mae-lm --mask-rate 0.5
-model long-mlm --mask-rate 0.5 --ablation mlm
+wait
+declare -A best
+for name in {mae-lm,mlm,enc-mask}-{0.5,0.15}; do
+    best[$name]=$(for factor in 1 0.5 2; do echo "$(last val_loss $name-0-$factor) $factor"; done | sort -n | head -n 1 |
+        cut -d' ' -f2)
+done
+for seed in 1 2; do
+    for rate in 0.5 0.15; do
+        for row in mae-lm mlm enc-mask; do
+            share model ${best[$row-$rate]} $row-$rate-$seed --max-steps 5000 --ablation $row --mask-rate $rate --seed $seed
+        done
+    done
+done
+wait
+# 3. Does the lead last? The MLM has as much time as MAE-LM needs for the preset's 20,000 steps.
+once speed-small "${speed[@]}" --preset small --compile --models "mae-lm --mask-rate 0.5" "mlm --mask-rate 0.5" \
+    --out "$out/small.json"
+steps=$(python -c "import json, sys; mae, mlm = json.load(open(sys.argv[1]))['tokens_per_second'].values()
+print(round(20000 * sorted(mlm)[3] / sorted(mae)[3]))" "$out/small.json")
+share model ${best[mae-lm-0.5]} long-mae-lm --mask-rate 0.5
+share model ${best[mlm-0.5]} long-mlm --mask-rate 0.5 --ablation mlm --max-steps "$steps"
+wait
 # 4. Where does the time of base go? no-relative shows how much the relative bias costs.
-once speed-eager "${speed[@]}" --rows 64 --out "$out/eager.json"
-once speed-compiled "${speed[@]}" --rows 64 --compile --models mae-lm mlm no-relative --out "$out/compiled.json"
-# 5. Does base learn?
-once base python train.py --preset base --data "$text" --stop-at 600 --out "$out/base"
+once speed-eager "${speed[@]}" --preset base --rows 64 --out "$out/eager.json"
+once speed-compiled "${speed[@]}" --preset base --rows 64 --compile --models mae-lm mlm no-relative \
+    --out "$out/compiled.json"
+# 5. How does base learn, for as long as the card is there? Its tokens/s, compared with those of question 4, show
+# whether steps wait for batches.
+once base python train.py --preset base --data "$text" --out "$out/base"
