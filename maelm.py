@@ -105,7 +105,7 @@ def apply_masks(tokens, masked, config, generator):
     if config.encoder_fill == "random":
         replacement.random_(NUM_SPECIAL, config.vocab_size, generator=generator)
     corrupted = tokens.scatter(1, masked, replacement)
-    seen_masks = masked[:, :round(config.mask_in_encoder * m)]  # a random part: draw_masks gives a random order
+    seen_masks = masked[:, :round(config.mask_in_encoder * m)]  # a random part: draw_masks shuffles them
     is_removed = is_masked.scatter(1, seen_masks, False)
     kept = (~is_removed).nonzero()[:, 1].view(B, -1)  # ascending; r per sequence
     return Corruption(corrupted, masked, kept)
