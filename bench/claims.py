@@ -107,12 +107,14 @@ def claims(record: Record) -> pandas.DataFrame:
 
 
 def table(record: Record) -> pandas.DataFrame:
-    """A row per model: means over its seeds."""
+    """A row per model: means over its seeds. `rank` is the effective rank of text in the last layer."""
     rows = []
     for model in [*MODELS, BAYES, LSA]:
         scores = {score: record.values(model, score) for score in SCORES}
         if model in MODELS:
-            scores |= {"FLOPs, 10¹²": record.of(model)["flops"] / 1e12, "seeds": [len(record.of(model))]}
+            lines = record.of(model)
+            scores |= {"rank": [ranks["without_mask"][-1] for ranks in lines["ranks"]],
+                       "FLOPs, 10¹²": lines["flops"] / 1e12, "seeds": [len(lines)]}
         rows.append({"model": model} | {name: np.mean(values) for name, values in scores.items() if len(values)})
     return pandas.DataFrame(rows).round(1).convert_dtypes().astype(object).fillna("")
 
