@@ -2,7 +2,7 @@
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import tiktoken
 import tokenizers
@@ -18,13 +18,6 @@ def byte_letters() -> list[str]:
     """The byte-level alphabet of GPT-2 (Radford et al., 2019): a printable letter for each of the 256 bytes."""
     others = [b for b in range(256) if chr(b) == " " or not chr(b).isprintable()]
     return [chr(256 + others.index(b)) if b in others else chr(b) for b in range(256)]
-
-
-def split_long(texts: Iterable[str], longest: int) -> Iterator[str]:
-    """Split texts into pieces of at most `longest` characters; an empty text gives none."""
-    for text in texts:
-        for start in range(0, len(text), longest):
-            yield text[start:start + longest]
 
 
 class Tokenizer:
@@ -49,7 +42,9 @@ class Tokenizer:
         trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - NUM_SPECIAL, initial_alphabet=byte_letters(),
                                                  show_progress=sys.stderr.isatty())
         # For each text, tokenizers needs about a hundred times the text's own memory. A long word takes minutes.
-        parts = (re.sub(r"\S{1000}", "\\g<0>\n", text) for text in split_long(texts, 1 << 16))
+        longest = 1 << 16  # characters
+        pieces = (text[start:start + longest] for text in texts for start in range(0, len(text), longest))
+        parts = (re.sub(r"\S{1000}", "\\g<0>\n", piece) for piece in pieces)
         learner.train_from_iterator(parts, trainer)
         merges = json.loads(learner.to_str())["model"]["merges"]
         return cls.of_merges(merges, uncased)  # the learner numbers its tokens differently
