@@ -14,12 +14,14 @@ once() {  # NAME COMMAND...: run it, unless it has already succeeded
     if "${@:2}" >> "$out/$1.log" 2>&1; then touch "$out/$1.done"; else echo "$1 failed: see $out/$1.log"; return 1; fi
 }
 
-last() {  # FIELD RUN: the last value of a field in a run's log
-    grep -o "\"$1\": [0-9.]*" "$out/$2/log.jsonl" | tail -n 1 | cut -d' ' -f2
-}
-
 pretrain() {  # FACTOR NAME FLAGS...: pre-train small, with the preset's rates times FACTOR
     once "$2" "${train[@]}" --learning-rate ${adamw[$1]} --muon-learning-rate ${muon[$1]} "${@:3}" --out "$out/$2"
+}
+
+best() {  # NAME: the factor whose run with seed 0 has the lowest validation loss at its end
+    for factor in 1 0.5 2; do
+        grep -o '"val_loss": [0-9.]*' "$out/$1-0-$factor/log.jsonl" | tail -n 1 | sed "s/$/ $factor/"
+    done | sort -k 2n | head -n 1 | cut -d' ' -f 3
 }
 
 tune() {  # RUN: fine-tuning at two rates, and linear probes with all labels and with 8 per class
@@ -61,15 +63,11 @@ for rate in 0.5 0.15; do
     done
 done
 wait
-declare -A best
-for name in {mae-lm,mlm,enc-mask}-{0.5,0.15}; do
-    best[$name]=$(for factor in 1 0.5 2; do echo "$(last val_loss $name-0-$factor) $factor"; done | sort -n | head -n 1 |
-        cut -d' ' -f2)
-done
 for seed in 1 2; do
     for rate in 0.5 0.15; do
         for row in mae-lm mlm enc-mask; do
-            share model ${best[$row-$rate]} $row-$rate-$seed --max-steps 5000 --ablation $row --mask-rate $rate --seed $seed
+            share model "$(best $row-$rate)" $row-$rate-$seed --max-steps 5000 --ablation $row --mask-rate $rate \
+                --seed $seed
         done
     done
 done
@@ -77,10 +75,11 @@ wait
 # 3. Does the lead last? The MLM has as much time as MAE-LM needs for the preset's 20,000 steps.
 once speed-small "${speed[@]}" --preset small --compile --models "mae-lm --mask-rate 0.5" "mlm --mask-rate 0.5" \
     --out "$out/small.json"
-steps=$(python -c "import json, sys; mae, mlm = json.load(open(sys.argv[1]))['tokens_per_second'].values()
-print(round(20000 * sorted(mlm)[3] / sorted(mae)[3]))" "$out/small.json")
-share model ${best[mae-lm-0.5]} long-mae-lm --mask-rate 0.5
-share model ${best[mlm-0.5]} long-mlm --mask-rate 0.5 --ablation mlm --max-steps "$steps"
+steps=$(python -c "import json, statistics, sys
+mae, mlm = map(statistics.median, json.load(open(sys.argv[1]))['tokens_per_second'].values())
+print(round(20000 * mlm / mae))" "$out/small.json")
+share model "$(best mae-lm-0.5)" long-mae-lm --mask-rate 0.5
+share model "$(best mlm-0.5)" long-mlm --mask-rate 0.5 --ablation mlm --max-steps "$steps"
 wait
 # 4. Where does the time of base go? no-relative shows how much the relative bias costs.
 once speed-eager "${speed[@]}" --preset base --rows 64 --out "$out/eager.json"
